@@ -19,10 +19,13 @@ from sley_core.engine.reduction import LONG, joined_norm
 from sley_core.engine.shards import Shard
 from sley_core.engine.update import MASTER, states_of
 from sley_core.errors import PlanError
+from sley_core.hookspecs import hookimpl
 from sley_core.memory.pool import Pools
 from sley_core.plan.load import plan_from_dict
+from sley_core.records import MemoryPoolRecord
 from sley_core.sizes import ALIGNMENT_BYTES
-from sley_testing.plans import small_plan
+from sley_core.table import Table
+from sley_testing.plans import loader_of, small_plan
 
 GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) * 1e-3
 
@@ -102,14 +105,18 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
         assert {name for name, _ in run.memory.inventory.everything("optimizer_states")} == {*seen, "optimizer.count"}
 
 
-def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error():
-    def pool_of(numel):
-        return SimpleNamespace(held=lambda: [("all", torch.zeros(numel))])
+class Pool:
+    def __init__(self, config):
+        self.held = lambda: [("all", torch.zeros(8))]
 
-    pools = Pools({"large": SimpleNamespace(build=lambda: pool_of(64))}, lambda name: pool_of(8))
+
+def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error():
+    records = hookimpl(lambda: [MemoryPoolRecord(name="sized", config=Table, build=f"{__name__}:Pool")])
+    plan = plan_from_dict(small_plan(), loader=loader_of({"own": SimpleNamespace(sley_records=records)}))
+    pools = Pools({"large": SimpleNamespace(build=lambda: Pool(None))}, lambda name: plan.build_named("memory_pools", name))
     assert pools("large") is pools("large")
     assert pools("own.sized") is pools("own.sized") is not pools("large")
-    assert [(name, tensor.numel()) for name, tensor in pools.held()] == [("large.all", 64), ("own.sized.all", 8)]
+    assert [name for name, _ in pools.held()] == ["large.all", "own.sized.all"]
     with pytest.raises(PlanError, match="did you mean `large`"):
         pools("larg")
 

@@ -81,9 +81,9 @@ def test_a_programs_own_draws_go_on(alone, tables, what):
         assert random.getstate() == seed_state[1]
 
 
-@pytest.mark.parametrize(("data", "kind"), [("DrawingRows", "torch"), ("DrawingStream", "numpy")])
-def test_data_and_layers_may_draw_from_the_same_generators(ranks, own, tables, alone, data, kind):
-    plan = tables("numpy", data={"factory": f"own_draws:{data}", "options": {"kind": kind}}, run__steps=4)
+@pytest.mark.parametrize("data", ["DrawingRows", "DrawingStream"])
+def test_data_and_layers_may_draw_from_the_same_generators(ranks, own, tables, alone, data):
+    plan = tables("numpy", data={"factory": f"own_draws:{data}"}, run__steps=4)
     reference = record(plan, 4, folder=own)
     assert_parity(reference, ranks(2)(record, plan, 4, folder=own), "fp64")
     assert reference.rows[0]["loss"] != record(tables("numpy"), 1, folder=own).rows[0]["loss"]
@@ -113,7 +113,8 @@ def test_a_layer_does_not_wait_for_a_stuck_data_set_for_ever(alone, tables, monk
         return read(rows, index)
 
     monkeypatch.setattr(own_data.Rows, "__getitem__", stuck)
-    with alone(tables("numpy", run__steps=6, limits={"data_timeout_s": 0.3})) as run:
+    drawing = {"factory": "own_draws:DrawingRows"}
+    with alone(tables("numpy", data=drawing, run__steps=6, limits={"data_timeout_s": 0.3})) as run:
         with pytest.raises(RunError, match=r"data-timeout.*data set"):
             run.train()
         goes_on.set()
@@ -131,7 +132,9 @@ def masks(run, num_steps):
 
 
 def test_steps_micro_batches_and_layers_draw_different_masks(alone, small):
-    with alone(small(model={"factory": "own_models:keeper"}, batch__global_size=2)) as run:
+    with alone(
+        small(model={"factory": "own_models:model", "options": {"kind": "Keeper", "num_blocks": 2}}, batch__global_size=2)
+    ) as run:
         found = masks(run, 2)
     assert len(found) == 2 * 2 * 2
     assert all(mask.unique().tolist() == [0.0, 2.0] for mask in found.values())

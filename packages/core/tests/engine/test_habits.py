@@ -14,7 +14,7 @@ from sley_core.engine.refusals import check_hooks
 from sley_core.engine.shards import Shard
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
-from sley_testing.habits import HABITS
+from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_testing.habits import layers as layers_of
 from sley_testing.runs import assert_by_hand, record, same_on_all
 
@@ -41,7 +41,7 @@ def recorded_all(every, num_steps, folder, batches):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
-@pytest.mark.parametrize("habit", [*HABITS, "Assigned"])
+@pytest.mark.parametrize("habit", [*HABITS, *OF_WHOLE_GRADIENTS])
 def test_a_habit_gives_the_numbers_of_a_loop_by_hand(own, small, habit):
     assert_numbers_by_hand(tables(small, habit), layers_of, habit, own)
 
@@ -123,9 +123,9 @@ def hooked(small, kind, accumulation="direct"):
 
 
 @pytest.mark.parametrize("accumulation", ["direct", "autograd"])
-@pytest.mark.parametrize("kind", ["HookedWeights", "Before", "OfModules"])
+@pytest.mark.parametrize("kind", ["Before", "OfModules"])
 def test_hooks_give_the_numbers_of_a_loop_by_hand(own, small, kind, accumulation):
-    from own_models import hooked as layers
+    from own_models import model as layers
 
     assert_numbers_by_hand(hooked(small, kind, accumulation), layers, kind, own)
 

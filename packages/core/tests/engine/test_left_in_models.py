@@ -42,7 +42,8 @@ def compiled(module: nn.Module) -> None:
 def test_a_closed_run(small, own, monkeypatch, is_compiled):
     """And the model computes what it did in the run; calls of a layer go through the compiler no more."""
     monkeypatch.setattr(nn.Module, "compile", compiled)
-    changes = {"precision": DIRECT, "activations": {"use": "core.recompute"}, "model__compile": is_compiled}
+    direct = {"precision": DIRECT, "activations": {"use": "core.recompute"}}
+    changes = {"model__compile": True} if is_compiled else direct
     plan = plan_from_dict(small(evaluation={"every": 9, "steps": 1}, **changes), own)
     with drafts_kept() as kept, assemble(plan, World.alone("cpu")) as run:
         assert all((KEPT in vars(layer.module)) == is_compiled for layer in run.layers)

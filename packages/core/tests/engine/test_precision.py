@@ -97,7 +97,9 @@ KEEP = {"compute": "bf16", "keep": ["*.router.*"]}
 
 
 def tables(small, precision=KEEP, **changes):
-    return small(model={"factory": "own_models:routed"}, precision=precision, **changes)
+    return small(
+        model={"factory": "own_models:model", "options": {"kind": "Routed", "num_blocks": 2}}, precision=precision, **changes
+    )
 
 
 def by_hand(first, batches):
@@ -105,7 +107,7 @@ def by_hand(first, batches):
     import own_data
     import own_models
 
-    made = own_models.routed(own_data.Rows.info)
+    made = own_models.model(own_data.Rows.info, "Routed", 2)
     named = {f"{name}.{key}": one for name, module in made for key, one in module.named_parameters()}
     masters = {}
     for name, one in named.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pluggy
 import pytest
@@ -31,6 +30,10 @@ class Listener:
         self.fail_at = fail_at
 
     @hookimpl
+    def sley_records(self):
+        return [MetricsWriterRecord(name="writer", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter")]
+
+    @hookimpl
     def sley_run_started(self, run):
         self.told.append(("started", run.num_steps_done))
 
@@ -50,25 +53,12 @@ STEPS = [("step", 1, 1), ("step", 2, 2), ("step", 3, 3)]
 
 @pytest.fixture
 def heard(alone, small):
-    """`with heard(listener, **changes) as run`: the plan names a plugin that listens."""
+    """`with heard(listener, **changes) as run`: the plan names a plugin that listens, by its writer."""
 
     def heard(listener, **changes):
-        # A plugin counts where the plan names one of its records: this one has a writer too.
-        plugin = SimpleNamespace(
-            sley_run_started=listener.sley_run_started,
-            sley_step_finished=listener.sley_step_finished,
-            sley_run_finished=listener.sley_run_finished,
-            sley_records=_writers,
-        )
-        tables = small(metrics=[{"use": "ear.writer"}], **changes)
-        return alone(tables, loader=loader_of({"ear": plugin}))
+        return alone(small(metrics=[{"use": "ear.writer"}], **changes), loader=loader_of({"ear": listener}))
 
     return heard
-
-
-@hookimpl
-def _writers():
-    return [MetricsWriterRecord(name="writer", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter")]
 
 
 @pytest.mark.parametrize("ends", ["with", "close", "twice"])
@@ -114,28 +104,16 @@ def test_how_a_run_ends_is_told(heard, fail_at, changes, num_steps, end, error, 
     assert listener.told == [("started", 0), *STEPS[:num_steps], ("finished", end)]
 
 
-@pytest.fixture
-def num_hook_calls(monkeypatch):
-    """`num_hook_calls()`: how often pluggy called a hook since."""
-    calls = []
-    original = pluggy.HookCaller.__call__
-
-    def counted(self, **arguments):
-        calls.append(self.name)
-        return original(self, **arguments)
-
-    monkeypatch.setattr(pluggy.HookCaller, "__call__", counted)
-    return lambda: len(calls)
-
-
-def test_a_step_that_nobody_listens_to_makes_no_hook_call(alone, heard, small, num_hook_calls):
+def test_a_step_that_nobody_listens_to_makes_no_hook_call(alone, heard, small, monkeypatch):
+    calls, original = [], pluggy.HookCaller.__call__
+    monkeypatch.setattr(pluggy.HookCaller, "__call__", lambda self, **given: calls.append(self) or original(self, **given))
     for make, per_step in ((lambda: alone(small()), 0), (lambda: heard(Listener()), 1)):
         with make() as run:
             run.step()
-            before = num_hook_calls()
+            before = len(calls)
             run.step()
             run.step()
-            assert num_hook_calls() - before == 2 * per_step
+            assert len(calls) - before == 2 * per_step
 
 
 def test_a_row_has_what_it_promises(alone, small):

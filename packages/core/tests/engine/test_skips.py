@@ -207,29 +207,31 @@ def test_a_state_is_gone_on_from_and_the_smallest_scale_is_the_end():
         smallest.update(2, overflowed=True)
 
 
-def attempt(tables, folder, steps, rank, num):
-    """`num` calls of `run.step`: what each came to, and the weights at the end."""
-    found = []
+def go_on(tables, folder, spoilt=(), num=5):
+    """`num` steps, of which those that fail are told and passed over: what was told, the rows, the weights."""
+    told, rows = [], []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        spoil(run, steps, rank)
-        for number in range(num):
+        spoil(run, spoilt, rank=1)
+        for _ in range(num):
+            before = weights(run)
             try:
-                found.append(run.step(tokens(number))["skipped"])
+                rows.append(run.step())
             except RunError as error:
-                found.append(str(error.diagnostics[0]))
-        return found, weights(run)
+                told.append(str(error.diagnostics[0]))
+                assert_same_bits(before, weights(run))
+        return told, rows, weights(run)
 
 
 def test_after_too_many_in_a_row_the_run_ends_on_all_ranks_alike(ranks, own, small):
     """And a good step in between begins to count anew. A program that catches the error goes on as it does without skips."""
-    steps = (0, 1, 3, 4, 5)
-    (first, after), (second, other) = ranks(2)(attempt, skipping(small, most=2), own, steps, 1, 8)
-    assert first == second
-    assert first[:5] == [1, 1, 0, 1, 1]
-    assert first[5].startswith("error[not-finite]: step 6: loss ")
-    assert "gradient norm nan; the 2 before it were skipped; first in the gradient of " in first[5]
-    assert first[6:] == [0, 0]
-    assert_same_bits(after, other)
+    first, second = ranks(2)(go_on, skipping(small, most=2), own, (0, 1, 3, 4, 5), 8)
+    assert first[0] == second[0]
+    assert first[0][0].startswith("error[not-finite]: step 6: loss ")
+    assert "gradient norm nan; the 2 before it were skipped; first in the gradient of " in first[0][0]
+    for told, rows, _ in (first, second):
+        assert [row["skipped"] for row in rows] == [1, 1, 0, 1, 1, 0, 0]
+        assert len(told) == 1
+    assert_same_bits(first[2], second[2])
 
 
 class Late:
@@ -274,20 +276,6 @@ def test_a_limit_where_nothing_is_skipped_is_refused(own, small):
     assert check_plan(plan_from_dict(tables, own), 1) == []
     del tables["run"]["max_skips"]
     assert plan_from_dict(tables, own).run.max_skips == 10
-
-
-def go_on(tables, folder):
-    """Five steps, of which the one that fails is told and passed over: what was told, the rows, the weights."""
-    told, rows = [], []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        for _ in range(5):
-            before = weights(run)
-            try:
-                rows.append(run.step())
-            except RunError as error:
-                told.append(str(error.diagnostics[0]))
-                assert_same_bits(before, weights(run))
-        return told, rows, weights(run)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

@@ -80,7 +80,7 @@ def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
 def test_what_one_rank_uses_is_summed_with_the_zeros_of_the_other(ranks, own, small, recompute, global_size):
     """Samples go to ranks in halves: of 2 rank 0 has an even one and rank 1 an odd one, of 6 both have both kinds."""
     tables = small(
-        model={"factory": "own_models:branches"},
+        model={"factory": "own_models:model", "options": {"kind": "Branch"}},
         batch={"global_size": global_size, "micro_size": 1},
         data__shuffle=False,
         activations={"use": "core.recompute" if recompute else "core.keep"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -91,13 +92,15 @@ def test_what_a_group_freezes_has_no_gradient_and_keeps_its_bits(own, small):
         assert torch.equal(recorded.first[name], recorded.weights[name]) == (name in frozen)
 
 
-def thaw_after_the_first_step(run):
-    def thaw(row):
-        if row["step"] == 1:
+def thaw(run, after):
+    """Lets everything be trained after that step."""
+
+    def listener(row):
+        if row["step"] == after:
             for param in run.registry:
                 param.parameter.requires_grad_(True)
 
-    run.listeners.append(thaw)
+    run.listeners.append(listener)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,8 @@ def thaw_after_the_first_step(run):
 )
 def test_what_is_unfrozen_between_steps_is_reduced_and_stepped(ranks, own, small, optimizer):
     tables = small(optimizer=optimizer)
-    reference = record(tables, 3, folder=own, prepare=thaw_after_the_first_step)
-    layouts = ranks(2)(record, tables, 3, folder=own, prepare=thaw_after_the_first_step)
+    reference = record(tables, 3, folder=own, prepare=partial(thaw, after=1))
+    layouts = ranks(2)(record, tables, 3, folder=own, prepare=partial(thaw, after=1))
     assert [len(gradients) for gradients in reference.gradients] == [3, 19, 19]
     assert all(not torch.equal(reference.first[name], reference.weights[name]) for name in reference.first)
     assert_parity(reference, layouts, "fp64")
@@ -143,13 +146,7 @@ def test_what_a_program_freezes_before_the_first_step_is_trained_when_it_is_unfr
     def prepare(run):
         for name in late:
             run.registry[name].parameter.requires_grad_(False)
-
-        def thaw(row):
-            if row["step"] == 2:
-                for name in late:
-                    run.registry[name].parameter.requires_grad_(True)
-
-        run.listeners.append(thaw)
+        thaw(run, after=2)
 
     recorded = record(small(optimizer={"use": "core.sgd", "lr": 0.1, **momentum}), 4, folder=own, prepare=prepare)
     assert [len(gradients) for gradients in recorded.gradients] == [17, 17, 19, 19]

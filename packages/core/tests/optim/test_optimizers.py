@@ -83,11 +83,15 @@ def test_fused_forms_equal_the_loop(config: AdamWConfig | SGDConfig, dtype: torc
             torch.testing.assert_close(found, slow, rtol=tolerance, atol=tolerance)
 
 
-def test_what_has_no_fused_kernel_falls_back() -> None:
-    meta = [nn.Parameter(torch.empty(2, 2, device="meta"))]
-    for optimizer in (adamw(ADAMW, groups(meta), torch.device("meta")), sgd(SGDS[0], groups(meta), torch.device("meta"))):
-        assert not any(group["fused"] for group in optimizer.param_groups)
-        assert all(group["foreach"] for group in optimizer.param_groups)
+@pytest.mark.parametrize(
+    ("device", "options", "is_fused"), [("cpu", {}, True), ("cpu", EVERYWHERE_ALIKE, False), ("meta", {}, False)]
+)
+def test_the_fastest_form_is_taken_where_nothing_else_is_said_and_there_is_a_kernel(device, options, is_fused):
+    for build, config in ((adamw, ADAMW), (sgd, SGDS[0])):
+        of = [group | options for group in groups([nn.Parameter(torch.empty(2, 2, device=device))])]
+        optimizer = build(config, of, torch.device(device))
+        assert {bool(group["fused"]) for group in optimizer.param_groups} == {is_fused}
+        assert device == "cpu" or all(group["foreach"] for group in optimizer.param_groups)
 
 
 def test_a_factory_gets_groups_rate_and_options_that_it_knows() -> None:
@@ -154,14 +158,6 @@ def test_a_part_of_a_tensor_is_stepped_as_the_whole(build, config):
     for first, last in [(0, 1), (0, 7), (3, 64), (5, 71), (64, 103), (100, 199), (1, 200)]:
         part = stepped_part(build, config, first, last, EVERYWHERE_ALIKE)
         assert all(torch.equal(one[first:last], other) for one, other in zip(whole, part, strict=True)), (first, last)
-
-
-def test_the_fastest_form_is_taken_where_nothing_is_said():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    for options, is_fused in (({}, True), (EVERYWHERE_ALIKE, False)):
-        group = {"params": [parameter], "lr": 1e-2, "initial_lr": 1e-2, "weight_decay": 0.1, **options}
-        optimizer = adamw(AdamWConfig(lr=1e-2), [group], CPU)
-        assert bool(optimizer.param_groups[0]["fused"]) == is_fused
 
 
 def stepped_rows(kind, cuts):

@@ -98,7 +98,7 @@ class Handlers:
 
 
 class Pools:
-    """A plugin that only the fields of other tables name."""
+    """A plugin that only the fields of other tables name, and whose check fails for micro-batches of four."""
 
     @hookimpl
     def sley_records(self) -> list[Record]:
@@ -106,6 +106,12 @@ class Pools:
             MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena"),
             MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
         ]
+
+    @hookimpl
+    def sley_check_plan(self, plan: Plan) -> Any:
+        if plan.batch.micro_size == 4:
+            raise ValueError("four is unlucky")
+        return []
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sley_core.errors import PluginError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
@@ -206,3 +207,9 @@ def test_an_optimizer_by_factory_is_refused_where_a_rank_lacks_what_it_may_look_
     hints = [hint for code, _, hint in problems(make(optimizer=optimizer, **WP)) if code == "optimizer-layout"]
     is_unknown = scope is None and factory in ("mine:Adam", "torch.optim:NextYears")
     assert all(('`scope = "elementwise"`' in hint) == is_unknown for hint in hints)
+
+
+def test_a_check_that_fails_names_its_plugin(make: Make) -> None:
+    plan = make(batch={"global_size": 8, "micro_size": 4}, metrics=[{"use": "pools.csv"}])
+    with pytest.raises(PluginError, match=r"plugin `pools` .*ValueError: four is unlucky"):
+        check_plan(plan, 2)

@@ -75,6 +75,12 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
     assert loader.record("gradient_handlers", "zeta.topk").name == "topk"
     assert {"core", "alpha", "beta", "zeta"} <= set(loader.names())
     assert not {"fake_sley_alpha", "fake_sley_beta", "fake_sley_zeta_live"} & sys.modules.keys()
+    with pytest.raises(PlanError) as caught:
+        loader.record("gradient_handlers", "zeta.topq")
+    assert caught.value.exit_code == EXIT_PLAN_INVALID
+    assert [(found.code, found.hint) for found in caught.value.diagnostics] == [("unknown-record", "did you mean `zeta.topk`?")]
+    with pytest.raises(PluginError, match=r"plugin `zeta` \(sley-zeta 1.0\): cannot import `fake_sley_zeta_live:TopK`"):
+        plugin.build_of(loader.record("gradient_handlers", "zeta.topk"))
 
 
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,36 +120,23 @@ def test_two_distributions_of_one_name(install: Install) -> None:
     assert "other-zeta 0.3" in found.message
 
 
-@pytest.mark.parametrize("requires", ["sley-core>=9", "numpy;;Sley_Core ~= 9.0", "sley-core>=9; python_version>'3'"])
-def test_a_plugin_that_needs_another_core(install: Install, requires: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requires", "fits"),
+    [
+        *[(text, False) for text in ("sley-core>=9", "numpy;;Sley_Core ~= 9.0", "sley-core>=9; python_version>'3'")],
+        *[(text, True) for text in ("sley-core>=0.1", "sley-core>=9; extra == 'new'", "no requirement ==", "sley-cores>=9")],
+    ],
+)
+def test_a_plugin_is_imported_if_it_fits_this_core(
+    install: Install, requires: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(discovery, "core_version", lambda: "0.1.0")
     monkeypatch.setattr("sley_core.plan.loader.core_version", lambda: "0.1.0")
-    install("zeta", "raise RuntimeError('imported although it cannot work')", requires=requires)
-    found = fault_of("zeta")
-    assert found.code == "plugin-incompatible"
-
-
-@pytest.mark.parametrize("requires", ["sley-core>=0.1", "sley-core>=9; extra == 'new'", "no requirement ==", "sley-cores>=9"])
-def test_a_plugin_that_fits_this_core(install: Install, requires: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "core_version", lambda: "0.1.0")
-    install("zeta", requires=requires)
-    assert Loader().load("zeta").version == "1.0"
-
-
-def test_an_unknown_record_is_the_plans_fault(install: Install) -> None:
-    install("zeta")
-    with pytest.raises(PlanError) as caught:
-        Loader().record("gradient_handlers", "zeta.topq")
-    assert caught.value.exit_code == EXIT_PLAN_INVALID
-    assert [(found.code, found.hint) for found in caught.value.diagnostics] == [("unknown-record", "did you mean `zeta.topk`?")]
-
-
-def test_a_build_that_cannot_be_imported_names_the_plugin(install: Install) -> None:
-    install("zeta")
-    loader = Loader()
-    record = loader.record("gradient_handlers", "zeta.topk")
-    with pytest.raises(PluginError, match=r"plugin `zeta` \(sley-zeta 1.0\): cannot import `fake_sley_zeta_live:TopK`"):
-        loader.load("zeta").build_of(record)
+    install("zeta", "" if fits else "raise RuntimeError('imported although it cannot work')", requires=requires)
+    if fits:
+        assert Loader().load("zeta").version == "1.0"
+    else:
+        assert fault_of("zeta").code == "plugin-incompatible"
 
 
 def pool(name: str = "arena", config: Any = Table) -> records.MemoryPoolRecord:
@@ -154,10 +147,13 @@ class Greedy(Table):
     use: str
 
 
+def fails() -> Any:
+    raise RuntimeError("no luck")
+
+
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (RuntimeError("no luck"), "failed in `sley_records`: RuntimeError: no luck"),
         (3, "failed in `sley_records`: TypeError"),
         ([3], "returns a int, not a Record"),
         ([pool(), pool()], "two records of the name `arena`"),
@@ -168,28 +164,20 @@ class Greedy(Table):
     ],
 )
 def test_records_that_no_plan_could_name(returned: Any, words: str) -> None:
-    class Plugin:
-        @hookimpl
-        def sley_records(self) -> Any:
-            if isinstance(returned, Exception):
-                raise returned
-            return returned
-
-    found = fault_of("zeta", Loader(plugins={"zeta": Plugin()}))
+    plugin = SimpleNamespace(sley_records=hookimpl(lambda: returned))
+    found = fault_of("zeta", Loader(plugins={"zeta": plugin}))
     assert found.code == "plugin-invalid"
     assert words in found.message
 
 
-def test_a_hook_of_one_kind_returns_no_other() -> None:
-    wrong = SimpleNamespace(sley_gradient_handlers=hookimpl(lambda: [pool()]))
-    assert "not a GradientHandlerRecord" in fault_of("zeta", Loader(plugins={"zeta": wrong})).message
-
-
-def test_a_hook_that_fails_names_the_plugin() -> None:
-    def fails(plan: Any) -> Any:
-        yield plan.nothing_like_this
-
-    plugin = Loader(plugins={"zeta": SimpleNamespace(sley_check_plan=hookimpl(fails))}).load("zeta")
-    with pytest.raises(PluginError, match=r"plugin `zeta` .* failed in `sley_check_plan`: AttributeError"):
+def test_a_hook_that_fails_or_returns_records_of_another_kind_names_the_plugin() -> None:
+    for hooks, words in (
+        ({"sley_records": fails}, "failed in `sley_records`: RuntimeError: no luck"),
+        ({"sley_gradient_handlers": lambda: [pool()]}, "not a GradientHandlerRecord"),
+    ):
+        plugin = SimpleNamespace(**{name: hookimpl(hook) for name, hook in hooks.items()})
+        assert words in fault_of("zeta", Loader(plugins={"zeta": plugin})).message
+    plugin = Loader(plugins={"zeta": SimpleNamespace(sley_check_plan=hookimpl(lambda plan: fails()))}).load("zeta")
+    with pytest.raises(PluginError, match=r"plugin `zeta` .* failed in `sley_check_plan`: RuntimeError"):
         plugin.call("sley_check_plan", plan=SimpleNamespace(), topology=None)
     assert plugin.call("sley_run_started", run=None) == []

@@ -81,11 +81,14 @@ def test_a_hint_names_the_closest(text: str, loader: Loader, old: str, new: str,
 
 
 def test_mistakes_come_in_the_order_of_the_file_and_then_of_overrides(text: str, loader: Loader) -> None:
-    found = problems(text.replace("dp = 2", "dq = 2"), loader, overrides=["run.stepz=5", "parallel.pp=two"])
+    found = problems(
+        text.replace("dp = 2", "dq = 2"), loader, overrides=["run.stepz=5", "parallel.pp=two", "evaluation.steps=3"]
+    )
     assert [(one.code, str(one.place), one.source_line) for one in found] == [
         ("unknown-key", "plan.toml:27:1", "dq = 2"),
         ("unknown-key", "--set #1", "run.stepz=5"),
         ("wrong-type", "--set #2", "parallel.pp=two"),
+        ("missing-key", "--set #3", "evaluation.steps=3"),
     ]
 
 

@@ -197,10 +197,7 @@ def test_a_named_pool_resolves_and_is_written_and_read_again(make: Make) -> None
         ("pools.arena", {"a.b": {"use": "pools.arena"}}, "wrong-name"),
         ("pools.arena", [{"use": "pools.arena"}], "wrong-type"),
         ("shared", {"shared": "pools.arena"}, "wrong-type"),
-        ("shared", {"shared": {"use": "pools.arena", "size": 3}}, "unknown-key"),
-        ("shared", {"shared": {}}, "missing-key"),
         ("shared", {"shared": {"use": "pools.arean"}}, "unknown-record"),
-        ("shared", {"shared": {"use": "nobody.arena"}}, "plugin-unknown"),
     ],
 )
 def test_a_named_pool_that_is_wrong(make: Make, name: str, pools: Any, code: str) -> None:

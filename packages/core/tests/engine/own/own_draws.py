@@ -13,7 +13,7 @@ from own_data import Rows, Stream
 from own_models import Named, around
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataContext, DataInfo
+from sley_core.data.dataset import DataInfo
 
 GLOBAL = np.random.default_rng(5)
 
@@ -72,7 +72,7 @@ class Draws(nn.Module):
 
 
 def model(data: DataInfo, kind: str) -> Named:
-    return around([Draws(kind), Draws(kind)], data, 8)
+    return around([Draws(kind), Draws(kind)], data)
 
 
 class Late(Draws):
@@ -85,48 +85,38 @@ class Late(Draws):
 
 
 def late(data: DataInfo) -> Named:
-    return around([Late("numpy")], data, 8)
+    return around([Late("numpy")], data)
 
 
 def system(data: DataInfo) -> Named:
     """Holds a generator that has no seed."""
     draws = Draws("Random")
     draws.python = random.SystemRandom()
-    return around([draws], data, 8)
+    return around([draws], data)
 
 
-def _replaced(sample: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    chance = {
-        "torch": lambda: torch.rand(len(sample["tokens"])),
-        "numpy": lambda: torch.from_numpy(np.random.rand(len(sample["tokens"]))),
-        "random": lambda: torch.tensor([random.random() for _ in sample["tokens"]]),
-    }[kind]()
-    return {**sample, "tokens": torch.where(chance < 0.3, 0, sample["tokens"])}
+def _replaced(sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With some tokens replaced by chance, which comes from three generators."""
+    size = len(sample["tokens"])
+    chance = torch.rand(size) + torch.from_numpy(np.random.rand(size)) + torch.tensor([random.random() for _ in range(size)])
+    return {**sample, "tokens": torch.where(chance < 1.2, 0, sample["tokens"])}
 
 
 class DrawingRows(Rows):
     """Replaces tokens by chance where a sample is read."""
 
-    def __init__(self, context: DataContext, kind: str) -> None:
-        super().__init__(context)
-        self.kind = kind
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return _replaced(super().__getitem__(index), self.kind)
+        return _replaced(super().__getitem__(index))
 
 
 class DrawingStream(Stream):
-    def __init__(self, context: DataContext, kind: str) -> None:
-        self.kind = kind
-
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for sample in super().__iter__():
-            yield _replaced(sample, self.kind)
+        return map(_replaced, super().__iter__())
 
 
 class DrawingCollate(Rows):
     """Draws where samples become a batch."""
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        drawn = [_replaced(sample, "torch") for sample in samples]
+        drawn = [_replaced(sample) for sample in samples]
         return {name: torch.stack([sample[name] for sample in drawn]) for name in samples[0]}

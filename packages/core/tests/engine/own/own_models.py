@@ -10,23 +10,19 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.model.layers import Model
-from sley_testing.habits import HookedWeights
+from sley_testing.habits import Embed, HookedWeights, init
 
 Named = list[tuple[str, nn.Module]]
-
-
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
+HIDDEN = 8
 
 
 class Block(nn.Module):
     """A residual block; with `dropout` every use of it draws a mask."""
 
-    def __init__(self, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.inner = nn.Linear(hidden, hidden)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -34,29 +30,32 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
+    """With a forward of its own: torch compiles none of torch's."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden)
 
 
-def around(blocks: list[nn.Module], data: DataInfo, hidden: int) -> Named:
+def around(blocks: list[nn.Module], data: DataInfo, **options: Any) -> Named:
+    """Blocks between an embedding, which `options` are for, and a head."""
     assert data.vocab_size is not None
     named = [(f"blocks.{at}", block) for at, block in enumerate(blocks)]
-    return [("embed", Embed(data.vocab_size, hidden)), *named, ("head", Head(hidden, data.vocab_size))]
+    return [("embed", Embed(data.vocab_size, HIDDEN, **options)), *named, ("head", Head(HIDDEN, data.vocab_size))]
 
 
-def plain(data: DataInfo, hidden: int = 8, num_blocks: int = 4, dropout: float = 0.0) -> Named:
+def model(data: DataInfo, kind: str, num_blocks: int = 1, **options: Any) -> Named:
+    """Blocks of a class of this module."""
+    return around([globals()[kind](**options) for _ in range(num_blocks)], data)
+
+
+def plain(data: DataInfo, num_blocks: int = 4, dropout: float = 0.0) -> Named:
     """Nothing peculiar, or dropout in every block."""
-    return around([Block(hidden, dropout) for _ in range(num_blocks)], data, hidden)
+    return around([Block(dropout) for _ in range(num_blocks)], data)
 
 
 def pretrained(data: DataInfo, dropout: float) -> Named:
     """In evaluation mode, as `from_pretrained` leaves it."""
     return [(name, module.eval()) for name, module in plain(data, dropout=dropout)]
-
-
-def compiled(data: DataInfo) -> Named:
-    """The same, each block wrapped by torch.compile, whose forward takes anything."""
-    return around([torch.compile(Block(8, 0.0), backend="eager") for _ in range(2)], data, 8)
 
 
 class Keeper(nn.Module):
@@ -73,42 +72,32 @@ class Keeper(nn.Module):
         return hidden * mask
 
 
-def keeper(data: DataInfo, hidden: int = 8) -> Named:
-    """Two layers that remember their masks."""
-    return around([Keeper(), Keeper()], data, hidden)
-
-
 class Normalised(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(hidden)
+        self.norm = nn.BatchNorm1d(HIDDEN)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
 
 
-def batch_norm(data: DataInfo, hidden: int = 8, declared: bool = False) -> Model:
+def batch_norm(data: DataInfo, declared: bool = False) -> Model:
     """A running mean, which training writes."""
     patterns = ("*.running_mean", "*.running_var", "*.num_batches_tracked") if declared else ()
-    return Model(around([Normalised(hidden)], data, hidden), per_rank_buffers=patterns)
+    return Model(around([Normalised()], data), per_rank_buffers=patterns)
 
 
 class Branch(nn.Module):
     """Uses `even` where the first token of the micro-batch is even, `odd` where it is odd, and `never` not at all."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.even = nn.Linear(hidden, hidden)
-        self.odd = nn.Linear(hidden, hidden)
-        self.never = nn.Linear(hidden, hidden)
+        self.even = nn.Linear(HIDDEN, HIDDEN)
+        self.odd = nn.Linear(HIDDEN, HIDDEN)
+        self.never = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden + (self.odd if int(tokens[0, 0]) % 2 else self.even)(hidden).tanh()
-
-
-def branches(data: DataInfo, hidden: int = 8) -> Named:
-    """Which parameters have a gradient depends on the micro-batch."""
-    return around([Branch(hidden)], data, hidden)
 
 
 class Poisoned(nn.Module):
@@ -123,16 +112,14 @@ class Poisoned(nn.Module):
         return hidden + bad * 0 / (1 - bad)
 
 
-def poisoned(data: DataInfo, token: int, hidden: int = 8) -> Named:
+def poisoned(data: DataInfo, token: int) -> Named:
     """The loss of a sample that starts with `token` is NaN."""
-    return around([Block(hidden), Poisoned(token)], data, hidden)
+    return around([Block(), Poisoned(token)], data)
 
 
-def sparse(data: DataInfo, hidden: int = 8) -> Named:
+def sparse(data: DataInfo) -> Named:
     """An embedding whose gradient holds the rows that were used, and no others."""
-    layers = plain(data, hidden)
-    layers[0][1].sparse = True
-    return layers
+    return around([Block()], data, sparse=True)
 
 
 class Pair(NamedTuple):
@@ -143,8 +130,8 @@ class Pair(NamedTuple):
 class Giving(nn.Linear):
     """Gives out its logits in a container, with more of another kind."""
 
-    def __init__(self, hidden: int, classes: int, what: str) -> None:
-        super().__init__(hidden, classes)
+    def __init__(self, classes: int, what: str) -> None:
+        super().__init__(HIDDEN, classes)
         self.what = what
 
     def forward(self, hidden: Tensor) -> object:
@@ -158,19 +145,19 @@ class Giving(nn.Linear):
 
 def giving(data: DataInfo, what: str) -> Named:
     """Its last layer gives out more than logits."""
-    return [*plain(data)[:-1], ("head", Giving(8, data.vocab_size or 0, what))]
+    return [*plain(data)[:-1], ("head", Giving(data.vocab_size or 0, what))]
 
 
 FORMATS = {"table": torch.float32, "narrow": torch.float16, "quantized": torch.float8_e4m3fn, "counts": torch.int8}
 
 
 class Routed(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(hidden, hidden)
-        self.inner = nn.Linear(hidden, hidden)
+        self.router = nn.Linear(HIDDEN, HIDDEN)
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
         for name, dtype in FORMATS.items():
-            self.register_buffer(name, torch.linspace(-1, 1, hidden).to(dtype))
+            self.register_buffer(name, torch.linspace(-1, 1, HIDDEN).to(dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert {name: getattr(self, name).dtype for name in FORMATS} == FORMATS
@@ -179,24 +166,19 @@ class Routed(nn.Module):
         return made
 
 
-def routed(data: DataInfo) -> Named:
-    """Tensors of several formats: a router in fp32, tables and quantized weights as buffers."""
-    return around([Routed(8), Routed(8)], data, 8)
-
-
 class Momentum(nn.Module):
-    """Follows its linear by a frozen copy, written in the way of `kind` in each forward in training."""
+    """Follows its linear by a frozen copy, written in the given way in each forward in training."""
 
-    def __init__(self, kind: str, hidden: int = 8) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.inner = nn.Linear(hidden, hidden, bias=False)
-        self.slow = nn.Linear(hidden, hidden, bias=False).requires_grad_(False)
-        self.kind = kind
+        self.inner = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.slow = nn.Linear(HIDDEN, HIDDEN, bias=False).requires_grad_(False)
+        self.way = way
 
     @torch.no_grad()
     def follow(self) -> None:
         fast, slow = self.inner.weight, self.slow.weight
-        match self.kind:
+        match self.way:
             case "in place":
                 slow.lerp_(fast, 0.5)
             case "data":
@@ -212,29 +194,25 @@ class Momentum(nn.Module):
         return hidden + (self.inner(hidden) - 0.5 * self.slow(hidden)).tanh()
 
 
-def momentum(data: DataInfo, kind: str) -> Named:
-    return around([Momentum(kind)], data, 8)
-
-
 def max_norm(data: DataInfo) -> Named:
-    return [("embed", Embed(data.vocab_size or 0, 8, max_norm=1.0)), *around([Block(8)], data, 8)[1:]]
+    return around([Block()], data, max_norm=1.0)
 
 
-class Late(nn.Module):
-    """Writes its buffer from the third step of two micro-batches on, in the way of `kind`."""
+class LateWrites(nn.Module):
+    """Writes its buffer from the third step of two micro-batches on, in the given way."""
 
     count: Tensor
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
         self.calls = 0
-        self.kind = kind
+        self.way = way
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
         if self.calls > 4:
-            match self.kind:
+            match self.way:
                 case "in place":
                     self.count += 1
                 case "new":
@@ -244,16 +222,12 @@ class Late(nn.Module):
         return hidden
 
 
-def late_writes(data: DataInfo, kind: str) -> Named:
-    return around([Late(kind)], data, 8)
-
-
 class Before(nn.Module):
     """Hooks on a parameter before a module has it, and on the one that was given, afterwards."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        one, two = nn.Parameter(torch.eye(hidden)), nn.Parameter(torch.eye(hidden))
+        one, two = nn.Parameter(torch.eye(HIDDEN)), nn.Parameter(torch.eye(HIDDEN))
         one.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         self.one, self.two = one, two
         two.register_hook(lambda gradient: gradient * 2)
@@ -265,8 +239,8 @@ class Before(nn.Module):
 class OfModules(HookedWeights):
     """Hooks of modules, which see gradients on their way."""
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden)
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
         self.one.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
         self.two.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         self.two.register_full_backward_pre_hook(lambda module, of_output: (of_output[0] * 0.5,))
@@ -275,14 +249,11 @@ class OfModules(HookedWeights):
 class Accumulated(HookedWeights):
     """A hook that is called when autograd has summed a gradient."""
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden)
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
         self.one.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Before, OfModules, Accumulated)}
-
-
-def hooked(data: DataInfo, kind: str) -> Named:
-    """Blocks whose constructor sets hooks on the gradients of parameters."""
-    return around([KINDS[kind](8) for _ in range(2)], data, 8)
+def hooked(data: DataInfo, kind: str) -> Model:
+    """A block whose constructor sets hooks on the gradients of parameters."""
+    return Model(model(data, kind), init)
