@@ -213,3 +213,5 @@ def test_a_check_that_fails_names_its_plugin(make: Make) -> None:
     plan = make(batch={"global_size": 8, "micro_size": 4}, metrics=[{"use": "pools.csv"}])
     with pytest.raises(PluginError, match=r"plugin `pools` .*ValueError: four is unlucky"):
         check_plan(plan, 2)
+    with pytest.raises(PluginError, match="cannot import `nowhere:Nothing` of `handlers"):
+        make(**handlers("buckets")).gradient_handlers[0].build("parts")
