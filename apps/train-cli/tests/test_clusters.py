@@ -6,7 +6,6 @@ which put a job back into the queue; they are taken from where `.ci/get_slurm FO
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -20,6 +19,7 @@ from started_program import Program, Result
 from two_hosts import NAMES, TwoHosts
 
 from sley_core.attempt import WEIGHTS
+from sley_core.metrics.jsonl import rows
 from sley_core.weight_files.read import WeightFiles
 
 Cli = Callable[..., Result]
@@ -28,8 +28,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
 
 
 def steps(plan: Path) -> list[int]:
-    path = plan.parent / "runs/small/metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    return [int(row["step"]) for row in rows(plan.parent / "runs/small")]
 
 
 def until(is_so: Callable[[], bool], told: Callable[[], str], limit_s: float = 120) -> None:

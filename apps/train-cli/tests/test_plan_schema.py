@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli
 
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
@@ -16,7 +15,7 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.tables import OPTIONAL, TABLES
 from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
 from sley_core.table import Positive, Table
-from sley_testing.plans import loader_of
+from sley_testing.plans import loader_of, small_plan
 from sley_testing.reference import plan_page, rows
 from train_cli.commands.check import json_schema
 
@@ -29,40 +28,10 @@ MEANT = {
 """The words of JSON Schema that `accepts` understands; another in the schema fails the test."""
 
 
-TEXT = """\
-plan = 1
-
-[run]
-name = "small"
-steps = 20
-
-[model]
-use = "models.llama"
-num_layers = 2
-hidden = 16
-heads = 2
-
-[data]
-use = "data.text"
-source = "python-stdlib"
-sequence = 8
-
-[batch]
-global_size = 8
-micro_size = 2
-
-[optimizer]
-use = "core.adamw"
-lr = 3e-3
-
-[parallel]
-dp = 2
-"""
-
-
 @pytest.fixture
 def tables() -> dict[str, Any]:
-    return tomli.loads(TEXT)
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 8}
+    return {"plan": 1, **small_plan(data=data, parallel={"dp": 2})}
 
 
 class Sized(Table):

@@ -96,9 +96,9 @@ def by_hand(tables: Tables, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_and_losses_are_those_of_the_layers(ranks: Any, texts: Path, layout: str) -> None:
-    size, changes = LAYOUTS.get(layout, (1, {}))
+    size, changes = LAYOUTS[layout]
     expected = by_hand(PLAN, texts)
     every = ranks(size, 120)(forwarded, changed(PLAN, **changes), texts)
     dp = changes.get("parallel", {}).get("dp", 1)

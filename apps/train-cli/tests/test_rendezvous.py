@@ -297,11 +297,8 @@ def test_a_rank_that_is_killed_while_others_build_is_named_with_its_limit(port: 
 def test_processes_that_know_of_no_ranks_are_refused(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         preflight.refuse_lone_worlds(environ)
-
-
-def test_processes_that_know_their_ranks_are_not_refused() -> None:
-    preflight.refuse_lone_worlds({})
-    preflight.refuse_lone_worlds({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2", "RANK": "0"})
+    for complete in ({}, {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2", "RANK": "0"}):
+        preflight.refuse_lone_worlds(complete)
 
 
 @pytest.mark.parametrize(

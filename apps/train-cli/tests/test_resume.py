@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from acting_model import doing
 
+from sley_core.metrics import jsonl
+
 pytestmark = pytest.mark.timeout(180)
 
 Cli = Callable[..., Any]
@@ -24,8 +26,7 @@ EVERY_KEPT = 'checkpoint={every_steps=2, mode="sync", keep=9}'
 
 
 def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [{key: json.loads(line)[key] for key in ("step", "loss", "grad_norm", "lr")} for line in lines]
+    return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in jsonl.rows(folder / "runs" / name)]
 
 
 @pytest.fixture

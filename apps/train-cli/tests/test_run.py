@@ -14,6 +14,7 @@ import pytest
 from acting_model import FIRST_LINE, doing
 from started_program import TORCHRUN
 
+from sley_core.metrics.jsonl import rows
 from sley_core.plan.load import load_plan
 from sley_testing.processes import listening_sockets
 from train_cli.run_folder import check_run_folder
@@ -22,11 +23,6 @@ pytestmark = pytest.mark.timeout(180)
 
 Cli = Callable[..., Any]
 Start = Callable[..., Any]
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def assert_is_complete(folder: Path, plan: Path, *options: str) -> None:
@@ -78,7 +74,7 @@ def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) ->
     assert "--overwrite" in result.err
     assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8") == before
     assert cli(*once, "--overwrite").code == 0
-    assert len(rows(folder / "runs" / "small")) == 1
+    assert len(list(rows(folder / "runs" / "small"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from acting_model import doing
 
+from sley_core.metrics.jsonl import rows
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.processes import descendants
 
@@ -48,8 +49,7 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert summary(folder)["outcome"] == "interrupted"
     assert "  weights        runs/small/weights\n" in result.err
     assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
-    lines = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
+    assert [row["step"] for row in rows(folder / "runs" / "small")] == list(range(1, steps + 1))
 
 
 @pytest.mark.campaign  # test_stopping.py has the same of a process without torch

@@ -102,18 +102,13 @@ def is_named(case: Case, causes: tuple[Cause, ...]) -> bool:
             return first.kind == "work" and is_there and has_layer and bool(first.faults) == (case.kind == "faults")
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    (folder / "slowed_parts.py").write_text((OWN / "slowed_parts.py").read_text("utf-8"), "utf-8")
-    return folder
-
-
 Judged = Callable[[Case], Judgement]
 
 
 @pytest.fixture
-def run(together: Callable[..., Any], own: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
-    return lambda case: judged(together, own, monkeypatch, case)
+def run(together: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
+    monkeypatch.syspath_prepend(OWN)
+    return lambda case: judged(together, folder, monkeypatch, case)
 
 
 GIVEN = [
