@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -19,7 +20,6 @@ from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, weights
 
 Batch = dict[str, Tensor]
-OWN = Path(__file__).parent / "own"
 PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch__micro_size=1)
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.005}
 VOCABULARY = {"use": "isp.communicator", "head": "vocabulary"}
@@ -85,7 +85,7 @@ def by_hand(tables: Tables, folder: Path) -> dict[str, Any]:
             return value[0]
 
         def loss(batch: Batch) -> float:
-            return float(torch.nn.functional.cross_entropy(called(batch).flatten(0, 1), batch["labels"].flatten()))
+            return float(F.cross_entropy(called(batch).flatten(0, 1), batch["labels"].flatten()))
 
         large, small = batches(8, 4)
         found["untrained"], first = called(large), loss(large)
@@ -159,7 +159,20 @@ def at_once(tables: Tables, folder: Path) -> Recorded:
     return recorded
 
 
-WHOLE = {"loss": {"factory": "whole_losses:Smooth", "sequence": "whole"}}
+class Smooth:
+    """A loss that needs whole sequences: neighbours are to be alike."""
+
+    fields = ("labels",)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        return float((batch["labels"] != -100).sum())
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        near = (output[:, 1:] - output[:, :-1]).square().sum()
+        return near + F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+WHOLE = {"loss": {"factory": "test_program_calls:Smooth", "sequence": "whole"}}
 POWERSGD = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 9}]}
 
 
@@ -168,7 +181,7 @@ def test_accumulated_calls_equal_one_step_of_all_samples(
     ranks: Any, texts: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever happens between them; with stages of slices, also for a loss that needs whole sequences."""
-    monkeypatch.syspath_prepend(OWN)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     size, changes = LAYOUTS.get(layout, (2, POWERSGD))
     loss = WHOLE if layout == "zero bubble, sp 2" else {}
     plan = changed(PLAN, optimizer__clip_norm=0.3, learning_rate={"use": "core.cosine", "warmup_steps": 2}, **loss)
