@@ -121,7 +121,9 @@ def test_slow_layers_count_for_what_they_take(ranks):
     (first, costs), (second, others) = ranks(2)(look, tables())
     assert (len(first), len(second)) == (3, 1)
     assert costs == others
-    assert [round(cost / SLOW_S) for cost in costs] == [1, 2, 2, 6], "nothing asks for a gradient of the first one's input"
+    taken = [cost / SLOW_S for cost in costs]  # a loaded machine adds to each
+    assert all(cost >= least for cost, least in zip(taken, [1, 2, 2, 6], strict=True))
+    assert taken[0] < 2, "nothing asks for a gradient of the first one's input"
 
 
 def test_timing_leaves_no_trace(ranks):
