@@ -144,7 +144,7 @@ def test_every_buffer_is_in_a_part_of_memory(ranks: Any, texts: Path, name: str)
     tables = changed(tables, data=data, evaluation=None, checkpoint=None, run__device="cpu", run__steps=2)
     parallel = tables.get("parallel", {})
     size = parallel.get("pp", 1) * parallel.get("dp", 1) * parallel.get("sp", 1)
-    for leaks, num_bytes in ranks(size, fresh=True)(uncounted, tables, texts):
+    for leaks, num_bytes in ranks(size)(uncounted, tables, texts):
         assert not leaks
         assert num_bytes["weights"] > SMALL
         assert bool(num_bytes["messages"]) == ("reduction" in str(tables.get("gradient_handlers")))

@@ -163,6 +163,6 @@ def test_no_rank_gathers_more_than_a_weight(ranks: Any, texts: Path, tmp_path: P
     model = {"use": "models.llama", "num_layers": 8, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
     tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False)
     tables = changed(tables, parallel={"wp": 2}, weights={"use": "isp.communicator"})
-    for peak, total in ranks(2, timeout_s=100, fresh=True)(grown, tables, texts, tmp_path):
+    for peak, total in ranks(2, timeout_s=100)(grown, tables, texts, tmp_path):
         assert total > 128e6
         assert peak < 48e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"

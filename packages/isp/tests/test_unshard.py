@@ -217,7 +217,7 @@ def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
 def test_a_step_allocates_nothing_as_large_as_a_shard(ranks, sharded, texts):
     """In four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
     plan = sharded(2, factory="experts", options={"number": 3, "width": 50}, **SHORT)
-    assert ranks(2, 60, fresh=True)(allocated, plan, texts) == [[], []]
+    assert ranks(2, 60)(allocated, plan, texts) == [[], []]
 
 
 def output(run: Run) -> Tensor:

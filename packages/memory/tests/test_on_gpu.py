@@ -108,7 +108,7 @@ def in_queues(count):
 
 
 def test_the_number_of_queues_changes_no_bit(ranks):
-    assert len({ranks(1, 200, fresh=True)(in_queues, count)[0] for count in (1, 8, 32)}) == 1
+    assert len({ranks(1, 200)(in_queues, count)[0] for count in (1, 8, 32)}) == 1
 
 
 PLAN = small_plan(

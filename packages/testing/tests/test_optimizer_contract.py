@@ -11,7 +11,7 @@ import pytest
 from sley_core.optim.config import ELEMENTWISE, PER_MATRIX
 from sley_testing.optimizer_contract import OptimizerContract
 
-pytestmark = pytest.mark.usefixtures("wrong")
+pytestmark = pytest.mark.usefixtures("parts")
 
 OWN = "own_optimizers"
 

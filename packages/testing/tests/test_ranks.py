@@ -195,3 +195,19 @@ def test_others_are_killed_after_a_short_grace(ranks):
 def test_a_nested_function_is_refused_with_the_remedy(ranks):
     with pytest.raises(TypeError, match="use a function at module level"):
         ranks(1)(lambda: None)
+
+
+def call_number(folder, word):
+    with (folder / "calls").open("a") as calls:
+        calls.write("x")
+    return [word, len((folder / "calls").read_text())]
+
+
+def test_what_is_asked_once_is_called_once_and_each_has_results_of_its_own(ranks, tmp_path, monkeypatch):
+    (first,), (again,) = (ranks(1).once(call_number, tmp_path, "a") for _ in range(2))
+    assert first == again == ["a", 1]
+    assert first is not again
+    assert ranks(1).once(call_number, tmp_path, "b") == [["b", 2]]
+    monkeypatch.setenv("SLEY_TEST_VALUE", "other")
+    assert ranks(1).once(call_number, tmp_path, "a") == [["a", 3]]
+    assert ranks(1)(call_number, tmp_path, "a") == [["a", 4]]

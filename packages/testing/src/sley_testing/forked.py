@@ -20,12 +20,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from sley_core.factory import is_installed
 from sley_testing.processes import call_itself
 from sley_testing.ranks import preloaded_server
 
@@ -115,6 +116,8 @@ def fork_children(path: Sequence[str]) -> None:
     one.
     """
 
+    known = frozenset(sys.modules)
+
     def execute(self: Any, *given: Any) -> None:
         asked = dict(zip(_ASKED, (self, *given), strict=True))
         command = _module_of(asked["args"])
@@ -126,7 +129,7 @@ def fork_children(path: Sequence[str]) -> None:
         ready, begun = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(asked, command, path, begun)
+            _become(asked, command, path, begun, known)
         self._child_created = True
         os.close(begun)
         os.read(ready, 1)  # as after an `exec`: the process has its session when this one goes on
@@ -147,8 +150,12 @@ def _module_of(command: Any) -> tuple[bool, str, list[str]] | None:
     return (safe, rest[1], rest[2:]) if len(rest) > 1 and rest[0] == "-m" else None
 
 
-def _become(asked: Mapping[str, Any], command: tuple[bool, str, list[str]], path: Sequence[str], begun: int) -> NoReturn:
-    """Takes over what `asked` says and runs the module; in the new process. begun: a file that is closed when it has begun."""
+def _become(
+    asked: Mapping[str, Any], command: tuple[bool, str, list[str]], path: Sequence[str], begun: int, known: Set[str]
+) -> NoReturn:
+    """Takes over what `asked` says and runs the module; in the new process. begun: a file that is closed when it has begun.
+    known: the modules of a fresh process.
+    """
     code = 255
     try:
         if asked["start_new_session"]:
@@ -159,8 +166,7 @@ def _become(asked: Mapping[str, Any], command: tuple[bool, str, list[str]], path
                 os.dup2(wanted, number)
         if asked["cwd"] is not None:
             os.chdir(asked["cwd"])
-        if not _is_as_fresh():
-            os.execve(sys.executable, [str(one) for one in asked["args"]], asked["env"])
+        _set_back(known)
         os.closerange(3, _EVERY_FILE)
         safe, module, arguments = command
         run(module, arguments, asked["env"], [] if safe else [str(Path.cwd())], path)
@@ -198,10 +204,10 @@ def run(module: str, arguments: Sequence[str], env: Mapping[str, str], first: Se
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _is_as_fresh() -> bool:
-    """Sets back what can be; whether that was all."""
-    from sley_testing.preload import before
-
+def _set_back(known: Set[str]) -> None:
+    """Undoes what the program that forks may have done to its process; changes within modules stay. known: the names of the
+    modules that were there before it.
+    """
     subprocess.Popen._execute_child = _exec  # type: ignore[attr-defined]  # private
     faulthandler.disable()
     gc.enable()
@@ -211,8 +217,10 @@ def _is_as_fresh() -> bool:
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]  # private
     for server in servers:
         server.__init__()  # a program that wants one starts its own
-    # Handlers are a fresh interpreter's now; tests in the background began with others, as their shell ignores Ctrl-C.
-    return not before.restore(handlers=False)
+    for name in sys.modules.keys() - known:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and not is_installed(file):
+            del sys.modules[name]  # of the program's own folder: it is imported anew
 
 
 def _code_of(error: SystemExit) -> int:

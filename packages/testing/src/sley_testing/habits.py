@@ -1,7 +1,7 @@
 """Makes small models, each with one habit of people's code around a linear: `factory = "sley_testing.habits:model"`,
 `options.habit`.
 
-Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`testing.by_hand`).
+Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`runs.assert_by_hand`).
 """
 
 from __future__ import annotations

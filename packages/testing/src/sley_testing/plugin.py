@@ -61,8 +61,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     """`ranks(n, timeout_s=60, init=True)` is a callable: `(function, *args, **kwargs) -> [result of rank 0, 1, ...]`.
 
-    `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`. Processes
-    that have succeeded are used again, unless a call has changed them; `fresh=True` asks for new ones, to measure a process.
+    `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`.
     This process works with one thread meanwhile, as each rank does: a kernel's sums depend on how many there are.
     """
     import torch
@@ -71,8 +70,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
 
     default: float = request.config.getoption("--rank-timeout")
 
-    def make(size: int, timeout_s: float = default, *, init: bool = True, fresh: bool = False) -> Ranks:
-        return Ranks(size, timeout_s, init, again=not fresh)
+    def make(size: int, timeout_s: float = default, *, init: bool = True) -> Ranks:
+        return Ranks(size, timeout_s, init)
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

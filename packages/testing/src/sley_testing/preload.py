@@ -21,12 +21,11 @@ import torch
 
 import sley_core
 from sley_core.table import Table
-from sley_testing.unchanged import Before
 
 
 def modules() -> Iterator[str]:
     """Names of what a rank of a test is likely to need: pytest, torch, all of core, and of what is installed and needs core."""
-    yield from ("pytest", "torch.distributed", "torch._dynamo", "packaging.requirements")
+    yield from ("pytest", "torch.distributed", "torch._dynamo", "torch.profiler._cupti_monitor", "packaging.requirements")
     yield from _all_of(sley_core)
     for dist in distributions():
         if any(re.match(r"sley-core\b", need) for need in dist.requires or ()):
@@ -62,6 +61,7 @@ def assemble_once() -> None:
     import torch
 
     from sley_core.assemble import assemble
+    from sley_core.comm.backends import installed_transports
     from sley_core.comm.world import World
     from sley_core.plan.load import plan_from_dict
     from sley_testing.plans import small_plan, write_texts
@@ -71,6 +71,7 @@ def assemble_once() -> None:
         plan = plan_from_dict(small_plan(run__keep_freed_memory=False), Path(folder))
         with World.alone("cpu") as world, assemble(plan, world):
             pass
+    installed_transports()  # a world of one asks for none
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         kind([torch.zeros(1)])  # the first of a class wraps the class's `step`
 
@@ -86,9 +87,6 @@ torch.set_num_threads(1)
 with contextlib.suppress(Exception):
     assemble_once()
 gc.enable()
-
-before = Before()
-"""What a rank compares itself with before it runs another call."""
 
 gc.freeze()
 """A rank does not look through, nor copy, what it shares with the others."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-from sley_testing.ranks import idle_processes
-
 _PROC = Path("/proc")
 _HELPERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
 """Python's own servers, which live as long as the interpreter that started them."""
@@ -52,11 +50,8 @@ class Listener:
 
 
 def descendants(pid: int | None = None) -> list[Process]:
-    """Returns every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves, and
-    for ranks that wait for their next call.
-    """
-    root, idle = os.getpid() if pid is None else pid, idle_processes()
-    everything = [process for process in _processes() if process.pid not in idle]
+    """Returns every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves."""
+    root, everything = os.getpid() if pid is None else pid, list(_processes())
     # What a fork server has forked, and what that forks, shows the server's command line: only a server itself is left out.
     own = [process.command for process in everything if process.pid == root]
     servers = {p.pid for p in everything if p.command not in own and any(helper in p.command for helper in _HELPERS)}

@@ -1,7 +1,6 @@
 """Runs one rank of a test: all that the process that `ranks` starts does, from its first line to its last.
 
-    receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─┐
-           └──────── if nothing is left of the call <──────── leave the world <─ wait for the others <───┘
+    receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─> wait for the others
 
 A rank that succeeded keeps its sockets open until all are done, so that no peer sees a connection closed in the middle
 of a collective. A rank that failed leaves at once, so that peers that wait for it fail instead of hanging.
@@ -32,9 +31,6 @@ from typing import Any
 import pytest
 
 from sley_testing.shipping import Packed, pack_result, unpack
-
-AGAIN = b"again"
-"""What the parent says to ranks that have succeeded and may get another job; else it closes the connection."""
 
 _LONGEST_VALUE = 400
 
@@ -91,40 +87,22 @@ def stacks_file(folder: str, rank: int) -> Path:
 
 
 def rank_main(connection: Connection) -> None:
-    """Serves jobs in a process of its own until one may not follow another. Ends quietly if the parent is gone before it sent a
-    job.
-    """
+    """Does one job in a process of its own. Ends quietly if the parent is gone before it sent a job."""
     # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    from sley_testing.preload import before
-
-    before.begin()
-    with contextlib.suppress(EOFError):
-        while _serve(connection):
-            left = before.restore()
-            os.chdir("/")  # the folder of the test may go
-            connection.send_bytes(pickle.dumps(left))
-            if left:
-                return
-
-
-def _serve(connection: Connection) -> bool:
-    """Does one job; returns whether the parent wants to give another one. Raises EOFError where there is none."""
-    job: Job = pickle.loads(connection.recv_bytes())
-    again = False
+    try:
+        job: Job = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return
     with _surroundings(job):
         outcome = _run(job)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(outcome))
         if not outcome.failed:
-            with contextlib.suppress(EOFError):
-                again = connection.recv_bytes() == AGAIN
-        _leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return again
+            with contextlib.suppress(EOFError):  # the parent closes it when all are done
+                connection.recv_bytes()
 
 
 def _run(job: Job) -> Outcome:
@@ -146,13 +124,6 @@ def _join(job: Job) -> None:
     # Longer than the parent waits, so that a hang is the parent's to report, with the stacks of all ranks.
     timeout = timedelta(seconds=job.timeout_s + 60)
     dist.init_process_group("gloo", init_method=job.store, rank=job.rank, world_size=job.size, timeout=timeout)
-
-
-def _leave() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 Ranks are forked from a server that has imported torch once: about 0.1 s for two ranks, where a fresh interpreter takes
 seconds. They meet through a file in a private folder and talk on the loopback interface alone. Whatever happens, also
-when the test is interrupted, no process is at work when the call is over. Those of the fixture `ranks` then wait for the
-next call, if they succeeded and are as they were before (`unchanged`); all others are gone.
+when the test is interrupted, no process is left when the call is over.
 
 Because they are forked from one process, ranks share the seed of `hash(str)`: a test here cannot find an order that
 depends on it. Runs of the command line start fresh interpreters and can.
@@ -11,7 +10,6 @@ depends on it. Runs of the command line start fresh interpreters and can.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import os
@@ -19,10 +17,9 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -30,7 +27,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from sley_testing import rank_process
-from sley_testing.rank_process import AGAIN, Job, Outcome, output_file, rank_main, stacks_file
+from sley_testing.rank_process import Job, Outcome, output_file, rank_main, stacks_file
 from sley_testing.shipping import Packed, pack
 
 GRACE_S = 1.0
@@ -64,8 +61,6 @@ class Ranks:
     size: int
     timeout_s: float = 60.0
     init: bool = True
-    again: bool = False
-    """Whether processes may be used that have run other calls before: not where memory or time of a process is measured."""
 
     def __post_init__(self) -> None:
         assert self.size >= 1, f"{self.size} ranks"
@@ -83,7 +78,8 @@ class Ranks:
         """
         __tracebackhide__ = True
         call = pack((function, args, kwargs))
-        key = (self.size, self.init, call.data, tuple(sys.path), str(Path.cwd()), tuple(sorted(_environ().items())))
+        environ = tuple(sorted((name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"))
+        key = (self.size, self.init, call.data, tuple(sys.path), str(Path.cwd()), environ)
         if key not in _known:
             _known[key] = self._values(call)
         return [pickle.loads(value) for value in _known[key]]
@@ -91,11 +87,9 @@ class Ranks:
     def _values(self, call: Packed) -> list[bytes]:
         """Returns what `call` returns on each rank, pickled."""
         __tracebackhide__ = True
-        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder:
-            team = take(self.size, _environ()) if self.again else Team(_environ())
-            with _World(folder, team, self.again) as world:
-                team.send(self._jobs(call, folder))
-                outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
+        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
+            world.start(self._jobs(call, folder))
+            outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
         if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended):
             raise _first_failure(failed, self.size)
         return [outcome.value for outcome in outcomes]
@@ -128,55 +122,59 @@ _known: dict[Hashable, list[bytes]] = {}
 """What calls of `Ranks.once` returned."""
 
 
-def _environ() -> dict[str, str]:
-    """Returns the environment, without what pytest changes for each test."""
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-
-
 @dataclass
 class _World:
-    """The processes of one call. On leaving the context they are gone or wait for another one, and their output stands in
-    this one's."""
+    """The processes of one call, in order of rank. On leaving the context they are gone, and their output stands in this
+    one's."""
 
     folder: str
-    team: Team
-    again: bool
-    succeeded: bool = False
-
-    @property
-    def processes(self) -> list[ForkServerProcess]:
-        return self.team.processes
+    processes: list[ForkServerProcess] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
 
     def __enter__(self) -> _World:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        can_go_on = False
-        try:
-            can_go_on = self.again and self.succeeded and not failure[0] and not self.team.rest()
-        finally:
-            if can_go_on:
-                give_back(self.team)
-            else:
-                # Ranks that succeeded leave by themselves once told so; after a failure there is nothing to wait for.
-                self.team.end(0.0 if failure[0] else _LAST_WORDS_S)
+        for connection in self.connections:
+            connection.close()
+        # Ranks that succeeded leave by themselves once told so; after a failure there is nothing to wait for.
+        deadline = time.monotonic() + (0.0 if failure[0] else _LAST_WORDS_S)
+        for process in self.processes:
+            if process.pid is not None:
+                process.join(max(0.0, deadline - time.monotonic()))
+                kill(process)
         for rank in range(len(self.processes)):
             _echo(rank, output_file(self.folder, rank))
+
+    def start(self, jobs: list[Job]) -> None:
+        """Gives each rank its job. Slow once: the fork server comes up with the first process, outside any time limit."""
+        context = preloaded_server()
+        for job in jobs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
+            self.processes.append(process)
+            self.connections.append(ours)
+            process.start()
+            theirs.close()
+        # Sent only now that every process id is known: a rank without a job ends when this process forgets it.
+        for connection, job in zip(self.connections, jobs, strict=True):
+            with contextlib.suppress(BrokenPipeError):
+                connection.send_bytes(pickle.dumps(job))
 
     def collect(self, deadline: float, timeout_s: float) -> list[Outcome]:
         """Returns one outcome per rank, at the latest shortly after `deadline` (of the monotonic clock)."""
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         failed = False
-        while len(outcomes) < len(self.team.connections):
-            waiting = [c for rank, c in enumerate(self.team.connections) if rank not in outcomes]
+        while len(outcomes) < len(self.connections):
+            waiting = [c for rank, c in enumerate(self.connections) if rank not in outcomes]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 if not failed:
                     raise self._timed_out(set(outcomes), timeout_s)
                 break
             for connection in ready:
-                rank = self.team.connections.index(connection)  # type: ignore[arg-type]  # wait() returns what it was given
+                rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns what it was given
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].failed and not failed:
                     failed = True
@@ -185,13 +183,12 @@ class _World:
             if rank not in outcomes:
                 kill(process)
                 outcomes[rank] = Outcome.lost(rank, f"still at work {GRACE_S:g} s after that, killed", ended=float("inf"))
-        self.succeeded = not failed
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
         """Returns the outcome of a rank; if its process has ended without one, an outcome that says how."""
         try:
-            outcome = pickle.loads(self.team.connections[rank].recv_bytes())
+            outcome = pickle.loads(self.connections[rank].recv_bytes())
             assert isinstance(outcome, Outcome), outcome
             return outcome
         except (EOFError, ConnectionResetError):
@@ -262,14 +259,6 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
 
 
-CALLS = 50
-"""After as many calls the processes of a team are replaced."""
-
-KEPT = 4
-"""How many teams wait for their next call at most."""
-
-_REST_S = 10.0
-"""How long ranks may take to leave their world and say what is left, on a machine that is busy with other tests."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -277,102 +266,6 @@ def preloaded_server() -> ForkServerContext:
     """Processes of this context are forked from a server that has imported what `preload` names."""
     _CONTEXT.set_forkserver_preload(["sley_testing.preload"])
     return _CONTEXT
-
-
-@dataclass
-class Team:
-    """Processes in order of rank. They stay together, so that what a process counts it has counted as often as its peers."""
-
-    environ: Mapping[str, str]
-    """What they have begun with: C code reads some of it once."""
-    processes: list[ForkServerProcess] = field(default_factory=list)
-    connections: list[Connection] = field(default_factory=list)
-    calls: int = 0
-
-    def send(self, jobs: list[Job]) -> None:
-        """Gives each rank its job. Slow once: the fork server comes up with the first process, outside any time limit."""
-        context = preloaded_server()
-        for job in jobs[len(self.processes) :]:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
-            self.processes.append(process)
-            self.connections.append(ours)
-            process.start()
-            theirs.close()
-        self.calls += 1
-        # Sent only now that every process id is known: a rank without a job ends when this process forgets it.
-        for connection, job in zip(self.connections, jobs, strict=True):
-            with contextlib.suppress(BrokenPipeError):
-                connection.send_bytes(pickle.dumps(job))
-
-    def rest(self) -> list[str]:
-        """Lets ranks that have succeeded leave their world; what they have left of their call, nothing if they can go on."""
-        left: list[str] = []
-        for connection in self.connections:
-            with contextlib.suppress(BrokenPipeError):
-                connection.send_bytes(AGAIN)
-        deadline = time.monotonic() + _REST_S
-        for rank, connection in enumerate(self.connections):
-            try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    return [*left, f"rank {rank} does not answer"]
-                left += [f"rank {rank}: {one}" for one in pickle.loads(connection.recv_bytes())]
-            except (EOFError, OSError):
-                return [*left, f"rank {rank} has ended"]
-        return left
-
-    def end(self, wait_s: float = 0.0) -> None:
-        """Ends the processes and what they started, also where they are gone already; first they have `wait_s` to leave."""
-        for connection in self.connections:
-            connection.close()
-        deadline = time.monotonic() + wait_s
-        for process in self.processes:
-            if process.pid is not None:
-                process.join(max(0.0, deadline - time.monotonic()))
-                kill(process)
-
-
-_idle: list[Team] = []
-"""Teams between two calls, the last used at the end."""
-
-_lock = threading.Lock()
-
-
-def take(size: int, environ: Mapping[str, str]) -> Team:
-    """Returns a team that waits for a call of as many ranks in this environment; or a new one, which has no processes yet."""
-    with _lock:
-        found = next((one for one in _idle if len(one.processes) == size and one.environ == environ), None)
-        if found is not None:
-            _idle.remove(found)
-    if found is not None and all(process.is_alive() for process in found.processes):
-        return found
-    if found is not None:
-        found.end()
-    return Team(dict(environ))
-
-
-def give_back(team: Team) -> None:
-    """Keeps `team` for a later call, or ends it."""
-    if team.calls >= CALLS:
-        team.end()
-        return
-    with _lock:
-        _idle.append(team)
-        one_too_many = _idle.pop(0) if len(_idle) > KEPT else None
-    if one_too_many is not None:
-        one_too_many.end()
-
-
-@atexit.register  # before multiprocessing waits for all processes to end: it has registered first
-def end_idle() -> None:
-    """Ends the teams that wait for a call."""
-    while _idle:
-        _idle.pop().end()
-
-
-def idle_processes() -> set[int]:
-    """Returns the ids of the processes that wait for a call."""
-    return {process.pid for team in _idle for process in team.processes if process.pid is not None}
 
 
 def kill(process: ForkServerProcess) -> None:

@@ -1,0 +1,304 @@
+"""Each contract holds for the simplest part of its kind, and says what is wrong with each part that is broken in one place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_core.errors import RunError
+from sley_testing.attention_contract import SequenceAttentionContract
+from sley_testing.certify import CONTRACTS
+from sley_testing.contract import GradientHandlerContract
+from sley_testing.dataset_contract import DatasetContract
+from sley_testing.hook_contract import SchedulerHookContract
+from sley_testing.loss_contract import LossContract
+from sley_testing.offload_contract import OffloadManagerContract
+from sley_testing.optimizer_contract import LRScheduleContract
+from sley_testing.pool_contract import MemoryPoolContract
+from sley_testing.weight_contract import WeightCommunicatorContract, load, rewrite
+from sley_testing.writer_contract import MetricsWriterContract, Point
+
+pytestmark = pytest.mark.usefixtures("parts")
+
+
+class OfLines(MetricsWriterContract):
+    """Reads lines of JSON."""
+
+    file = "numbers.txt"
+
+    def read(self, folder: Path) -> Iterator[Point]:
+        for line in (folder / self.file).read_text("utf-8").splitlines():
+            if line.endswith("}"):  # the last one of a full disk does not
+                row = json.loads(line)
+                yield from ((row["step"], name, value) for name, value in row.items())
+
+
+class OfLosses(LossContract):
+    """Six samples of four numbers, some of them masked."""
+
+    def batch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(5)
+        output, y = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64)
+        return output, {"y": y, "mask": torch.rand(6, 4, generator=generator) > 0.3}
+
+    def nothing(self) -> dict[str, Tensor]:
+        return {"y": torch.ones(6, 4), "mask": torch.zeros(6, 4, dtype=torch.bool)}
+
+
+class OfHeldOut(DatasetContract):
+    holds_out = True
+
+
+KINDS: dict[str, tuple[type, str]] = {
+    "handler": (GradientHandlerContract, "use"),
+    "weights": (WeightCommunicatorContract, "use"),
+    "sequence": (SequenceAttentionContract, "use"),
+    "hook": (SchedulerHookContract, "use"),
+    "offload": (OffloadManagerContract, "use"),
+    "pool": (MemoryPoolContract, "use"),
+    "learning_rate": (LRScheduleContract, "use"),
+    "writer": (OfLines, "use"),
+    "loss": (OfLosses, "factory"),
+    "data": (OfHeldOut, "factory"),
+}
+"""By the attribute that takes the table of a part: its contract, and the key of the table that names the part."""
+
+
+def contract_of(kind: str, name: str) -> type:
+    """Returns the contract of a part of `own`, as a class of tests."""
+    contract, key = KINDS[kind]
+    return type(
+        "TestIt", (contract,), {kind: {key: f"parts.{kind}_{name.lower()}" if key == "use" else f"parts_{kind}:{name}"}}
+    )
+
+
+for kind in KINDS:
+    globals()[f"TestNaive_{kind}"] = contract_of(kind, "Naive")
+TestHalves, TestStream = contract_of("handler", "Halves"), contract_of("data", "Stream")
+
+NUMBERS, BITS = "reduces_as_its_record_promises", "is_deterministic_and_equal_on_all_ranks"
+ORDER, FAILED = "ranks_issue_one_sequence_once_per_step", "recovers_from_a_failed_backward"
+WHOLE, LEFT = "every_layout_gives_the_numbers_of_whole_weights", "exchanges_counts_reads_and_what_the_run_leaves"
+BETWEEN, SLICE = "what_is_done_between_steps_counts_from_the_next_one_on", "a_slice_gets_what_the_whole_sequence_would_give_it"
+SAME, BACK, AWAY = "a_run_has_the_same_numbers_with_it", "what_leaves_comes_back", "what_is_away_is_refused"
+
+# By kind of part: its name, the test that fails, a part of the message, and what the test is given besides fixtures.
+SAMPLED: dict[str, list[tuple[Any, ...]]] = {
+    "handler": [
+        ("Mean", NUMBERS, "step 0: the gradient of second.often.weight is not the sum over the reduce group: its norm is ", 1),
+        ("World", NUMBERS, "step 0: the gradient of first.weight is not what this rank has: ", 1),
+        ("Early", NUMBERS, "the gradient of .* is not the sum over the reduce group", 3),
+        ("Tail", NUMBERS, "step 0: the gradient of second.often.bias is not the sum over the reduce group", 1),
+        ("Reverse", NUMBERS, "step 0: the gradient of second.* is not the sum over the reduce group", 1),
+        ("Twice", NUMBERS, "step 0: the gradient of second.often.weight is not the sum over the reduce group", 1),
+        ("Coarse", NUMBERS, "relative error .* after 1 steps; its record allows 0.0156", 1),
+        ("Chatty", ORDER, "a step of one micro-batch has .* collectives, and of three "),
+        ("Types", ORDER, r"the order on control\[0,1\] is not the same on all ranks"),
+        ("Noisy", BITS, "a second run gives other bits: rank 0, step 0: the gradients of "),
+        ("Apart", BITS, "step 0: ranks that hold one weight have different gradients of it: "),
+        ("Hoards", FAILED, "after a step that failed there are other bits: rank 0, step 2"),
+        ("Watches", "detach_leaves_nothing", "a handler installs no autograd hooks"),
+    ],
+    "hook": [
+        ("Scales", SAME, "with the hook, rank 0, step 1: loss is .*, not "),
+        ("Hooked", SAME, "_forward_hooks"),
+        ("Unbalanced", "a_failed_step_leaves_nothing_in_it", "after a step that failed, rank 0, step 2: .* is .*, not "),
+        ("Differs", "ranks_exchange_in_one_order", r"the order on control\[0,1\] is not the same on all ranks"),
+        ("Keeps", "it_keeps_no_graph", r"after step 1 the hook keeps tensors with their graph: \["),
+        ("Asked", "its_counts_are_numbers", "counts change when they are asked for"),
+        ("Asks", "it_takes_what_actions_have", "before_backward in phase weights, given None: AttributeError"),
+    ],
+    "offload": [
+        ("Careless", BACK, "is resized while copy .* may be under way: `hold_device` is missing"),
+        ("Skips", BACK, "tensors have other bits: weights"),
+        ("Half", BACK, "weights are away, and .* bytes of them are still on the device"),
+        ("Open", AWAY, "a step while weights are away is not refused"),
+        ("Vague", AWAY, "the refusal of a step without weights does not name it"),
+        ("Twice", "a_second_call_does_nothing", "weights: a second offload counts 0 times as one with nothing to do"),
+        ("Stays", "a_run_may_close_while_its_memory_is_away", "after the run these weights have no memory: "),
+        ("Silent", "it_says_what_it_moves", "weights had .* bytes, and 0 are said to be given back"),
+    ],
+}
+WRONG: dict[str, list[tuple[Any, ...]]] = {
+    "weights": [
+        ("Mean", WHOLE, r"differ.*\n  (first|second)\.(often|wide|narrow)\.weight", 2, 2, 1, {}),
+        ("Own", WHOLE, r"differ.*\n  (first|second)\.(often|wide|narrow)\.weight", 2, 2, 1, {}),
+        ("Cached", WHOLE, r"rank 0, step 2: loss .*, not ", 2, 2, 1, {}),
+        ("Cached", BETWEEN, r"rank 0, step .: loss .*, not ", rewrite),
+        ("Cached", BETWEEN, r"rank 0, step .: loss .*, not ", load),
+        ("Eager", "weights_are_waited_for", "weights that come late"),
+        ("Hoards", "a_step_that_failed_leaves_nothing", "after a failed step"),
+        ("Left", LEFT, "embed gives a result after the run"),
+        ("Shards", LEFT, r"first.often.weight reads as \[3, 6\] that is not the weight"),
+    ],
+    "sequence": [
+        ("Local", SLICE, r"\(4, 4, False\): a slice's context or gradients are off by "),
+        ("Unsummed", SLICE, r"\(4, 4, False\): a slice's context or gradients are off by "),
+        ("Together", SLICE, r"\(4, 4, True\): a slice's context or gradients are off by "),
+        ("Stays", SLICE, "no attention of whole sequences"),
+        ("Unsummed", "runs_give_the_numbers_of_one_process", r"kv\.weight", 0.0),
+        ("Silent", "a_model_without_attention_is_refused", "is not refused: no slice would see another"),
+    ],
+    "pool": [
+        ("Shared", "what_is_lent_is_nobody_elses", "was lent to someone else before it was given back"),
+        ("Elements", "a_buffer_is_what_was_asked_for", r"asked for \(15,\) torch.float32, lent \(\(3, 5\)"),
+        ("Inferred", "a_buffer_is_what_was_asked_for", "cannot be used in training"),
+        ("Hoards", "memory_does_not_grow_with_time", r"the same leases, four times: the pool holds \["),
+        ("Loses", "memory_does_not_grow_with_time", r"the same leases, four times: the pool holds \["),
+        ("Counts", "trim_frees_what_is_not_lent", "trim says that it freed .* bytes, and the pool holds .* less"),
+        ("Frees", "trim_frees_what_is_not_lent", "trim freed the memory of a buffer that is lent"),
+        ("Keeps", "what_is_trimmed_is_free", "after trim 9 of 9 buffers still have their memory"),
+        ("Silent", "it_says_what_it_holds", r"`held` says nothing of the buffer of \(\) torch.float32 that is lent"),
+        ("Again", "a_lease_that_is_over_gives_no_ones_buffer", "a lease that is used twice gives a buffer that is lent"),
+    ],
+    "learning_rate": [
+        ("counting", "a_rate_depends_on_its_step_alone", "a run that goes on from there has other rates"),
+        ("negative", "every_step_has_a_rate", "the factor of step 101 is -0.01.*uphill"),
+        ("nothing", "every_step_has_a_rate", "no step of the run has a rate above 0"),
+        ("none", "every_step_has_a_rate", "the factor of step 100 is a NoneType, not a number"),
+        ("short", "a_short_run_has_rates_or_is_refused", "with run.steps = 1: ZeroDivisionError", 1),
+    ],
+    "writer": [
+        ("Begins", "a_folder_that_is_written_to_again_keeps_its_rows", r"missing: \[\(1, 'loss'\), \(2, 'loss'\)\]"),
+        ("First", "rows_may_differ", r"missing: \[\(2, 'held_out_loss'\), \(2, 'tokens'\), \(3, 'norms/layer.0'\)\]"),
+        ("Whole", "rows_may_differ", r"\(1, 'loss'\) is 2, not 2.5"),
+        ("Late", "what_is_written_outlives_the_process", r"a run that is killed now would leave \[\]"),
+        ("Deaf", "steps_that_are_taken_again_stand_once", r"step and name stand more than once: \[\(2, 'loss'\)\]"),
+        ("Eager", "steps_that_are_taken_again_stand_once", r"missing: \[\(1, 'loss'\)\]"),
+        ("Once", "it_closes_twice", "a second close fails: AttributeError"),
+        ("Mute", "a_full_disk_is_an_error", "of 512 rows are there: neither write nor close says so"),
+        ("Strict", "numbers_that_are_not_finite_do_no_harm", r"\(1, 'lr'\) is None, beside a number that is not finite"),
+    ],
+    "loss": [
+        ("Mean", "it_is_a_sum_over_samples", "a mean is no sum"),
+        ("Calls", "its_weight_is_a_sum_over_samples", "the weight of a batch is 1, and its micro-batches of 1 weigh 6"),
+        ("Narrow", "it_sums_in_fp32_at_least", "the loss of a torch.bfloat16 output is torch.bfloat16", torch.bfloat16),
+        ("Twice", "its_gradient_is_its_derivative", "the gradient is not the derivative of the loss"),
+        ("Keeps", "a_call_leaves_nothing", "the loss keeps the model's output"),
+        ("Running", "a_call_leaves_nothing", "weight and loss of one batch are .* after another batch"),
+        ("Writes", "a_call_leaves_nothing", "the loss writes to the model's output"),
+        ("Fields", "it_reads_the_fields_that_it_names", "reads the field 'mask', which is not among its `fields`"),
+        ("Detached", "it_is_a_sum_over_samples", "does not depend on the model's output"),
+        ("Each", "it_is_a_sum_over_samples", r"the loss is \(6,\), not a scalar"),
+        ("Empty", "a_batch_in_which_nothing_counts", "a batch in which nothing counts weighs 1"),
+    ],
+    "data": [
+        ("Draws", "it_leaves_the_default_generator_alone", "draws from torch's default generator"),
+        ("Fresh", "a_number_names_one_sample", "sample 29 is another one when it is read again"),
+        ("Own", "a_number_names_one_sample", "sample 0 is another one on another rank"),
+        ("Own", "ranks_share_one_sequence", "batch 0: the samples of two ranks are not those of one"),
+        ("Threaded", "a_number_names_one_sample", "is another one on another rank, or in another thread"),
+        ("Reuses", "a_sample_stays_as_it_is", "sample 0 changes while others are read"),
+        ("Wider", "samples_are_what_it_declares", "the field `tokens` has 5 positions; declared are 4"),
+        ("Odd", "samples_are_what_it_declares", "token-out-of-range"),
+        ("Leaks", "held_out_samples_are_others", "the held-out sample 0 is trained on too"),
+        ("Shrinks", "a_number_names_one_sample", "the length changes when samples are read"),
+        ("Restarts", "a_restart_goes_on_where_it_was", "a run that goes on after batch 4 has another batch 4"),
+        ("Ahead", "a_restart_goes_on_where_it_was", "a run that goes on after batch 4 has another batch 4"),
+    ],
+}
+RIGHT = [
+    ("handler", "Before", NUMBERS, [1]),
+    ("handler", "Before", FAILED, []),
+    ("handler", "Hoards", NUMBERS, [3]),
+    ("weights", "Eager", WHOLE, [2, 2, 2, {}]),
+    ("weights", "Hoards", WHOLE, [2, 2, 2, {}]),
+]
+"""A handler that stands before the reducer, and faults that show in no other test than the one that is meant for them."""
+
+
+def call(request: pytest.FixtureRequest, kind: str, name: str, test: str, given: list[Any]) -> None:
+    """Calls one test of the contract with its fixtures; its other parameters are `given`, in their order."""
+    method, left, arguments = getattr(contract_of(kind, name)(), f"test_{test}"), iter(given), {}
+    for parameter in signature(method).parameters:
+        if parameter == "ranks_of_two":
+            arguments[parameter] = request.getfixturevalue("ranks")(2)
+        elif parameter in ("ranks", "texts", "tmp_path", "folder"):
+            arguments[parameter] = request.getfixturevalue("tmp_path" if parameter == "folder" else parameter)
+        else:
+            arguments[parameter] = next(left)
+    method(**arguments)
+
+
+def cases(parts: dict[str, list[tuple[Any, ...]]]) -> Iterator[Any]:
+    for kind, rows in parts.items():
+        for name, test, words, *given in rows:
+            yield pytest.param(kind, name, test, words, given, id=f"{kind}: {name}, {test}")
+
+
+@pytest.mark.parametrize(("kind", "name", "test", "words", "given"), list(cases(WRONG)))
+def test_what_is_wrong_is_said(request: Any, kind: str, name: str, test: str, words: str, given: list[Any]) -> None:
+    with pytest.raises((AssertionError, RunError), match=f"(?s){words}"):
+        call(request, kind, name, test, given)
+
+
+@pytest.mark.sample(13)
+@pytest.mark.parametrize(("kind", "name", "test", "words", "given"), list(cases(SAMPLED)))
+def test_what_is_wrong_in_a_run_is_said(request: Any, kind: str, name: str, test: str, words: str, given: list[Any]) -> None:
+    with pytest.raises(AssertionError, match=f"(?s){words}"):
+        call(request, kind, name, test, given)
+
+
+@pytest.mark.parametrize(("kind", "name", "test", "given"), RIGHT)
+def test_what_another_test_is_meant_for_passes(request: Any, kind: str, name: str, test: str, given: list[Any]) -> None:
+    call(request, kind, name, test, given)
+
+
+@pytest.mark.parametrize(("module", "contract", "attribute"), CONTRACTS.values(), ids=CONTRACTS)
+def test_the_contract_that_certifies_a_kind_is_there(module: str, contract: str, attribute: str) -> None:
+    found = getattr(import_module(f"sley_testing.{module}"), contract)
+    assert attribute in vars(found)["__annotations__"]
+
+
+# -- core's own --------------------------------------------------------------------------------------------------------
+
+
+class TestJsonl(OfLines):
+    writer: ClassVar[dict[str, Any]] = {"use": "core.jsonl"}
+    file = "metrics.jsonl"
+
+
+class TestCrossEntropy(LossContract):
+    loss: ClassVar[dict[str, Any]] = {"use": "core.cross_entropy", "label_smoothing": 0.1}
+
+    def batch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(5)
+        labels = torch.randint(7, (4, 5), generator=generator)
+        return torch.randn(4, 5, 7, generator=generator, dtype=torch.float64), {
+            "labels": labels.masked_fill(labels == 0, -100),
+            "tokens": torch.randint(7, (4, 5), generator=generator),
+        }
+
+    def nothing(self) -> dict[str, Tensor]:
+        return {"labels": torch.full((4, 5), -100), "tokens": torch.ones(4, 5, dtype=torch.int64)}
+
+
+class TestText(DatasetContract):
+    data: ClassVar[dict[str, Any]] = {
+        "use": "data.text",
+        "files": ["*.txt"],
+        "sequence": 8,
+        "separator": "\n\n",
+        "held_out": 0.3,
+    }
+    holds_out = True
+
+    def write_files(self, folder: Path) -> None:
+        (folder / "a.txt").write_text("\n\n".join(sha256(bytes([at])).hexdigest() for at in range(12)), "utf-8")
+
+
+class TestCosine(LRScheduleContract):
+    learning_rate: ClassVar[dict[str, Any]] = {"use": "core.cosine", "warmup_steps": 10}
+
+
+class TestWarmupStableDecay(LRScheduleContract):
+    learning_rate: ClassVar[dict[str, Any]] = {"use": "core.warmup_stable_decay", "warmup_steps": 10}
