@@ -193,9 +193,8 @@ class _Attentive(nn.Module):
         self.attention = Attention()
         self.scale = nn.Linear(1, 1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **more: Tensor) -> Tensor:
-        context: Tensor = self.attention(q, k, v, **more)
-        return context
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **more: Tensor) -> Any:
+        return self.attention(q, k, v, **more)
 
 
 def _drawn(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -265,9 +264,8 @@ class Embed(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, HEADS * HEAD_WIDTH)
         self.places = nn.Embedding(MODEL_LENGTH, HEADS * HEAD_WIDTH)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor = self.tokens(tokens) + self.places(positions)
-        return hidden
+    def forward(self, tokens: Tensor, positions: Tensor) -> Any:
+        return self.tokens(tokens) + self.places(positions)
 
 
 class Block(nn.Module):
@@ -282,13 +280,12 @@ class Block(nn.Module):
         self.out = nn.Linear(HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:
         own = self.norm(hidden)
         q = self.q(own).unflatten(-1, (HEADS, HEAD_WIDTH))
         k, v = self.kv(own).unflatten(-1, (2, KV_HEADS, HEAD_WIDTH)).unbind(2)
         context = self.attention(q, k, v, cu_seqlens=cu_seqlens)
-        output: Tensor = hidden + self.dropout(self.out(context.flatten(-2)))
-        return output
+        return hidden + self.dropout(self.out(context.flatten(-2)))
 
 
 class Head(nn.Module):
@@ -296,9 +293,8 @@ class Head(nn.Module):
         super().__init__()
         self.out = nn.Linear(HEADS * HEAD_WIDTH, VOCABULARY)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.out(hidden)
-        return logits
+    def forward(self, hidden: Tensor) -> Any:
+        return self.out(hidden)
 
 
 def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:

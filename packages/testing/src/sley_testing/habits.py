@@ -29,13 +29,12 @@ class Block(nn.Module):
 class InPlace(Block):
     """Results of linears that are written to, of 3-d and of 2-d inputs, with and without a bias."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         result = self.one(hidden)
         result += hidden
         result = F.relu_(self.two(result))
         flat = F.silu(self.one(result.flatten(0, 1)), inplace=True)
-        made: Tensor = nn.Sequential(self.two, nn.ReLU(inplace=True), self.one)(hidden).add_(flat.view_as(hidden))
-        return made
+        return nn.Sequential(self.two, nn.ReLU(inplace=True), self.one)(hidden).add_(flat.view_as(hidden))
 
 
 class Adaptive(Block):
@@ -44,21 +43,19 @@ class Adaptive(Block):
     def depth(self, tokens: Tensor) -> int:
         return 1 + int(tokens[0, 0]) // 4 % 3
 
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
         for _ in range(self.depth(tokens)):
             hidden = hidden + self.two(self.one(hidden).tanh())
-        made: Tensor = hidden
-        return made
+        return hidden
 
 
 class AdaptiveAgain(Adaptive):
     """The same, each time under the checkpoint that runs a backward within the backward."""
 
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
         for _ in range(self.depth(tokens)):
             hidden = hidden + checkpoint(lambda h: self.two(self.one(h).tanh()), hidden, use_reentrant=True)
-        made: Tensor = hidden
-        return made
+        return hidden
 
 
 class Normed(nn.Module):
@@ -71,9 +68,8 @@ class Normed(nn.Module):
             self.one = nn.utils.weight_norm(nn.Linear(hidden, hidden))
         self.two = nn.utils.parametrizations.weight_norm(nn.Linear(hidden, hidden, bias=False))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        made: Tensor = hidden + self.two(self.one(hidden).tanh())
-        return made
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.two(self.one(hidden).tanh())
 
 
 class Frozen(Block):
@@ -86,53 +82,48 @@ class Frozen(Block):
         self.one.requires_grad_(False)
         self.two.requires_grad_(False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        made: Tensor = hidden + self.two(self.one(hidden).tanh()) + self.up(self.down(hidden))
-        return made
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.two(self.one(hidden).tanh()) + self.up(self.down(hidden))
 
 
 class GradientWithin(Block):
     """A forward that asks for a gradient of its own: a step against the input, which adds nothing to any weight."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         with torch.enable_grad():
             at = hidden.detach().requires_grad_()
             (step,) = torch.autograd.grad(self.two(self.one(at).tanh()).square().sum(), at)
-        made: Tensor = hidden + self.two(self.one(hidden - 0.1 * step).tanh())
-        return made
+        return hidden + self.two(self.one(hidden - 0.1 * step).tanh())
 
 
 class Penalty(Block):
     """A gradient that is trained through: its own derivative belongs to the weights."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         at = hidden.detach().requires_grad_()
         energy = self.two(self.one(at).tanh()).square().sum()
         (force,) = torch.autograd.grad(energy, at, create_graph=True)
         (of_weight,) = torch.autograd.grad(energy, self.two.weight, retain_graph=True)
-        made: Tensor = hidden + force + of_weight.sum(0)
-        return made
+        return hidden + force + of_weight.sum(0)
 
 
 class Swapped(Block):
     """Calls a linear with another weight than its own."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         other = {"weight": self.two.weight * 2, "bias": self.one.bias}
-        made: Tensor = hidden + torch.func.functional_call(self.one, other, (hidden,)) + self.two(hidden).tanh()
-        return made
+        return hidden + torch.func.functional_call(self.one, other, (hidden,)) + self.two(hidden).tanh()
 
 
 class Mapped(Block):
     """Calls linears under torch.func: sample by sample, and forward-mode derivatives."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         each = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))  # type: ignore[no-untyped-call]  # torch's
             tangent = forward_ad.unpack_dual(self.one(dual)).tangent  # type: ignore[no-untyped-call]  # torch's
-        made: Tensor = hidden + each + tangent
-        return made
+        return hidden + each + tangent
 
 
 class NoGradient(torch.autograd.Function):
@@ -148,9 +139,8 @@ class NoGradient(torch.autograd.Function):
 
 
 class Silent(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        made: Tensor = NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]  # torch's
-        return made
+    def forward(self, hidden: Tensor) -> Any:
+        return NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]  # torch's
 
 
 class Hooked(Block):
@@ -160,11 +150,10 @@ class Hooked(Block):
         super().__init__(hidden)
         self.two.register_forward_hook(lambda module, args, result: result * 2)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         result = self.one(hidden)
         result.register_hook(lambda gradient: gradient * 2)
-        made: Tensor = hidden + self.two(result.relu())
-        return made
+        return hidden + self.two(result.relu())
 
 
 class HookedWeights(Block):
@@ -180,9 +169,8 @@ class HookedWeights(Block):
         two.weight.register_hook(lambda gradient: gradient * mask)
         two.weight.register_hook(lambda gradient: gradient * 0.1).remove()
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        made: Tensor = hidden + self.two(self.one(hidden).tanh())
-        return made
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.two(self.one(hidden).tanh())
 
 
 class Clamping(torch.autograd.Function):
@@ -200,7 +188,7 @@ class Clamping(torch.autograd.Function):
 class WrittenGradients(Block):
     """Branches whose hooks and backwards write in place to a gradient that a linear was given before."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         beside = hidden * 1.0
         beside.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
         hidden = self.one(hidden) + beside
@@ -208,8 +196,7 @@ class WrittenGradients(Block):
         other.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
         hidden = self.two(hidden).flatten(0, 1) + other.flatten(0, 1)
         clamped: Tensor = Clamping.apply(hidden)  # type: ignore[no-untyped-call]  # torch's
-        made: Tensor = (self.two(hidden) + clamped).view_as(beside)
-        return made
+        return (self.two(hidden) + clamped).view_as(beside)
 
 
 class Fused(torch.autograd.Function):
@@ -242,11 +229,10 @@ class Assigned(Block):
         super().__init__(hidden)
         self.three = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         hidden = hidden + Fused.apply(hidden, self.two.weight, self.two, True).tanh()  # type: ignore[no-untyped-call]  # torch's
         hidden = hidden + Fused.apply(hidden, self.three.weight.detach(), self.three, False).tanh()  # type: ignore[no-untyped-call]
-        made: Tensor = hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
-        return made
+        return hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 
 
 KINDS: tuple[type[nn.Module], ...] = (

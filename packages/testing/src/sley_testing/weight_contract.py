@@ -319,9 +319,8 @@ class Embed(nn.Module):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.table(tokens)
-        return hidden
+    def forward(self, tokens: Tensor) -> Any:
+        return self.table(tokens)
 
 
 class Block(Uneven):
@@ -334,10 +333,9 @@ class Block(Uneven):
         self.fragile = Fragile()
         self.narrow = nn.Linear(9, WIDTH)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Any:
         own = super().forward(self.norm(hidden)).tanh()
-        output: Tensor = hidden + self.narrow(self.fragile(self.wide(own)).tanh())
-        return output
+        return hidden + self.narrow(self.fragile(self.wide(own)).tanh())
 
 
 class Head(nn.Module):
@@ -346,9 +344,8 @@ class Head(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.out(self.norm(hidden))
-        return output
+    def forward(self, hidden: Tensor) -> Any:
+        return self.out(self.norm(hidden))
 
 
 def layers() -> list[tuple[str, nn.Module]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,9 +94,8 @@ class Adapted(nn.Module):
         self.up = nn.Linear(_RANK, outputs, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        adapted: Tensor = self.base(hidden) + self.up(self.down(self.drop(hidden)))
-        return adapted
+    def forward(self, hidden: Tensor) -> Any:
+        return self.base(hidden) + self.up(self.down(self.drop(hidden)))
 
 
 class AdaptedBlock(nn.Module):
@@ -107,9 +107,8 @@ class AdaptedBlock(nn.Module):
         self.wide = Adapted(_WIDTH, 2 * _WIDTH, dropout)
         self.narrow = Adapted(2 * _WIDTH, _WIDTH, dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.narrow(F.silu(self.wide(self.norm(hidden))))
-        return out
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.narrow(F.silu(self.wide(self.norm(hidden))))
 
 
 def layers(data: DataInfo, dropout: float = 0.0, trained: Sequence[int] = (0, 1, 2, 3)) -> list[tuple[str, nn.Module]]:

@@ -9,8 +9,6 @@ The plain loop shares nothing with the engine: torch's autograd and optimizer, o
 
 from __future__ import annotations
 
-import json
-import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,14 +22,13 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
-from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, SleyError
 from sley_core.optim.config import AdamWConfig
 from sley_testing.league.parts import DrawnSamples
 from sley_testing.league.rows import LeagueRow, Result, by_ranks, judged
 from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
 from sley_testing.verify.findings import read
-from sley_testing.verify.measure import Beside, check_complete, file_of, keep
+from sley_testing.verify.measure import Beside, check_complete, file_of, keep, keep_plain_step
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -153,21 +150,16 @@ def keep_plain(plan: Plan, num_steps: int, first: Path, folder: Path) -> None:
         first, second = config.betas
         return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
 
-    clip = math.inf if config.clip_norm is None else config.clip_norm
-    loop = PlainLoop(plan.model.build(samples.info), _SumOfLabels(), optimizer=adamw, clip_norm=clip)
+    loop = PlainLoop(plan.model.build(samples.info), _SumOfLabels(), optimizer=adamw, clip_norm=config.clip_norm)
     loop.load(load_file(file_of(first, 0, "weights")))
     save_file(loop.weights, file_of(folder, 0, "weights"))
     for number in range(num_steps):
         size = plan.batch.global_size
         step = loop.step(_apart(samples, range(number * size, (number + 1) * size)))
-        row = {"step": number + 1, "loss": step.loss, "grad_norm": step.grad_norm}
+        numbers = {}
         if plan.evaluation is not None:
-            row["held_out_loss"] = loop.evaluate(_apart(held_out, range(len(held_out))))
-        (folder / f"row-{number + 1}.json").write_text(json.dumps(row), "utf-8")
-        factor = min(1.0, clip / (step.grad_norm + CLIP_EPSILON))
-        gradients = {name: gradient / factor for name, gradient in step.gradients.items()}
-        save_file(gradients, file_of(folder, number + 1, "gradients"))
-        save_file(step.weights, file_of(folder, number + 1, "weights"))
+            numbers["held_out_loss"] = loop.evaluate(_apart(held_out, range(len(held_out))))
+        keep_plain_step(folder, number + 1, step, config.clip_norm, **numbers)
 
 
 def _apart(samples: DrawnSamples, indices: Iterable[int]) -> list[Batch]:

@@ -132,13 +132,25 @@ def samples(**options: Any) -> Tables:
     return changed(_SMALL, data__options=options)["data"]  # type: ignore[no-any-return]  # a table
 
 
+def adapted(**options: Any) -> Tables:
+    """Returns the tables of a frozen model of which low-rank adapters are trained."""
+    return small(model={"factory": "sley_testing.league.parts:layers", "options": options}, optimizer__lr=1e-2)
+
+
+def layout(handlers: Sequence[Tables] = (), *, axes: dict[str, int], **records: str | Tables) -> Tables:
+    """Returns what a layout changes: the sizes of its axes, handlers, and a record of each other kind, or its table."""
+    tables = {key: {"use": one} if isinstance(one, str) else one for key, one in records.items()}
+    return {"parallel": axes} | ({"gradient_handlers": list(handlers)} if handlers else {}) | tables
+
+
+ISP, ONE_F_ONE_B = "isp.communicator", "pp.one_f_one_b"
 _PACKED = samples(documents=[[5, 11], [16], [1, 9, 6], [2, 2, 12], [7, 1, 8], [15, 1]])
 _DEEP = small(model__num_layers=4)
+_TIED = small(model__tie_embeddings=True)
 _TIGHT = small(model__tie_embeddings=True, optimizer__clip_norm=0.1)
-_ADAPTED = small(model={"factory": "sley_testing.league.parts:layers"}, optimizer__lr=1e-2)
-_DP: dict[str, Any] = {"parallel": {"dp": 2}, "gradient_handlers": [SHARDED]}
-_WP: dict[str, Any] = {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}
-_PP: dict[str, Any] = {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}}
+_DP = layout([SHARDED], axes={"dp": 2})
+_WP = layout(axes={"dp": 2, "wp": 2}, weights=ISP)
+_PP = layout(axes={"pp": 2, "dp": 1}, pipeline=ONE_F_ONE_B)
 _LIMIT = 2.0**-7
 """What the design promises for bf16: masters that differ in their last bits may be rounded to neighbouring weights."""
 _SLOW = small(precision={"compute": "bf16"}, optimizer__lr=3e-5)
@@ -182,12 +194,7 @@ ROWS: tuple[LeagueRow, ...] = (
         elsewhere="the loss over a vocabulary in slices counts ignored labels, or only the tokens of its own rank",
         seen=("InternEvo PR #316",),
         tables=small(data=samples(labels=[16, 3, 9, 1, 12, 2, 7, 5])),
-        layouts=(
-            {
-                "parallel": {"dp": 2, "wp": 2},
-                "weights": {"use": "isp.communicator", "head": "vocabulary", "embedding": "hidden"},
-            },
-        ),
+        layouts=(layout(axes={"dp": 2, "wp": 2}, weights={"use": ISP, "head": "vocabulary", "embedding": "hidden"}),),
     ),
     # Attention does not cross the bounds of documents, and covers all of a sequence that several ranks share.
     LeagueRow(
@@ -202,32 +209,30 @@ ROWS: tuple[LeagueRow, ...] = (
         elsewhere="bounds of documents are lost where a sequence is on several ranks (a loss of 5.81 in place of 3.17)",
         seen=("axolotl #3608",),
         tables=small(data=_PACKED, batch__micro_size=2),
-        layouts=({"parallel": {"sp": 2, "dp": 1}, "sequence": {"use": "isp.all_to_all"}},),
+        layouts=(layout(axes={"sp": 2, "dp": 1}, sequence="isp.all_to_all"),),
     ),
     LeagueRow(
         name="shared-heads-sp",
         elsewhere="gradients of keys and values that several ranks use are not summed (a loss of 3.74 in place of 2.64)",
         seen=("bigcode/Megatron-LM PR #37", "Megatron-LM #1464"),
         tables=small(model__kv_heads=1, batch__micro_size=2, gradient_handlers=[BUCKETS]),
-        layouts=({"parallel": {"sp": 2, "dp": 2}, "sequence": {"use": "isp.all_to_all"}},),
+        layouts=(layout(axes={"sp": 2, "dp": 2}, sequence="isp.all_to_all"),),
     ),
     # A table that embeds and predicts is one parameter, however many ranks have it.
     LeagueRow(
         name="tied-stages",
         elsewhere="each stage trains its own copy of a tied table, with a part of its gradient",
         seen=("torchtitan #1524", "Megatron-LM #844", "Megatron-LM #1548", "pytorch #51931"),
-        tables=small(model__tie_embeddings=True),
-        layouts=({"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}, "gradient_handlers": [TIES]},),
+        tables=_TIED,
+        layouts=(layout([TIES], axes={"pp": 2, "dp": 1}, pipeline=ONE_F_ONE_B),),
     ),
     LeagueRow(
         name="sharded-ties",
         elsewhere="with a sharded optimizer copies of a tied table are summed after their parts were stepped, "
         "or by another group",
         seen=("Megatron-LM #844", "Megatron-LM #4641"),
-        tables=small(model__tie_embeddings=True),
-        layouts=(
-            {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "gradient_handlers": [SHARDED, TIES]},
-        ),
+        tables=_TIED,
+        layouts=(layout([SHARDED, TIES], axes={"pp": 2, "dp": 2}, pipeline=ONE_F_ONE_B),),
     ),
     # Where a backward has two halves, sums over ranks wait for the half that computes gradients of weights.
     LeagueRow(
@@ -235,22 +240,14 @@ ROWS: tuple[LeagueRow, ...] = (
         elsewhere="replicas sum gradients before the second half of a split backward has added to them",
         seen=("pytorch #144530",),
         tables=_DEEP,
-        layouts=(
-            {"parallel": {"pp": 2, "dp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}, "gradient_handlers": [BUCKETS, TIES]},
-        ),
+        layouts=(layout([BUCKETS, TIES], axes={"pp": 2, "dp": 2}, pipeline="pp.zero_bubble_h1"),),
     ),
     LeagueRow(
         name="split-backward-wp",
         elsewhere="shards of weights are freed, and their gradients reduced, before the second half of a split backward",
         seen=("pytorch PR #134052",),
         tables=_DEEP,
-        layouts=(
-            {
-                "parallel": {"pp": 2, "dp": 2, "wp": 2},
-                "pipeline": {"use": "pp.zero_bubble_v"},
-                "weights": {"use": "isp.communicator"},
-            },
-        ),
+        layouts=(layout(axes={"pp": 2, "dp": 2, "wp": 2}, pipeline="pp.zero_bubble_v", weights=ISP),),
     ),
     # In the norm of a gradient that no rank has whole, each element counts once.
     LeagueRow(
@@ -258,44 +255,36 @@ ROWS: tuple[LeagueRow, ...] = (
         elsewhere="each stage clips by its own norm, or a tied table counts once per stage",
         seen=("torchtitan #596", "torchtitan #649", "Megatron-LM PR #7227"),
         tables=_TIGHT,
-        layouts=({"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}},),
+        layouts=(_PP,),
     ),
     LeagueRow(
         name="clip-wp-pp",
         elsewhere="parts of a sharded weight, and weights that every rank has, are counted alike in the norm",
         seen=("torchtitan #596", "Megatron-LM PR #7227"),
         tables=_TIGHT,
-        layouts=(
-            {
-                "parallel": {"pp": 2, "dp": 2, "wp": 2},
-                "pipeline": {"use": "pp.one_f_one_b"},
-                "weights": {"use": "isp.communicator"},
-            },
-        ),
+        layouts=(layout(axes={"pp": 2, "dp": 2, "wp": 2}, pipeline=ONE_F_ONE_B, weights=ISP),),
     ),
     # Low-rank adapters train few weights of a frozen model (Hu et al. 2021, LoRA).
     LeagueRow(
         name="adapters-wp",
         elsewhere="of sharded adapters most get no gradient, or each rank trains a factor of its own",
         seen=("torchforge #592", "mcore-bridge PR #173", "Megatron-Bridge #5634"),
-        tables=_ADAPTED,
-        layouts=({"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},),
+        tables=adapted(),
+        layouts=(_WP,),
     ),
     LeagueRow(
         name="adapters-pp",
         elsewhere="a stage on which nothing is trained passes no gradient to the adapters before it, or the run ends there",
         seen=("ColossalAI #3889",),
-        tables=small(model={"factory": "sley_testing.league.parts:layers", "options": {"trained": [0]}}, optimizer__lr=1e-2),
-        layouts=({"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.zero_bubble_h1"}},),
+        tables=adapted(trained=[0]),
+        layouts=(layout(axes={"pp": 2, "dp": 1}, pipeline="pp.zero_bubble_h1"),),
     ),
     LeagueRow(
         name="dropout-pp",
         elsewhere="stages draw other random numbers than one process does, or the recomputation than the forward",
         seen=("Megatron-LM PR #6858",),
-        tables=small(model={"factory": "sley_testing.league.parts:layers", "options": {"dropout": 0.2}}, optimizer__lr=1e-2),
-        layouts=(
-            {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.interleaved"}, "activations": {"use": "core.recompute"}},
-        ),
+        tables=adapted(dropout=0.2),
+        layouts=(layout(axes={"pp": 2, "dp": 1}, pipeline="pp.interleaved", activations="core.recompute"),),
         plain=False,  # a loop of its own draws numbers of its own
     ),
     # Memory that leaves the device comes back as it left, and nothing is dropped meanwhile.
@@ -320,7 +309,7 @@ ROWS: tuple[LeagueRow, ...] = (
         name="resume-wp",
         elsewhere="a run that goes on loses what some ranks had: shards, optimizer states, or the place in their samples",
         seen=("Megatron-Bridge PR #5637", "prime-rl #3332", "ISEEKYAN/Megatron-LM PR #104"),
-        tables=small(model__tie_embeddings=True),
+        tables=_TIED,
         layouts=(_DP, _WP),
         steps=2,
     ),
@@ -328,7 +317,7 @@ ROWS: tuple[LeagueRow, ...] = (
         name="resume-pp",
         elsewhere="a tied head is made anew from the table when a run goes on, or begins without its optimizer states",
         seen=("Automodel #2571",),
-        tables=small(model__tie_embeddings=True),
+        tables=_TIED,
         layouts=(_DP, _PP),
         steps=2,
     ),
@@ -336,7 +325,7 @@ ROWS: tuple[LeagueRow, ...] = (
         name="resume-again",
         elsewhere="the second time that a run goes on its samples begin anew, or random numbers are off by a draw",
         seen=("torchtitan #3908", "datasets #8308", "Megatron-Bridge #5257"),
-        tables=small(model={"factory": "sley_testing.league.parts:layers", "options": {"dropout": 0.2}}, optimizer__lr=1e-2),
+        tables=adapted(dropout=0.2),
         layouts=(_PP, _WP, _PP),
         steps=2,
         plain=False,  # a loop of its own draws numbers of its own
@@ -347,7 +336,7 @@ ROWS: tuple[LeagueRow, ...] = (
         elsewhere="masters, moments or sums of gradients are kept in bf16, where small updates are rounded away",
         seen=("apex #1728", "speculators PR #765", "Automodel PR #3444"),
         tables=_SLOW,
-        layouts=({"parallel": {"dp": 2}, "gradient_handlers": [SHARDED]},),
+        layouts=(_DP,),
         steps=16,
         limit=_LIMIT,
         plain=False,  # of one format alone
@@ -357,11 +346,7 @@ ROWS: tuple[LeagueRow, ...] = (
         elsewhere="a run that goes on makes its masters anew from weights in bf16",
         seen=("OpenTau #185",),
         tables=_SLOW,
-        layouts=(
-            {"parallel": {"dp": 2}, "gradient_handlers": [SHARDED]},
-            {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}},
-        )
-        * 8,
+        layouts=(_DP, _PP) * 8,
         steps=1,  # between two rounds to bf16, which would undo it
         limit=_LIMIT,
         plain=False,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.records import GradientHandlerRecord
     from sley_core.run import Run
+    from sley_testing.plain import PlainStep
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
 """A gradient of less than this share of the model's largest is zero but for rounding, as that of a bias of keys is: softmax
@@ -63,9 +64,26 @@ def keep(run: Run, num_steps: int, folder: Path) -> None:
     """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
     save_file(own_weights(run), file_of(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
-        (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
-        save_file(_unclipped(run, row), file_of(folder, step, "gradients"))
-        save_file(own_weights(run), file_of(folder, step, "weights"))
+        _keep_step(folder, step, row, gradients(run), own_weights(run), run.plan.optimizer.config.clip_norm)
+
+
+def keep_plain_step(folder: Path, step: int, made: PlainStep, clip_norm: float | None, **numbers: float) -> None:
+    """Saves the results of a step of a plain loop as `keep` does those of a run. numbers: more of its row."""
+    row = {"step": step, "loss": made.loss, "grad_norm": made.grad_norm, **numbers}
+    _keep_step(folder, step, row, made.gradients, made.weights, clip_norm)
+
+
+def _keep_step(
+    folder: Path,
+    step: int,
+    row: Mapping[str, float],
+    gradients: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    clip_norm: float | None,
+) -> None:
+    (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
+    save_file(_unclipped(gradients, row, clip_norm), file_of(folder, step, "gradients"))
+    save_file(_contiguous(weights), file_of(folder, step, "weights"))
 
 
 def compare(run: Run, num_steps: int, folder: Path) -> None:
@@ -102,7 +120,7 @@ class Beside:
             self.found.skipped.append(step)  # gradients that are not finite have nothing to compare
         else:
             self._quiet.look(file_of(self._folder, step, "gradients"))
-            found = _unclipped(run, row)
+            found = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
             self._look(step, found)
             self.found.compared += self._tensors("gradient", step, found, "gradients")
         self.found.compared += self._tensors("weight", step, own_weights(run), "weights")
@@ -219,11 +237,10 @@ def own_weights(run: Run) -> dict[str, Tensor]:
     return _contiguous({name: every[name] for name in run.registry.names})
 
 
-def _unclipped(run: Run, row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns the gradients of a step as they were before clipping, which would hide a wrong scale. All ranks call it."""
-    limit = run.plan.optimizer.config.clip_norm
+def _unclipped(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
+    """Returns the gradients of a step as they were before clipping, which would hide a wrong scale."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
-    return _contiguous({name: gradient / factor for name, gradient in gradients(run).items()})
+    return _contiguous({name: gradient / factor for name, gradient in gradients.items()})
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

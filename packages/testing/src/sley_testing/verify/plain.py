@@ -5,7 +5,6 @@ The loop has the first values, samples, learning rates and seeds of a run of one
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.step_state import MicroStep, Phase
-from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, UsageError
 from sley_core.generators import IN_USE
 from sley_core.model.buffers import train
@@ -25,10 +23,10 @@ from sley_core.optim.build import scale_learning_rate
 from sley_testing.plain import NothingToTrainError
 from sley_testing.runs import weights
 from sley_testing.verify.habits import HabitLoop
-from sley_testing.verify.measure import file_of, own_weights
+from sley_testing.verify.measure import file_of, keep_plain_step, own_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
 
@@ -62,7 +60,6 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
     """
     loop = _loop_of(run, habits)
     save_file(own_weights(run), file_of(folder, 0, "weights"))
-    limit = run.plan.optimizer.config.clip_norm
     for number in range(1, num_steps + 1):
         try:
             with loop.steps(number):
@@ -73,11 +70,7 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
         except Exception as error:
             message = f"{loop.place} fails in step {number} of a plain loop, too: {type(error).__name__}: {error}"
             raise RunError("plain-loop", message) from error
-        factor = 1.0 if limit is None else min(1.0, limit / (made.grad_norm + CLIP_EPSILON))
-        row = {"loss": made.loss, "grad_norm": made.grad_norm}
-        (folder / f"row-{number}.json").write_text(json.dumps(row), "utf-8")
-        save_file(_on_host({name: one / factor for name, one in made.gradients.items()}), file_of(folder, number, "gradients"))
-        save_file(_on_host(made.weights), file_of(folder, number, "weights"))
+        keep_plain_step(folder, number, made, run.plan.optimizer.config.clip_norm)
 
 
 def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
@@ -145,7 +138,3 @@ def _micros(run: Run) -> list[dict[str, Tensor]]:
     assert samples.feed is not None, "a run of one process reads its samples"
     batch = samples.splitter.fed(samples.feed.next())
     return [{name: run.world.device.move(value) for name, value in micro.items()} for micro in batch.micros]
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
