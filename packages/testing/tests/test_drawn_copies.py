@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from sley_core.comm.copies import free, grow
-from sley_testing.drawn_copies import DrawnDevice
+from sley_testing.drawn_copies import DrawnDevice, Site, wait_sites, without
 
 
 class Bench:
@@ -238,3 +239,54 @@ def test_the_same_seed_draws_the_same_order() -> None:
 
     assert history(3) == history(3)
     assert len({tuple(history(seed)) for seed in range(20)}) > 3
+
+
+def moved(order: int) -> list[float]:
+    """Parks the weights by one stream, and fills a twin and then the weights by another; none of its waits may be missing."""
+    b = bench(order)
+    with b.device.watching():
+        b.weights.mul_(1.5)
+        b.first.follow()
+        b.first.copy(b.host, b.weights)
+        left = b.first.record()
+        twin = torch.zeros(4)
+        b.second.follow()
+        b.second.after(left)
+        b.second.copy(twin, b.host)
+        left.hold_device()
+        grow(b.weights, free(b.weights))
+        b.second.follow()
+        b.second.copy(b.weights, b.host)
+        b.second.record().hold_device()
+        seen = (b.weights + 2 * twin).tolist()
+        left.wait()
+        seen += b.host.tolist()
+        b.second.record().wait()
+        b.host = torch.zeros(1)
+    return seen
+
+
+SITES = wait_sites(partial(moved, 0))
+
+
+def test_every_order_gives_the_same_bits_and_every_wait_is_found_by_its_line() -> None:
+    assert {tuple(moved(order)) for order in range(50)} == {(0.0, 4.5, 9.0, 13.5, 0.0, 1.5, 3.0, 4.5)}
+    assert [site.wait for site in SITES] == [
+        "follow",
+        "follow",
+        "after",
+        "hold_device",
+        "follow",
+        "hold_device",
+        "wait",
+        "wait",
+    ]
+    assert {site.function for site in SITES} == {"moved"}
+    assert len({site.line for site in SITES}) == len(SITES)
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+@pytest.mark.parametrize("order", range(5))
+def test_without_one_of_its_waits_a_program_is_caught(site: Site, order: int) -> None:
+    with without(site), pytest.raises(AssertionError, match=f"`{site.wait}` is missing"):
+        moved(order)
