@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import SleyError
 from sley_core.generators import derive, generators_of_optimizer, seed_own, seeded
 from sley_core.optim.build import parameter_groups
@@ -37,7 +36,7 @@ from sley_core.run import Run
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.contract import SQUARES, Samples, contract_plan
+from sley_testing.contract import SQUARES, WIDTH, contract_plan
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
@@ -45,19 +44,8 @@ from sley_testing.runs import Tensors, record, weights
 
 NUM_STEPS = 7
 SAVED_AT = 3
-WIDTH = 6
 EXACT = 1e-9
 """How far weights of fp64 may be from those of the plain loop, relative."""
-
-
-class Data(Samples):
-    """Serves samples of WIDTH numbers and a target each."""
-
-    info = DataInfo({"x": Field("float64"), "y": Field("float64")})
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        x, y = torch.randn(2, WIDTH, generator=self.generator(index), dtype=torch.float64)
-        return {"x": x, "y": y}
 
 
 class Layer(nn.Linear):
@@ -284,6 +272,7 @@ class OptimizerContract:
         return contract_plan(
             __name__,
             model={"factory": f"{__name__}:layers", "options": {"biases": not self.only_matrices}},
+            data={"factory": "sley_testing.contract:Data"},
             loss=SQUARES,
             batch={"global_size": 4, "micro_size": 2},
             optimizer=self.optimizer,

@@ -30,6 +30,7 @@ from sley_core.engine.shards import wholes
 from sley_core.engine.step_batch import GivenBatch
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
+from sley_core.protocols import Counts
 from sley_core.run import Run
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
@@ -170,16 +171,12 @@ def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: st
     """Asserts that each of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this
     precision.
     """
+    floor = _floor(reference.gradients[0])
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
-        near, far = GRADIENTS[precision], WEIGHTS[precision]
-        assert_close_gradients(reference.gradients[0], other.gradients[0], near, floor=_floor(reference.gradients[0]))
-        for number, (wanted, found) in enumerate(zip(reference.rows, other.rows, strict=True)):
-            limit = near if number == 0 else far
-            for key in ("loss", "grad_norm"):
-                error = abs(found[key] - wanted[key]) / max(abs(wanted[key]), 1e-30)
-                assert error <= limit, f"rank {rank}, step {number + 1}: {key} {found[key]}, not {wanted[key]}"
-        assert_close_gradients(reference.weights, other.weights, far)
+        assert_close_gradients(reference.gradients[0], other.gradients[0], GRADIENTS[precision], floor=floor)
+        _assert_close_rows(reference, other, precision, rank)
+        assert_close_gradients(reference.weights, other.weights, WEIGHTS[precision])
 
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
@@ -192,20 +189,24 @@ def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], pre
         own = layout.gradients[0]
         assert_close_gradients(_part(reference.gradients[0], own), own, near, floor=1e-6)
         assert_close_gradients(_part(reference.weights, layout.weights), layout.weights, far)
-        for wanted, found in zip(reference.rows, layout.rows, strict=True):
-            assert found.get("tokens") == wanted.get("tokens")
-            limit = near if wanted["step"] == 1 else far
-            for key in ("loss", "grad_norm"):
-                place = f"rank {rank}, step {wanted['step']}"
-                assert math.isclose(found[key], wanted[key], rel_tol=limit, abs_tol=1e-12), (
-                    f"{place}: {key} {found[key]}, not {wanted[key]}"
-                )
+        _assert_close_rows(reference, layout, precision, rank)
         if reference.held_out is not None:
             assert layout.held_out is not None
             assert math.isclose(layout.held_out, reference.held_out, rel_tol=far), (
                 f"rank {rank}: held-out {layout.held_out}, not {reference.held_out}"
             )
     assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
+
+
+def _assert_close_rows(reference: Recorded, other: Recorded, precision: str, rank: int) -> None:
+    """Asserts that loss and norm are close in each step, and that as many tokens were counted."""
+    for wanted, found in zip(reference.rows, other.rows, strict=True):
+        place = f"rank {rank}, step {wanted['step']}"
+        limit = (GRADIENTS if wanted["step"] == 1 else WEIGHTS)[precision]
+        assert found.get("tokens") == wanted.get("tokens"), f"{place}: {found.get('tokens')} tokens"
+        for key in ("loss", "grad_norm"):
+            error = abs(found[key] - wanted[key]) / max(abs(wanted[key]), 1e-30)
+            assert error <= limit, f"{place}: {key} {found[key]}, not {wanted[key]}"
 
 
 def _part(whole: Tensors, of: Tensors) -> Tensors:
@@ -274,6 +275,16 @@ def fail_once(run: Run, backward: int = 0) -> None:
         run.step()
     hook.remove()
     run.feed.restore(before)
+
+
+def counts_of(part: object) -> dict[str, float]:
+    """Returns what a part counts, nothing if it does not; asserts that they are finite, and that asking changes none."""
+    if not isinstance(part, Counts):
+        return {}
+    first, second = dict(part.counts()), dict(part.counts())
+    assert first == second, f"counts change when they are asked for: {first}, {second}"
+    assert all(math.isfinite(value) for value in first.values()), f"counts that are no numbers: {first}"
+    return first
 
 
 def any_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:

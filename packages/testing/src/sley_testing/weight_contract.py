@@ -14,7 +14,6 @@ Since core 0.1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,13 +29,12 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.shards import wholes
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.protocols import Counts
 from sley_core.run import Run
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract import SQUARES, Samples, Uneven, contract_plan
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_parity, gradients, same_on_all, weights
+from sley_testing.runs import Recorded, assert_parity, counts_of, gradients, same_on_all, weights
 
 Table = dict[str, Any]
 Change = Callable[[Run, int], None]
@@ -76,7 +74,9 @@ def observe(plan: Table, change: Change | None = None) -> Seen:
                     seen.recorded.rows.append(run.step())
                 seen.calls.append(list(calls))
                 seen.recorded.gradients.append(gradients(run))
-                seen.counts.append(_counts(run))
+                with collectives() as calls:
+                    seen.counts.append(counts_of(run.stepper.executor.weights))
+                assert not calls, f"counting exchanges: {calls[0]}"
             seen.recorded.weights = weights(run)
             seen.read = _read(run)
             with collectives() as calls:
@@ -189,8 +189,6 @@ class WeightCommunicatorContract:
         for calls in zip(*(seen.calls for seen in found), strict=True):
             assert_same_sequence(list(calls))
         for seen in found:
-            for counts in seen.counts:
-                assert all(math.isfinite(value) for value in counts.values()), counts
             assert len({tuple(counts) for counts in seen.counts[1:]}) == 1, "counts keep their names"
             assert not seen.read, "\n".join(seen.read)
             assert not seen.closed, "\n".join(seen.closed)
@@ -223,18 +221,6 @@ def _assert_same(wanted: Sequence[Seen], found: Sequence[Seen], when: str) -> No
     for one, other in zip(wanted, found, strict=True):
         assert [row["loss"] for row in one.recorded.rows] == [row["loss"] for row in other.recorded.rows], when
         assert_same_bits(one.recorded.weights, other.recorded.weights)
-
-
-def _counts(run: Run) -> dict[str, float]:
-    """Returns what the communicator counts, asked twice: that must cost no exchange and change nothing."""
-    communicator = run.stepper.executor.weights
-    if not isinstance(communicator, Counts):
-        return {}
-    with collectives() as calls:
-        first, second = dict(communicator.counts()), dict(communicator.counts())
-    assert not calls, f"counting exchanges: {calls[0]}"
-    assert first == second, f"counts change when they are asked for: {first}, {second}"
-    return first
 
 
 def _read(run: Run) -> list[str]:

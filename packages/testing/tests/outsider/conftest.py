@@ -10,11 +10,5 @@ import pytest
 
 @pytest.fixture
 def installed(plugin_folder: Callable[..., None]) -> None:
-    plugin_folder(
-        Path(__file__).parent / "own",
-        wave="sley_wave.plugin",
-        pickles="sley_pickles.plugin",
-        broken="broken_links",
-        askew="broken_schedules",
-        torn="broken_ties",
-    )
+    own = Path(__file__).parent / "own"
+    plugin_folder(own, wave="sley_wave.plugin", pickles="sley_pickles.plugin", broken="broken_parts")

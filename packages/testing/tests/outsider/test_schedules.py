@@ -41,7 +41,7 @@ class OneByOne(ScheduleContract):
 
 def named(name: str) -> ScheduleContract:
     class Named(OneByOne):
-        pipeline: ClassVar[dict[str, Any]] = {"use": f"askew.{name}"}
+        pipeline: ClassVar[dict[str, Any]] = {"use": f"broken.{name}"}
 
     return Named()
 
@@ -66,15 +66,15 @@ def test_a_broken_schedule_fails(name: str, test: str, words: str) -> None:
 
 
 class TestTies(TieContract):
-    pipeline: ClassVar[dict[str, Any]] = {"use": "askew.one_by_one"}
+    pipeline: ClassVar[dict[str, Any]] = {"use": "broken.one_by_one"}
     tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": "wave.ties"}]}
 
 
 @pytest.mark.parametrize("name", ["twice", "unsummed"])
 def test_a_wrong_handler_of_ties_fails(ranks: Callable[..., Ranks], texts: Path, name: str) -> None:
     class Torn(TieContract):
-        pipeline: ClassVar[dict[str, Any]] = {"use": "askew.one_by_one"}
-        tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": f"torn.{name}"}]}
+        pipeline: ClassVar[dict[str, Any]] = {"use": "broken.one_by_one"}
+        tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": f"broken.{name}"}]}
 
     with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):
         Torn().test_two_stages_train_a_shared_weight_as_one_process(ranks, texts)

@@ -14,14 +14,21 @@ WIRE = 64
 """Elements of an exchange that has room for any gradient of the contract's model."""
 
 
-class Mean(Late):
-    """Averages over the ranks."""
+class Changes(Late):
+    """Writes to each gradient that it has summed."""
 
     def finish_step(self, step) -> None:
         ready = list(self._ready)
         super().finish_step(step)
         for param in ready:
-            self._parts.store.gradient(param).div_(self._parts.groups[param.reduce_group].size)
+            self.change(self._parts.store.gradient(param), self._parts.groups[param.reduce_group])
+
+
+class Mean(Changes):
+    """Averages over the ranks."""
+
+    def change(self, gradient, group) -> None:
+        gradient.div_(group.size)
 
 
 class World(Late):
@@ -103,34 +110,26 @@ class Types(Late):
         super().finish_step(step)
 
 
-class Noisy(Late):
+class Noisy(Changes):
     """Rounds by chance, which nobody seeds."""
 
-    def finish_step(self, step) -> None:
-        ready = list(self._ready)
-        super().finish_step(step)
-        for param in ready:
-            self._parts.store.gradient(param).mul_(1 + 1e-4 * SystemRandom().random())
+    def change(self, gradient, group) -> None:
+        gradient.mul_(1 + 1e-4 * SystemRandom().random())
 
 
-class Apart(Late):
+class Apart(Changes):
     """Rounds on each rank for itself."""
 
-    def finish_step(self, step) -> None:
-        ready = list(self._ready)
-        super().finish_step(step)
-        for param in ready:
-            self._parts.store.gradient(param).mul_(1 + 1e-4 * self._parts.world.rank)
+    def change(self, gradient, group) -> None:
+        gradient.mul_(1 + 1e-4 * self._parts.world.rank)
 
 
-class Coarse(Late):
+class Coarse(Changes):
     """Drops every second element, though its record allows 2^-6."""
 
-    def finish_step(self, step) -> None:
-        for param in self._ready:
-            if self._parts.groups[param.reduce_group].size > 1:
-                self._parts.store.gradient(param).view(-1)[::2] = 0
-        super().finish_step(step)
+    def change(self, gradient, group) -> None:
+        if group.size > 1:
+            gradient.view(-1)[::2] = 0
 
 
 class Watches(Late):
