@@ -130,8 +130,8 @@ SAMPLED: dict[str, list[tuple[Any, ...]]] = {
 }
 WRONG: dict[str, list[tuple[Any, ...]]] = {
     "weights": [
-        ("Mean", WHOLE, r"differ.*\n  (first|second)\.(often|wide|narrow)\.weight", 2, 2, 1, {}),
-        ("Own", WHOLE, r"differ.*\n  (first|second)\.(often|wide|narrow)\.weight", 2, 2, 1, {}),
+        ("Mean", WHOLE, r"differ.*\n  (first|second)\.(often|wide|narrow|q|kv|out)\.weight", 2, 2, 1, {}),
+        ("Own", WHOLE, r"differ.*\n  (first|second)\.(often|wide|narrow|q|kv|out)\.weight", 2, 2, 1, {}),
         ("Cached", WHOLE, r"rank 0, step 2: loss .*, not ", 2, 2, 1, {}),
         ("Cached", BETWEEN, r"rank 0, step .: loss .*, not ", rewrite),
         ("Cached", BETWEEN, r"rank 0, step .: loss .*, not ", load),

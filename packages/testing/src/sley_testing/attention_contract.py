@@ -23,14 +23,13 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import Attention
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
-from sley_testing.contract import Samples, contract_plan
+from sley_testing.contract_model import model_plan
 from sley_testing.parity import assert_same_bits
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_parity, gradients, same_on_all, weights
@@ -230,87 +229,10 @@ def _errors(attention: nn.Module, index: int, num_slices: int, case: Case, seed:
     return [float((found - due).detach().abs().max() / due.detach().abs().max()) for found, due in pairs]
 
 
-VOCABULARY, MODEL_LENGTH, HEADS, KV_HEADS, HEAD_WIDTH = 13, 8, 4, 2, 3
-
-
-class Data(Samples):
-    """Rows of two documents, the second of which begins at another place in each row."""
-
-    info = DataInfo(
-        {
-            "tokens": Field("int64", 0, 1, "token"),
-            "labels": Field("int64", 0, 1, "label"),
-            "positions": Field("int64", 0, 1),
-            "cu_seqlens": Field("int32", 0, None),
-        },
-        vocab_size=VOCABULARY,
-        sequence=MODEL_LENGTH,
-    )
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(VOCABULARY, (MODEL_LENGTH + 1,), generator=self.generator(index))
-        bound = 1 + index % (MODEL_LENGTH - 1)
-        return {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "positions": torch.cat([torch.arange(bound), torch.arange(MODEL_LENGTH - bound)]),
-            "cu_seqlens": torch.tensor([0, bound, MODEL_LENGTH], dtype=torch.int32),
-        }
-
-
-class Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, HEADS * HEAD_WIDTH)
-        self.places = nn.Embedding(MODEL_LENGTH, HEADS * HEAD_WIDTH)
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Any:
-        return self.tokens(tokens) + self.places(positions)
-
-
-class Block(nn.Module):
-    """Attention with two query heads to a key head, and dropout behind it."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HEADS * HEAD_WIDTH)
-        self.q = nn.Linear(HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH)
-        self.kv = nn.Linear(HEADS * HEAD_WIDTH, 2 * KV_HEADS * HEAD_WIDTH)
-        self.attention = Attention()
-        self.out = nn.Linear(HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:
-        own = self.norm(hidden)
-        q = self.q(own).unflatten(-1, (HEADS, HEAD_WIDTH))
-        k, v = self.kv(own).unflatten(-1, (2, KV_HEADS, HEAD_WIDTH)).unbind(2)
-        context = self.attention(q, k, v, cu_seqlens=cu_seqlens)
-        return hidden + self.dropout(self.out(context.flatten(-2)))
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(HEADS * HEAD_WIDTH, VOCABULARY)
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.out(hidden)
-
-
-def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
-    """Returns the layers of the contract's model, by name."""
-    return [("embed", Embed()), ("first", Block(dropout)), ("second", Block(dropout)), ("head", Head())]
-
-
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
     """Returns the contract's plan, as tables, whose sequences two ranks share by the attention `sequence`;
     None has them whole.
     """
-    found = contract_plan(
-        __name__,
-        model={"factory": f"{__name__}:layers", "options": {"dropout": dropout}},
-        batch={"global_size": 4, "micro_size": 2},
-        optimizer={"use": "core.sgd", "lr": 0.1},
-        evaluation={"every": 99, "steps": 2},
-    )
+    batch = {"global_size": 4, "micro_size": 2}
+    found = model_plan(dropout, batch=batch, optimizer={"use": "core.sgd", "lr": 0.1})
     return found | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

@@ -3,9 +3,10 @@
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}
 
-A small model in fp64 has an embedding tied to the head, linears that are used twice or never, a frozen one, and sizes that are
-not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all weights, in the first step
-and after several: whatever is gathered too early, kept too long, summed over the wrong ranks or not at all changes the numbers.
+A small model in fp64 (`contract_model`) has an embedding tied to the head, linears that are used twice or never, a frozen
+one, and sizes that are not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all
+weights, in the first step and after several: whatever is gathered too early, kept too long, summed over the wrong ranks or not
+at all changes the numbers.
 
 The communicator decides which parameters are sharded (`shard_dim`); at least one of the model must be.
 
@@ -17,21 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.shards import wholes
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
-from sley_testing.contract import SQUARES, Samples, Uneven, contract_plan
+from sley_testing.contract_model import LENGTH, WIDTH, Fragile, model_plan
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_parity, counts_of, gradients, same_on_all, weights
@@ -245,111 +244,27 @@ def _called_after(run: Run) -> list[str]:
     """Describes each sharded layer that, called after the run, gives a result or communicates instead of refusing the call."""
     found = []
     sharded = {id(holder.module) for param in run.registry if param.shard is not None for holder in param.holders}
-    given: Tensor = torch.zeros(1, SEQUENCE, dtype=torch.int64)
+    tokens, hidden = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, WIDTH, dtype=torch.float64)
+    given = {"embed": (tokens, tokens), "head": (hidden,)}
+    bounds = torch.tensor([[0, LENGTH]], dtype=torch.int32)
     for layer in run.layers:
         if any(id(module) in sharded for module in layer.module.modules()):
             with collectives() as calls:
                 try:
-                    layer.module(given)
+                    layer.module(*given.get(layer.name, (hidden, bounds)))
                     found.append(f"{layer.name} gives a result after the run, though this rank has shards of its weights")
                 except RunError:
                     pass
                 except Exception as error:  # it stumbled over a shard
                     found.append(f"{layer.name} is no RunError after the run, but {type(error).__name__}: {error}")
             found += [f"{layer.name} exchanges after the run: {call}" for call in calls]
-        given = torch.zeros(1, SEQUENCE, WIDTH, dtype=torch.float64)
     return found
-
-
-VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
-"""None divides by 4, nor VOCABULARY by 2: shards are padded."""
-
-
-class Data(Samples):
-    """Tokens, and what the model should say of each."""
-
-    info = DataInfo(
-        {"tokens": Field("int64", 0, 1, "token"), "y": Field("float64", 0, 1)}, vocab_size=VOCABULARY, sequence=SEQUENCE
-    )
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = self.generator(index)
-        tokens = torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
-        y = torch.randn(SEQUENCE, VOCABULARY, generator=generator, dtype=torch.float64)
-        return {"tokens": tokens, "y": y}
-
-
-class Fragile(nn.Module):
-    """Hands on what it is given, and raises where it is asked to."""
-
-    breaks_in: ClassVar[Literal["forward", "backward"] | None] = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if Fragile.breaks_in == "forward" and hidden.requires_grad:
-            raise _broken()
-        if Fragile.breaks_in == "backward" and hidden.requires_grad:
-            hidden.register_hook(_break)  # type: ignore[no-untyped-call]  # torch's
-        return hidden
-
-
-def _broken() -> ValueError:
-    return ValueError("the contract's failing step")
-
-
-def _break(_: Tensor) -> None:
-    raise _broken()
-
-
-class Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Any:
-        return self.table(tokens)
-
-
-class Block(Uneven):
-    """`Uneven` behind a norm, and two linears with a place between them at which a step may fail."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wide = nn.Linear(WIDTH, 9, bias=False)
-        self.fragile = Fragile()
-        self.narrow = nn.Linear(9, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Any:
-        own = super().forward(self.norm(hidden)).tanh()
-        return hidden + self.narrow(self.fragile(self.wide(own)).tanh())
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.out(self.norm(hidden))
-
-
-def layers() -> list[tuple[str, nn.Module]]:
-    """Returns the layers, by name; the first and the last share their weight."""
-    embed, head = Embed(), Head()
-    head.out.weight = embed.table.weight
-    return [("embed", embed), ("first", Block()), ("second", Block()), ("head", head)]
 
 
 def tables(weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any) -> dict[str, Any]:
     """Returns the contract's plan, as tables, with its weights over `wp` ranks by the communicator `weights`; None holds them
     whole.
     """
-    found = contract_plan(
-        __name__,
-        loss=SQUARES,
-        batch={"global_size": global_size, "micro_size": micro_size},
-        optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
-        evaluation={"every": 99, "steps": 2},
-    )
+    optimizer = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
+    found = model_plan(batch={"global_size": global_size, "micro_size": micro_size}, optimizer=optimizer)
     return found | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes
