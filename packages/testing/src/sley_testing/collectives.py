@@ -33,6 +33,7 @@ from sley_core.engine.refusals import LeftParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_LANE, GroupEntry
+from sley_testing.happens_before import tensors_of
 
 _PAIRED = ("send", "recv", "recv_any")
 _UNEVEN = ("all_to_all", "all_to_all_single")
@@ -240,7 +241,7 @@ def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> 
     op = _NAMES.get(plain, plain)
     ranks = tuple(dist.get_process_group_ranks(group))
     peers = [given[key] for key in ("root_rank", "src", "dst") if key in given]
-    tensors = [] if "barrier" in op else list(_tensors(_contribution(op, given)))
+    tensors = [] if "barrier" in op else list(tensors_of(_contribution(op, given)))
     named = group.group_desc not in ("", "undefined")
     communicator = group.group_desc if named else f"group {group.group_name}"
     return Collective(
@@ -277,15 +278,6 @@ def _contribution(op: str, given: Mapping[str, Any]) -> Any:
     """Returns the argument whose size is the same on all ranks: the input, the only one, or the output of a scatter."""
     prefix = "output" if op == "scatter" else "input"
     return next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _unboxed(group: Any) -> dist.ProcessGroup:

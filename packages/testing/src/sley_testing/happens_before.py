@@ -284,12 +284,12 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             result = func(*args, **kwargs)
         except RuntimeError:
             if func.is_view:  # some kinds torch refuses by itself where the memory is not there, without saying which tensor
-                self.saw(str(func), [Access(tensor, writes=False) for tensor in _tensors([*args, *kwargs.values()])])
+                self.saw(str(func), [Access(tensor, writes=False) for tensor in tensors_of([*args, *kwargs.values()])])
             raise
         returned = func._schema.returns
         parts = [result] if len(returned) == 1 else result or ()
         fresh = [
-            tensor for one, part in zip(returned, parts, strict=False) if one.alias_info is None for tensor in _tensors(part)
+            tensor for one, part in zip(returned, parts, strict=False) if one.alias_info is None for tensor in tensors_of(part)
         ]
         if fresh:
             self.made(str(func), fresh)
@@ -340,7 +340,7 @@ def _accesses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
     if written is None:
         return
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        for tensor in _tensors(value):
+        for tensor in tensors_of(value):
             yield Access(tensor, name in written)
 
 
@@ -357,10 +357,10 @@ def _arguments(func: Any) -> tuple[list[str], set[str] | None]:
     return names, written
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_of(part)

@@ -1,5 +1,5 @@
-"""A pipeline of somebody else's, beside core alone: its schedule, link and ties hold their contracts, and it is planned, checked,
-and trained as plain PyTorch; parts that are broken each fail in the test that is meant for it.
+"""A pipeline of somebody else's, beside core alone: its schedule, link and ties hold their contracts, and it is planned,
+checked, and trained as plain PyTorch; parts that are broken each fail in the test that is meant for it.
 """
 
 from __future__ import annotations
