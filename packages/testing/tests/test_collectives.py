@@ -138,7 +138,7 @@ def test_a_swapped_order_that_runs_through_is_caught(ranks):
     second = lines.index("  rank 1: all_reduce of 4 int32")
     assert lines[0] == "  rank 0: all_reduce of 4 float32"
     assert lines[second + 1].startswith("      at ")
-    assert "test_recorder.py:" in lines[second + 1]
+    assert "test_collectives.py:" in lines[second + 1]
     assert lines[second + 1].endswith(" the_other_way_round_on_rank_1")
 
 

@@ -234,5 +234,5 @@ def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any
     None has them whole.
     """
     batch = {"global_size": 4, "micro_size": 2}
-    found = model_plan(dropout, batch=batch, optimizer={"use": "core.sgd", "lr": 0.1})
+    found = model_plan(dropout, batch=batch, optimizer={"use": "core.sgd", "lr": 0.01})
     return found | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes
