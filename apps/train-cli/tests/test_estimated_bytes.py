@@ -340,7 +340,7 @@ def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRe
 
 
 def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
-    ((num_bytes, steps),) = ranks(1, 100, init=False, fresh=True)(in_forks, MANY, texts)
+    ((num_bytes, steps),) = ranks(1, 100, init=False)(in_forks, MANY, texts)
     assert num_bytes == one_by_one(MANY, texts)
     assert steps == recorded(MANY, texts, 1)
 
