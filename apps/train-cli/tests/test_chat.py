@@ -26,6 +26,7 @@ from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, weights
 from train_cli.main import main
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "chat"
 NUM_STEPS = 2
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -155,6 +156,27 @@ def test_data_show_counts_any_data_set_of_tokens(folder: Path, capsys: pytest.Ca
     shown = json.loads(capsys.readouterr().out)
     assert (shown["samples"], shown["trained"]) == (17, 259)
     assert bytes(shown["sample"]["tokens"]) == b"hello world, hel"
+
+
+@pytest.mark.timeout(120)
+def test_the_example_trains(tmp_path: Path) -> None:
+    """As its first lines say, with two steps, from the making of its data to a sample."""
+    for name in ("make_chats.py", "plan.toml"):
+        (tmp_path / name).write_text((EXAMPLE / name).read_text("utf-8"), "utf-8")
+    commands = [
+        ["make_chats.py"],
+        ["-m", "train_cli", "run", "plan.toml", "--set", "run.steps=2", "--set", "parallel.dp=1"],
+        ["-m", "train_cli", "sample", "runs/chat", "--prompt", "<|im_start|>user\n", "--tokens", "2"],
+    ]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<|im_start|>user\n")
+    rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text("utf-8").splitlines()]
+    assert len(rows) > 1000
+    assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
 
 
 @pytest.mark.timeout(60)
