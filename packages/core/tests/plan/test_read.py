@@ -182,7 +182,7 @@ VALUES = st.recursive(
     st.sampled_from([*SCALARS, *TEXTS]),
     lambda inner: st.one_of(
         st.builds("[{1}{0},{1}{2}{1}, # ] }} [c]\n\t]".format, inner, st.sampled_from(["", " ", "\n"]), inner),
-        st.builds("{{ x.y = {}, 'z z' = [{}] }}".format, inner, inner),
+        st.builds("{{ x.y = {}, 'z z'=[{}], z={}}}".format, inner, inner, inner),
         st.sampled_from(["[]", "{}", "[ # none\n]"]),
     ),
     max_leaves=6,
