@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -148,6 +149,26 @@ def test_what_is_trained_on(
     assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == texts
     ((_, (whole,), _),) = chatml.encode([conversation], table(folder, train_on="all"))
     assert (whole.ids, whole.trained) == (sample.ids, [(0, len(sample.ids))])
+
+
+def test_there_is_one_bos_and_no_dropout(tmp_path: Path) -> None:
+    """Though the tokenizer adds `<s>` to every text by itself, as the template does, and draws its merges."""
+    folder = save_tokenizer(tmp_path / "tokenizer", template_of("llama3", blocks=False))
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    content["model"]["dropout"] = 0.5
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    }
+    path.write_text(json.dumps(content), "utf-8")
+    messages = [{"role": "user", "content": "what does it do?"}, {"role": "assistant", "content": "It returns the name"}]
+    outcomes = [next(ChatTemplate(folder).encode([Conversation("x", messages)], table(folder))) for _ in range(3)]
+    ids = [samples[0].ids for _, samples, _ in outcomes]
+    assert ids[0] == ids[1] == ids[2]
+    assert ids[0].count(0) == 1
 
 
 def test_what_a_template_refuses_is_said(folder: Path, tmp_path: Path) -> None:
