@@ -40,14 +40,13 @@ class Backend(Transport):
         self._name = name
         self._lane = lane
         self._log = log
-        self._gather = _gather_coalesced if is_coalesced else _gather_each
-        self._reduce = _reduce_coalesced if is_coalesced else _reduce_each
+        self._is_coalesced = is_coalesced
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         mark = mark_of("all-gather", what, shards)
         self._log.add(self._name, mark)
         turn = turn_of("all-gather", self.members, what, self._name, mark.num_bytes)
-        return Works(guarded(lambda: self._gather(wholes, shards, self._lane), turn), [], turn)
+        return Works(guarded(lambda: self._gather(wholes, shards), turn), [], turn)
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
@@ -55,7 +54,7 @@ class Backend(Transport):
         mark = mark_of("reduce-scatter", what, wholes, contents)
         self._log.add(self._name, mark)
         turn = turn_of("reduce-scatter", self.members, what, self._name, mark.num_bytes)
-        return Works(guarded(lambda: self._reduce(own, wholes, self._lane), turn), [], turn)
+        return Works(guarded(lambda: self._reduce(own, wholes), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         self._log.add(self._name, mark_of("all-to-all", what, [sent], contents))
@@ -65,6 +64,24 @@ class Backend(Transport):
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return all_reduced(tensor, self.members, self._name, self._lane, what)
+
+    def _gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
+        """Starts to fill each of `wholes` with the ranks' `shards`; returns the works to wait for."""
+        if self._is_coalesced:
+            return [getattr(self._lane, _GATHER)(list(wholes), list(shards))]
+        parts = [list(whole.view(self.members.size, *shard.shape)) for whole, shard in zip(wholes, shards, strict=True)]
+        pairs = zip(parts, shards, strict=True)
+        return [dist.all_gather(rows, shard, group=self._lane, async_op=True) for rows, shard in pairs]
+
+    def _reduce(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Any]:
+        """Starts to sum `own`, this rank's rows of each of `wholes`, in place; the other rows are undefined afterwards.
+
+        NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
+        reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
+        """
+        if self._is_coalesced:
+            return [getattr(self._lane, _REDUCE)(list(own), list(wholes))]
+        return [dist.all_reduce(whole, group=self._lane, async_op=True) for whole in wholes]
 
 
 def can_coalesce(lane: dist.ProcessGroup) -> bool:
@@ -76,36 +93,6 @@ def can_coalesce(lane: dist.ProcessGroup) -> bool:
     the host; the coalesced reduce-scatter is one `allreduce` per tensor too, each of a copy.
     """
     return bool(dist.get_backend(lane) != "gloo")
-
-
-# The following start to fill each of `wholes` [size x n, ...] with the ranks' `shards` [n, ...], or to sum `own` [n, ...], this
-# rank's rows of each of `wholes`, in place. They return the works to wait for.
-
-
-def _gather_coalesced(wholes: Sequence[Tensor], shards: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
-    """Starts to fill all of `wholes` in one call; returns its work."""
-    return [getattr(lane, _GATHER)(list(wholes), list(shards))]
-
-
-def _gather_each(wholes: Sequence[Tensor], shards: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
-    """Starts to fill each of `wholes` in a call of its own; returns their works."""
-    parts = [list(whole.view(lane.size(), *shard.shape)) for whole, shard in zip(wholes, shards, strict=True)]
-    return [dist.all_gather(rows, shard, group=lane, async_op=True) for rows, shard in zip(parts, shards, strict=True)]
-
-
-def _reduce_coalesced(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
-    """Starts to sum all of `own` in one call, in place, and returns its work; the other rows of `wholes` are undefined
-    afterwards.
-
-    NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
-    reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
-    """
-    return [getattr(lane, _REDUCE)(list(own), list(wholes))]
-
-
-def _reduce_each(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dist.ProcessGroup) -> list[Any]:
-    """Starts to sum each of `wholes` on all ranks, in place, in a call of its own; returns their works."""
-    return [dist.all_reduce(whole, group=lane, async_op=True) for whole in wholes]
 
 
 _HEADER_TAG = 0

@@ -214,7 +214,10 @@ class HostMemory:
         """Registers the pages at `address` with CUDA until this object ends; returns whether that worked, and warns if not."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
-            _forget_error()
+            # CUDA keeps an error that was answered, and torch would raise it from this thread's next operation, whatever that
+            # is: a kernel, behind which torch asks for errors, takes it back.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda").add_(1)
             warnings.warn(
                 f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}): "
                 "copies will be slower, and wait for the host",
@@ -224,11 +227,3 @@ class HostMemory:
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, address)
         return True
-
-
-def _forget_error() -> None:
-    """Takes back the error of a call of CUDA that was answered, not raised: CUDA keeps it, and torch would raise it from this
-    thread's next operation, whatever that is. Starts a kernel on the current device.
-    """
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda").add_(1)  # starts a kernel, behind which torch asks for errors

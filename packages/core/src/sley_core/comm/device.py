@@ -72,7 +72,9 @@ class Device:
         os.environ.setdefault(CONNECTIONS, "32")
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
-        _begin_backwards(device)
+        # In autograd's thread no device is current before its first kernel; were that a product, as in a stage whose gradients
+        # come from another one, cuBLAS would warn that it has no context.
+        torch.autograd.backward(torch.ones(1, device=device, requires_grad=True) * 2)
         return cls(device, is_shared=local_size > count, stream=torch.cuda.current_stream(device))
 
     @property
@@ -217,13 +219,6 @@ class Device:
         if self.type == "cuda":
             return f"{self.torch_device} ({torch.cuda.get_device_name(self.torch_device)})"
         return str(self.torch_device)
-
-
-def _begin_backwards(device: torch.device) -> None:
-    """Runs a small backward on a CUDA device. In autograd's thread no device is current before its first kernel; were that a
-    product, as in a stage whose gradients come from another one, cuBLAS would warn that it has no context.
-    """
-    torch.autograd.backward(torch.ones(1, device=device, requires_grad=True) * 2)
 
 
 class OfDevice(Protocol):

@@ -11,12 +11,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm.backends import Alone, Done, common_transports, connected, is_from_host, message_transports
 from sley_core.comm.guard import HINT, first_line
@@ -24,11 +23,7 @@ from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members, Progress
 from sley_core.comm.transport import Transport, Work
 from sley_core.errors import RunError
-from sley_core.records import TransportRecord
 from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
-
-if TYPE_CHECKING:
-    from sley_core.topology import GroupEntry, Topology
 
 _HOST = torch.device("cpu")
 
@@ -147,7 +142,10 @@ def make_groups(
         assert (joined is not None) == is_member, f"rank {rank} of {entry.label}: {joined}"
         if joined is not None:
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
-    progress = Progress(store=_store_of(lanes), timeout_s=timeout.total_seconds())
+    control = lanes.get("control", {}).get(DEFAULT_LANE)
+    # The ranks of this run share it, and no other run does; there is none without peers.
+    store = control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
+    progress = Progress(store=store, timeout_s=timeout.total_seconds())
     groups = {}
     for axis, ranks in members_of(lines, extra, rank).items():
         log, own = ExchangeLog(), lanes.get(axis, {})
@@ -155,7 +153,11 @@ def make_groups(
         groups[axis] = Group(axis, ranks, rank, own, transports, log, progress=progress)
     if attaches and topology.world > 1 and is_from_host(backend, device):
         records = common_transports(groups["control"], lanes["control"][DEFAULT_LANE])
-        _attach(groups, attaching(topology, extra), records, timeout)
+        # Connecting is a collective: all ranks take the same axes in the same order, each with its own group.
+        for group in (groups[axis] for axis in attaching(topology, extra)):
+            if group.size > 1:
+                same = Members(group.axis, group.ranks, group.rank, progress=group.progress)
+                group.transports.update(connected(same, group.lanes, records, timeout.total_seconds()))
     return Groups(groups, progress)
 
 
@@ -167,24 +169,6 @@ def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: i
     axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
     found = {entry.axis: entry.ranks for entry in lines}
     return found | {axis: (rank,) for axis in axes if axis not in found}
-
-
-def _attach(groups: Mapping[str, Group], axes: Sequence[str], records: Sequence[TransportRecord], timeout: timedelta) -> None:
-    """Gives the groups of `axes` one of the transports `records`, where their ranks can reach each other by it.
-
-    Connecting is a collective: all ranks take the same axes in the same order, each with its own group.
-    """
-    for axis in axes:
-        group = groups[axis]
-        if group.size > 1:
-            same = Members(axis, group.ranks, group.rank, progress=group.progress)
-            group.transports.update(connected(same, group.lanes, records, timeout.total_seconds()))
-
-
-def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | None:
-    """Returns a store shared by the ranks of this run, and by no other run; None if there are no peers."""
-    control = lanes.get("control", {}).get(DEFAULT_LANE)
-    return control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
 
 
 def attaching(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:

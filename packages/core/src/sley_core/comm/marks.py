@@ -84,15 +84,8 @@ def checksum(names: Iterable[str]) -> int:
 def differs(own: Mark, rank: int, theirs: str, peer: int) -> RunError:
     """Returns the RunError `ranks-differ` of rank `rank`, which exchanges `own` while rank `peer` exchanges `theirs`."""
     here = own.words.decode()
-    return RunError(
-        "ranks-differ", f"rank {rank} exchanges {here} where rank {peer} exchanges {_theirs(here, theirs)}", hint=HINT
-    )
-
-
-def _theirs(here: str, theirs: str) -> str:
-    if theirs == here:
-        return "other parts of it"
-    return theirs or "something else"
+    there = "other parts of it" if theirs == here else theirs or "something else"
+    return RunError("ranks-differ", f"rank {rank} exchanges {here} where rank {peer} exchanges {there}", hint=HINT)
 
 
 @lru_cache(maxsize=4096)

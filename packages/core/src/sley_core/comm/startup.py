@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -87,20 +88,14 @@ def store_at(environ: Mapping[str, str], rank: int, size: int, timeout: timedelt
     just have come again. Raises RuntimeError or ValueError, as torch does.
     """
     key = (*(environ.get(name) for name in _PLACE), str(size))
-    if key not in _stores or not _answers(_stores[key]):
-        store: Store = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))[0]
-        _stores.clear()
-        _stores[key] = store
-    return _stores[key]
-
-
-def _answers(store: Store) -> bool:
-    """Returns whether a store that was opened before is still there."""
-    try:
-        store.check(["anything"])
-    except (RuntimeError, ValueError):
-        return False
-    return True
+    if key in _stores:
+        with suppress(RuntimeError, ValueError):
+            _stores[key].check(["anything"])
+            return _stores[key]
+    store: Store = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))[0]
+    _stores.clear()
+    _stores[key] = store
+    return store
 
 
 def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:

@@ -208,7 +208,7 @@ class Executor:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
             check_fields(layers, fields, before)
-        self.caller.step_progress.has_called()
+        self.caller.step_progress.calls("")
         (output,) = args
         flight.check_unwritten(layers[0].name)
         tell_hooks(self.hooks, "after_forward", micro, output)
