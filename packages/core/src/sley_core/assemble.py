@@ -135,9 +135,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
 
 
 def _place(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Gives this rank's layers their first values, of which parameters are cut. Returns `shards` by the new parameters. Raises
-    the errors of `HostModel`.
-    """
+    """Gives this rank's layers their first values, cut; returns `shards` by the new parameters. Raises as `HostModel`."""
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
         cuts = {key: shard.cut for key, shard in shards.items()}
@@ -157,9 +155,7 @@ def make_parts(
     registry: ParameterRegistry,
     announced: Callable[[int, int], Description] | None = None,
 ) -> Parts:
-    """Makes the parts to which plugins are attached; the gradient store has no buffers if no other rank holds this one's
-    weights.
-    """
+    """Makes the parts to which plugins are attached; the store has no buffers if no other rank holds this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
@@ -268,9 +264,7 @@ class Draft:
 
 
 def draft_of(plan: Plan, world: World) -> Draft:
-    """Returns the draft of a run on `world`; a collective if the plan's partition times layers. Raises the errors of
-    `open_dataset`, `draft_model` and `stage_of`.
-    """
+    """Returns the draft of a run; a collective if the partition times layers. Raises the errors of what it calls."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)

@@ -1,6 +1,4 @@
-"""Attaches the objects of all plugins to a run's parts, in one order on every rank, and builds the stepper from them, with its
-masters and optimizer.
-"""
+"""Attaches all plugins to a run's parts, in one order on every rank, and builds the stepper, masters and optimizer."""
 
 from __future__ import annotations
 
@@ -272,9 +270,7 @@ def rows_of(global_size: int, parts: Parts) -> range:
 
 
 def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
-    """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read; else steps are given
-    theirs.
-    """
+    """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
     slices = Slices(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)

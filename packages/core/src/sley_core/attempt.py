@@ -176,9 +176,7 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 
 
 class RunAttempt:
-    """The attempt file in a run's `folder`; None if the run has none. current: the attempt of this process, None before it
-    begins; on rank 0 alone.
-    """
+    """The attempt file in a run's `folder`; None without one. current: this process's attempt, on rank 0 alone."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder = None if folder is None else folder.absolute()

@@ -77,9 +77,7 @@ def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
 
 
 def to_install(name: str, extra: str = "") -> str:
-    """Returns in words how to install one of Sley's own packages. They are on no index, where the name could be somebody
-    else's.
-    """
+    """Returns in words how to install one of Sley's own packages, which are on no index."""
     asked, folder = (f"[{extra}]", f'"{folder_of(name, extra)}"') if extra else ("", folder_of(name))
     return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {folder}`"
 

@@ -96,8 +96,6 @@ _STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
 
 
 def is_installed(file: str) -> bool:
-    """Returns whether `file` belongs to Python or to an installed package, not to an editable one, nor to a project beside its
-    environment, or in it.
-    """
+    """Returns whether `file` belongs to Python or an installed package, not to an editable one or a project."""
     path = Path(file)
     return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

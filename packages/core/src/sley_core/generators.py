@@ -54,9 +54,7 @@ State = tuple[Tensor, Any, Any]
 
 
 def host_state() -> State:
-    """Returns the states of the generators that `seed_host` seeds, as the program left them: not those of a sample that another
-    thread is reading.
-    """
+    """Returns the states of the generators that `seed_host` seeds, not those of a sample that another thread is reading."""
     with _STATE:
         return _own_state() if _Seeded.running is None else _Seeded.running.before
 

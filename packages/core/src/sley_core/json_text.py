@@ -1,6 +1,4 @@
-"""JSON that every reader accepts, values that come back from JSON unchanged, and files that appear complete or not at all.
-Imports no torch by itself.
-"""
+"""JSON that every reader accepts, values that survive it unchanged, and files that appear complete or not at all. No torch."""
 
 from __future__ import annotations
 

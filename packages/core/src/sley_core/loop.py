@@ -96,9 +96,7 @@ class Loop:
         self._late: PendingStep | None = None
 
     def launch(self, given: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
-        """Starts a step on `given`, or on the next samples of the feed; on CUDA the device goes on after this returns.
-        outputs: gets the model's.
-        """
+        """Starts a step on `given`, or on the feed's next samples; on CUDA the device goes on. outputs: gets the model's."""
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
         with self._call(given, outputs) as batch:
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
@@ -120,9 +118,7 @@ class Loop:
 
     @contextmanager
     def _call(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Iterator[StepBatch]:
-        """Yields the samples of one call of the next step, and checks after the first one of this object that it wrote no
-        buffer.
-        """
+        """Yields the samples of one call of the next step, and checks after the first one that it wrote no buffer."""
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
         with self.device.random_state_kept(), self._set("_doing", "a step"):
@@ -181,9 +177,7 @@ class Loop:
             self._emit(late)
 
     def _emit(self, pending: PendingStep) -> Row:
-        """Waits for a step's totals, evaluates if due, writes its row and returns it. Raises RunError, on all ranks alike, if
-        the step was refused.
-        """
+        """Waits for a step's totals, evaluates if due, writes and returns its row. Raises RunError on all ranks if refused."""
         step_progress, skips, counts = self.parts.store.state.step_progress, self.stepper.update.skips, pending.counts
         step_progress.comes(DEVICE)
         result = pending.totals.read()

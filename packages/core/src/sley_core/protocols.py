@@ -116,9 +116,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def detach(self) -> None:
-        """Called when the run closes, or could not be assembled. Restores modules as they were before `attach`;
-        stand-ins of shards stay.
-        """
+        """Called when the run closes, or was not assembled. Restores modules as before `attach`; stand-ins of shards stay."""
 
 
 class SequenceCommunicator(Protocol):
@@ -148,9 +146,7 @@ class MemoryPool(Protocol):
     """Lends buffers to every user that names it. A lease is a context manager; its buffer is not lent again before it ends."""
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Returns a context manager that lends a buffer with undefined contents, [*shape] of `dtype` on `device`, and takes it
-        back at the end.
-        """
+        """Lends a buffer with undefined contents, [*shape] of `dtype` on `device`, within the block."""
         ...
 
     def trim(self) -> int:
@@ -232,9 +228,7 @@ class Loss(Protocol):
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the weight of these samples, from the batch alone, on the host (cross-entropy: the number of labels
-        not ignored).
-        """
+        """Returns the weight of these samples, from the batch alone, on the host (cross-entropy: the labels not ignored)."""
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -267,9 +261,7 @@ class SplitLogits(Protocol):
         ...
 
     def logits(self) -> Tensor:
-        """Returns this rank's whole logits, [..., classes], without a graph. Communicates: a collective of the ranks that share
-        the classes.
-        """
+        """Returns this rank's whole logits, [..., classes], without a graph: a collective of ranks that share the classes."""
         ...
 
 
@@ -307,9 +299,7 @@ class Counts(Protocol):
     """
 
     def counts(self) -> Mapping[str, float]:
-        """Returns numbers by name, with the unit in the name (`gathered_bytes_per_step`). May be called at any time;
-        does not communicate.
-        """
+        """Returns numbers by name, with the unit in it (`gathered_bytes_per_step`), at any time; does not communicate."""
         ...
 
 
@@ -326,9 +316,7 @@ class Keeps(Protocol):
         ...
 
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Restores what `kept` returned, on the host; with an empty mapping, starts anew. Called on all ranks, between two
-        steps.
-        """
+        """Restores what `kept` returned, on the host; an empty mapping starts anew. On all ranks, between two steps."""
         ...
 
 

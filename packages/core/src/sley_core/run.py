@@ -329,9 +329,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         return restored
 
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
-        """Registers `wait`, which is called before every use of the weights of layer `name`, recomputation included, if
-        `is_due` says so.
-        """
+        """Registers `wait`, called before every use of the weights of layer `name`, recomputation included, if `is_due`."""
         self._check_open()
         self.parts.waits.before_layer(name, wait, is_due)
 

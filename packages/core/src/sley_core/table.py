@@ -137,9 +137,7 @@ Array = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 """A TOML array, kept as a tuple: `Array[int]`."""
 
 PlanPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(_path_text)]
-"""A path of the plan, in which `~` and `$NAME` are expanded; a relative one is relative to the plan's folder, also as it is
-written back.
-"""
+"""A path, in which `~` and `$NAME` are expanded; a relative one is relative to the plan's folder, also when written back."""
 
 PlanPattern = Annotated[Path, BeforeValidator(_pattern), PlainSerializer(_pattern_text)]
 """As `PlanPath`, but `*`, `?`, `[...]` and `**` of the plan's own text match; in the folder and in what is expanded they stand

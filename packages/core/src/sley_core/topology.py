@@ -26,9 +26,7 @@ REDUCE = "reduce"
 """The lanes of `wp`."""
 
 LANES = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The lanes of an axis, each with its own communicator: a receive posted ahead must not block a later send, nor a gather a
-reduction.
-"""
+"""The lanes of an axis: a receive posted ahead must not block a later send, nor a gather a reduction."""
 
 DEFAULT_LANE = "main"
 

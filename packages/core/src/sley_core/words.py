@@ -92,9 +92,7 @@ def shown(value: Any) -> str:
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Returns the known explanation why `wrong` does not exist, or "did you mean ...?" if a choice is close, else
-    `otherwise`.
-    """
+    """Returns why `wrong` does not exist if that is known, or "did you mean ...?" if a choice is close, else `otherwise`."""
     known = list(choices)
     if (why := ELSEWHERE.get(wrong.lower().replace("-", "_"))) and wrong not in known:
         return why

@@ -52,9 +52,7 @@ SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """Names one line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro` (both counted from 0, per rank). A
-    tuple, as a search makes and looks up hundreds of thousands.
-    """
+    """One line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro`, counted from 0 per rank."""
 
     kind: Kind
     chunk: int
@@ -249,9 +247,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 
 
 def v(stages: int, chunks: int = 2) -> Placement:
-    """Returns the V placement: a sample passes all stages up, then down. Raises PlanError "placement-wrong" unless
-    `chunks` is 2.
-    """
+    """Returns the V placement: all stages up, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
         raise wrong_placement(f"is a V, which has two parts of the model per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))

@@ -77,9 +77,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 
 
 def _check_order(actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool) -> set[Action]:
-    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible at its
-    place.
-    """
+    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible there."""
     seen: set[Action] = set()
     for at, action in enumerate(actions):
         fault = _fault(action, seen, stage, placement, micros, training)
@@ -153,9 +151,7 @@ link but in the processes at its ends (docs/adr/0014).
 
 
 def send_of(action: Action, made: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
-    """Returns the send that must follow `action`, which makes `made`; None if the neighbour is on the same stage, or there is
-    none.
-    """
+    """Returns the send that must follow `action`, which makes `made`; None if there is no neighbour on another stage."""
     if made is None:
         return None
     peer = placement.holder(made.position)

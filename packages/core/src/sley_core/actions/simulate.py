@@ -142,9 +142,7 @@ class Machine:
 
 
 def taken(action: Action, position: int, placement: Placement) -> Delivery | None:
-    """Returns the value that `action` of the chunk at `position` waits for, from this stage or another; None if it
-    needs none.
-    """
+    """Returns the value that `action` of the chunk at `position` waits for, from this stage or another; None if none."""
     if action.kind is Kind.FORWARD and position > 0:
         return Delivery("forward", position, action.micro)
     if action.kind in SENDS_GRADIENT and position + 1 < placement.num_positions:

@@ -1,6 +1,4 @@
-"""The transports of core: by the backend's own collectives (`Backend`), on gloo from host memory (`Direct`), of one rank
-(`Alone`); and the choice of a group's transport, made once, when groups are made.
-"""
+"""The transports of core: `Backend`, `Direct` and `Alone`; and the choice of a group's transport when groups are made."""
 
 from __future__ import annotations
 
@@ -247,9 +245,7 @@ GROUP = "sley.transports"
 
 
 def is_from_host(backend: str, device: torch.device) -> bool:
-    """Returns whether ranks exchange tensors on `device` themselves, from the host's memory, and not by `backend`'s own
-    collectives: by messages of gloo, or by reading one another's memory.
-    """
+    """Returns whether ranks exchange tensors on `device` from host memory, and not by `backend`'s own collectives."""
     return backend == "gloo" and device.type == "cpu"
 
 

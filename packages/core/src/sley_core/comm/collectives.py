@@ -156,9 +156,7 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
 
 
 def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
-    """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`; returns its
-    handle.
-    """
+    """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`; returns its handle."""
     if group.imitate is not None:
         return Imitated(group.imitate("receive", tensor, tensor, lane, what))
     turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)

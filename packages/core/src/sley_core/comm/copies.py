@@ -56,9 +56,7 @@ class CopyStream(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Gives the stream a copy of `source` into `target`: equal shapes and dtypes. Both must stay as they are until it is
-        done.
-        """
+        """Enqueues a copy of `source` into `target`, of equal shapes and dtypes. Both stay as they are until it is done."""
         ...
 
     def record(self) -> CopyEvent:
@@ -157,9 +155,7 @@ def free(tensor: Tensor) -> int:
 
 
 def grow(tensor: Tensor, num_bytes: int) -> None:
-    """Gives `tensor` and all its views memory again, of `num_bytes` in all: the number that `free` returned. Its contents
-    are undefined, and its address may be another.
-    """
+    """Gives `tensor` and all its views `num_bytes` again, as `free` returned; undefined contents, perhaps another address."""
     tensor.untyped_storage().resize_(num_bytes)
 
 

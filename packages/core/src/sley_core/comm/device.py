@@ -106,9 +106,7 @@ class Device:
         return False
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Returns a context manager within which tensors that are made are this device's. It does nothing here; a fake world's
-        makes them fake.
-        """
+        """Returns a context manager within which new tensors are this device's; only a fake world's does anything."""
         return nullcontext()
 
     @contextmanager
@@ -134,18 +132,14 @@ class Device:
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
-        """Seeds the generators from which a forward on this device draws, `random`'s and numpy's included; cheap enough for
-        every layer. seed: in [0, 2**63).
-        """
+        """Seeds the generators from which a forward draws, `random`'s and numpy's included; cheap. seed: in [0, 2**63)."""
         seed_host(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
     @contextmanager
     def random_state_kept(self) -> Iterator[None]:
-        """Restores, after the block, the state of the generators that `seed` seeds, so that a program's own draws go on
-        unchanged.
-        """
+        """Restores, after the block, the state of the generators that `seed` seeds: a program's own draws go on unchanged."""
         on_device = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
         state, of_device = host_state(), None if on_device is None else on_device.get_state()
         try:
@@ -198,9 +192,7 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def again(self, memory: Tensor) -> Tensor:
-        """Returns a tensor over the memory of `memory`, with a storage of its own, so that the number of its users tells who
-        still uses it.
-        """
+        """Returns a tensor over `memory` with a storage of its own, so that the number of its users tells who still uses it."""
         return from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
 
     def bytes_of(self, memory: Tensor) -> memoryview:

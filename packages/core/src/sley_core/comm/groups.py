@@ -68,9 +68,7 @@ class Group(Members):
         return self.lanes[name]
 
     def transport(self, lane: str = DEFAULT_LANE) -> Transport:
-        """Returns the transport of `lane`, which exchanges shards, rows and sums. Call it at each use: closed groups have
-        none.
-        """
+        """Returns the transport of `lane` for shards, rows and sums. Call it at each use: closed groups have none."""
         return Alone() if self.size == 1 else self.transports[lane]
 
 
@@ -181,9 +179,7 @@ def attaching(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...
 
 
 def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes a communicator, and returns it, or None on a rank outside of it. All ranks of the world call it. Raises RunError
-    `group-failed`.
-    """
+    """Makes a communicator; returns None on a rank outside of it. All ranks call it. Raises RunError `group-failed`."""
     try:
         with _unbound() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)

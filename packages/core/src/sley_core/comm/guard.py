@@ -1,6 +1,4 @@
-"""Turns torch's errors of collectives into errors that name operation, group and content, or which ranks wait for each
-other.
-"""
+"""Turns torch's errors of collectives into errors that name operation, group and content, or ranks that wait in a circle."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from sley_core.topology import DEFAULT_LANE
 HINT = "another rank of the group stopped, or did not come within [limits] collective_timeout_s"
 
 _RACE_S = 0.1
-"""Seconds to wait for a peer's write if a connection was closed: a peer that times out closes its lane's connections shortly
-before it writes what it waits in.
-"""
+"""Seconds to wait for a peer's write after a closed connection: a peer that times out closes its connections just before."""
 
 _TIMED_OUT = "Timed out"
 """Text in gloo's error of a wait that timed out."""
@@ -58,9 +54,7 @@ class Turn(NamedTuple):
 
 
 def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
-    """Counts an exchange of all `members` on `lane`, which starts now; returns its turn. what: what is exchanged, for
-    errors.
-    """
+    """Counts an exchange of all `members` on `lane`, which starts now; returns its turn. what: the content, for errors."""
     queue, progress = f"{members.axis} {lane}", members.progress
     turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, None, num_bytes)
     progress.started(turn)
@@ -111,9 +105,7 @@ def failed(turn: Turn, message: str, ran_out_of_time: bool, peer: int | None = N
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of torch's error, without the C++ stack that follows it; the exception's type if it has no
-    text.
-    """
+    """Returns the first line of torch's error, without the C++ stack; the exception's type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

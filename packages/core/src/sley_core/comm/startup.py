@@ -51,9 +51,7 @@ def _gather(mine: Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> li
 
 
 def value_of_first(value: Any) -> Any:
-    """Broadcasts the value of rank 0 over the default group, and returns it on all ranks. Blocks. value: as in `gather_values`,
-    used on rank 0 only.
-    """
+    """Broadcasts the value of rank 0, as in `gather_values`, over the default group; returns it on all ranks. Blocks."""
     mine = _encoded(value, None)
     length = torch.tensor([mine.numel()], device=mine.device)
     # All ranks of the default group: how long the text is, then the text.

@@ -171,9 +171,7 @@ class Works(Work):
         return all(work.is_completed() for work in (*announced, *self._received))
 
     def wait(self) -> None:
-        """Waits until everything was received and is in its place. Compares the peers' headers before it waits for their data,
-        so that a different exchange is an error and not wrong numbers.
-        """
+        """Waits until everything is in its place. Compares the peers' headers first: a different exchange is an error."""
         if self._headers is not None:
             self._await(self._headers.works)
             self._compare(self._headers)
@@ -210,8 +208,6 @@ class Works(Work):
 
 
 def all_reduced(tensor: Tensor, members: Members, name: str, lane: dist.ProcessGroup, what: str) -> Work:
-    """Starts the backend's own all-reduce of `tensor`, in place, on `lane`, which is lane `name` of the group; returns its
-    handle. Nothing checks that the ranks sum the same.
-    """
+    """Starts the backend's all-reduce of `tensor`, in place, on `lane`, named `name`. Nothing checks what the ranks sum."""
     turn = turn_of("all-reduce", members, what, name, tensor.nbytes)
     return Works([guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), turn)], [], turn)

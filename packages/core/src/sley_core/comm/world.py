@@ -203,9 +203,7 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Destroys the default group (if this object made it) and all groups made from it, and waits for their threads
-        to end.
-        """
+        """Destroys the default group, if this object made it, and all groups made from it; waits for their threads to end."""
         for groups in self.made:
             groups.close()
         self.made.clear()
@@ -232,9 +230,7 @@ def _picked(device: str | Device, local_rank: int = 0, local_size: int = 1) -> D
 
 
 def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if it is not set or not a
-    number.
-    """
+    """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if there is none."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         raise RunError(

@@ -248,9 +248,7 @@ class Feed:
 
     @cached_property
     def digest(self) -> str | None:
-        """A digest of the data: the data set's own `data_digest`, else one of a few samples; None for a stream, or for samples
-        that are drawn as they are read.
-        """
+        """The data set's own `data_digest`, else a digest of a few samples; None for a stream, or samples drawn anew."""
         if self._reader is not None:
             return None
         if self.is_digest_exact:

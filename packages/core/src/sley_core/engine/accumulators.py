@@ -112,9 +112,7 @@ class Accumulator:
             self.view.copy_(gradient)
 
     def take_grad(self) -> None:
-        """Takes `parameter.grad`, set by autograd or a backward of a user's own: the whole sum if the view was lent. Raises
-        RunError `sparse-gradient`.
-        """
+        """Takes `parameter.grad`, set by a backward: the whole sum if the view was lent. Raises RunError `sparse-gradient`."""
         gradient = self.parameter.grad
         assert gradient is not None, self.param
         if gradient is not self.view:
@@ -183,9 +181,7 @@ class Accumulator:
 
 
 class LooseAccumulator(Accumulator):
-    """Adds up a gradient that no handler reduces, without a buffer: it stays in the tensor that autograd made, if that has the
-    store's dtype. `view` is a new tensor in every step.
-    """
+    """Adds up a gradient that no handler reduces: `view` is autograd's own tensor, or a new one in each step."""
 
     def __init__(self, param: Param, empty: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
         """empty: of the store's dtype, without elements."""

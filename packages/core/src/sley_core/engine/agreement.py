@@ -128,9 +128,7 @@ class Agreement:
         return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
 
     def _params(self) -> dict[str, View]:
-        """Returns the trained parameters in layout order, by the axis whose ranks must agree on them; computed once per
-        layout.
-        """
+        """Returns the trained parameters in layout order, by the axis whose ranks must agree; computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(param.name for param in self.store.params)

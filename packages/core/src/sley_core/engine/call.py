@@ -138,9 +138,7 @@ class _Inputs:
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields the tensors among `values`, those in nested containers and objects included, each once. seen: the values so far,
-    by id.
-    """
+    """Yields the tensors in `values`, nested containers and objects included, each once. seen: the values so far, by id."""
     visited = {} if visited is None else visited
     for value in values:
         if id(value) in visited:

@@ -116,9 +116,7 @@ class Handover:
             self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.param)
 
     def shares(self, gradient: Tensor) -> bool:
-        """Returns whether somebody else has the memory of `gradient`, which is to be queued; asked before any view of it is
-        made.
-        """
+        """Returns whether somebody else has the memory of `gradient`, to be queued; asked before any view of it is made."""
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
@@ -189,9 +187,7 @@ class DirectLinear(torch.autograd.Function):
 
 
 def no_view(result: Tensor) -> Tensor:
-    """Returns `result` as a tensor that may be written in place, which autograd forbids for a view returned by a custom
-    function, as of a linear with a bias and more than two dims.
-    """
+    """Returns `result` as a tensor that may be written in place, which autograd forbids for a view from a custom function."""
     found: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
     return found
 

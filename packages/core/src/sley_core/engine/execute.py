@@ -368,9 +368,7 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that overlapped with another where it was
-        made.
-        """
+        """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another where it was made."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
             raise RunError(

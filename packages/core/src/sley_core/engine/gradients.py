@@ -134,9 +134,7 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the sums that a reducer combines with other ranks', if their order is fixed: one per node of each use of the
-        parameter; the first is the gradient's view.
-        """
+        """Returns the sums that a reducer of fixed order combines: one per node of each use, the gradient's view first."""
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
@@ -178,9 +176,7 @@ class GradientStore:
             self._accumulators[param].has_products = True
 
     def passed(self, param: Param) -> None:
-        """Counts a pass: the running action has contributed to `param`, once or for the last time. May report parameters
-        ready.
-        """
+        """Counts a pass: the running action has contributed to `param`, perhaps for the last time. May report it ready."""
         self._passed(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor) -> None:

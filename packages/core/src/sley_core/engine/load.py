@@ -101,9 +101,7 @@ class _Loading:
         self.given: set[str] = set()
 
     def look(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair; with `writes`, writes it while there is no fault. Faults, also of the iterable, are kept for
-        `agreed`.
-        """
+        """Checks every pair; with `writes`, writes it while there is no fault. Keeps faults for `agreed`."""
         try:
             for name, value in pairs:
                 self._look(name, value)

@@ -1,6 +1,4 @@
-"""One rank's part of a run as plugins get it, complete and immutable, and the places in it where they register callbacks,
-numbers and pools.
-"""
+"""One rank's part of a run as plugins get it, and where they register callbacks, numbers and pools."""
 
 from __future__ import annotations
 

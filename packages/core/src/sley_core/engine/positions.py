@@ -58,9 +58,7 @@ def is_of_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: the data's declaration of slices. counts: whether it counts on this
-    rank.
-    """
+    """Gathers the inputs of a loss over `sp`. fields: the data's declaration of slices. counts: whether it counts here."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -234,9 +232,7 @@ _RUNNING: ContextVar[Positions | None] = ContextVar("positions", default=None)
 
 
 def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-    """Returns `attention()`, the context of `tensors` [b, s, ...] of which this rank has a slice. A sequence attention calls
-    its attention so: then a layer can be asked whether it mixes positions in another way.
-    """
+    """Returns `attention()`, the context of this rank's slices `tensors` [b, s, ...], and lets a running probe see it."""
     running = _RUNNING.get()
     return attention() if running is None or is_aside() else running.attend(tensors, attention)
 
@@ -259,9 +255,7 @@ class PositionProbe:
         return not any(fnmatchcase(layer.name, pattern) for pattern in self.apart)
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
-        """Returns `first(args, fields)`, the layer's output. second: the same, without a policy. Raises RunError
-        "sequence-mixing" if the input at two positions changes other positions.
-        """
+        """Returns `first(args, fields)`, the output. second: the same, without a policy. Raises RunError "sequence-mixing"."""
         positions = Positions(self.dim, self.length)
         given = args, dict(fields)
         others = copied(given, {id(one): one.detach().clone() for one in tensors_in(given)})

@@ -27,9 +27,7 @@ _ANSWERED = FACE | OF_SHARD | GRADIENT | {Tensor.__repr__}
 
 
 class _Refusing:
-    """A tensor that raises RunError "weight-unregistered" in any torch function that reads its values. left_over: message and
-    hint.
-    """
+    """A tensor whose values no torch function may read: RunError "weight-unregistered". left_over: message and hint."""
 
     left_over: tuple[str, str]
 

@@ -71,9 +71,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's part of the model. stages: all layers in model order, each part with its stage. chunks: this stage's
-    layers.
-    """
+    """One rank's part of the model. stages: all layers in model order, by part and stage. chunks: this stage's layers."""
 
     lists: Lists
     stages: Stages

@@ -210,9 +210,7 @@ Spot = tuple[int, int]
 
 @dataclass
 class ModelOutputs:
-    """The model's outputs of a step or a prediction. micros: this rank's micro-batches. by_micro: the output of each, by its
-    number; empty on ranks without the model's last layer.
-    """
+    """The model's outputs of a step or prediction. by_micro: of each of this rank's `micros`; empty without the last layer."""
 
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)

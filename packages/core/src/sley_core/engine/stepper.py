@@ -59,9 +59,7 @@ class CallSums:
 
 
 STARTING_STEPS = 2
-"""In the first steps the agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order that the
-first step showed.
-"""
+"""In the first steps the agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order."""
 
 
 @dataclass(eq=False)
@@ -267,9 +265,7 @@ class Stepper:
         return mean
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
-        """Returns the model's output for each micro-batch, of this rank's slices; nothing on ranks without the model's last
-        layer. The loss is not computed. All ranks call it, and it communicates.
-        """
+        """Returns the model's output for each micro-batch; none without the last layer. All ranks call it."""
         with self._evaluating() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}

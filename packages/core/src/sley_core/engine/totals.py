@@ -152,9 +152,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after the vote on step `step`, from 0. Raises RunError `loss-scale-exhausted` at the smallest
-        scale.
-        """
+        """Adjusts the scale after the vote on step `step`, from 0. Raises RunError `loss-scale-exhausted` at the smallest."""
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:

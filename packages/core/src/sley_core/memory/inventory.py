@@ -54,24 +54,18 @@ class MemoryInventory:
         yield from self._sources[part]()
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of what `part` holds on the device, also while its memory is away; of optimizer states no
-        scalars.
-        """
+        """Yields name and tensor of what `part` holds on the device, also while it is away; of optimizer states no scalars."""
         for name, tensor in self._sources[part]():
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
 
     def pieces(self, part: Part) -> list[StorageEntry]:
-        """Returns the storages that `part` holds on the device, each once, with the tensors in it; one that an earlier part of
-        `PARTS` has too is that part's alone.
-        """
+        """Returns the storages that `part` holds on the device, and no earlier part of `PARTS`, each once, with its tensors."""
         taken = self._taken_before(part)
         return [one for one in pieces_of(self.tensors(part)) if storage_id(one.memory) not in taken]
 
     def states_of(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
-        """Returns the storages of the optimizer's states for these parameters, each once, with the tensors in it; none before
-        their first step.
-        """
+        """Returns the storages of these parameters' optimizer states, each once, with its tensors; none at first."""
         found = chain.from_iterable(map(self._states_of, stepped))
         return pieces_of((name, state) for name, state in found if self._is_state(state))
 

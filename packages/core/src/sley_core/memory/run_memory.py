@@ -76,9 +76,7 @@ class RunMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Returns the bytes of device memory that each part has now, 0 for one that is away. Optimizer states come in the first
-        step.
-        """
+        """Returns the bytes of device memory of each part, 0 for one that is away; states come in the first step."""
         return {part: self.inventory.num_bytes(part) for part in PARTS}
 
     @property
@@ -179,9 +177,7 @@ class RunMemory:
         return partial(_where_it_lies, self._copies())
 
     def _copies(self) -> dict[int, Tensor]:
-        """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; of a storage that two parts
-        have there is one.
-        """
+        """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; one per storage."""
         return {key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()}
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
@@ -278,9 +274,7 @@ class MoveNumbers:
         return num_timed / GB / seconds / self._num_ranks if seconds else 0.0
 
     def _since(self, name: str, part: Part | None) -> tuple[float, float, float]:
-        """Returns bytes of copies of `part`, or of all parts, bytes of those with a time, and that time, since the last call
-        with this `name` and `part`.
-        """
+        """Returns the bytes copied since the last call with this `name` and `part`, those of timed copies, and their time."""
         found = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
         now = (
             float(sum(moved.copied_out + moved.copied_in for moved in found)),

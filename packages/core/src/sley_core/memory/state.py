@@ -73,9 +73,7 @@ class Moved:
     num_no_ops: int = 0
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers for a report, by name; with `gb_per_s_out` and `gb_per_s_in` (0 where no seconds are known) in
-        place of the bytes that were timed.
-        """
+        """Returns the numbers for a report, by name; `gb_per_s_out` and `gb_per_s_in`, 0 if unknown, for the timed bytes."""
         found: dict[str, float] = asdict(self)
         for way in ("out", "in"):
             timed, seconds = found.pop(f"timed_{way}"), found[f"seconds_{way}"]
@@ -101,9 +99,7 @@ class OffloadManager(Protocol):
         """
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` off the device, between two steps; does nothing if it is away. Returns a function that waits
-        for it.
-        """
+        """Starts to move `part` off the device, between two steps, unless it is away. Returns a function that waits for it."""
         ...
 
     def onload(self, part: Part) -> Callable[[], None]:
@@ -111,9 +107,7 @@ class OffloadManager(Protocol):
         ...
 
     def require(self, part: Part, what: str) -> None:
-        """Makes the device's work wait for `part` if it is coming. Raises StateError if it is away and stays away until
-        `onload`.
-        """
+        """Makes the device's work wait for `part` if it is coming. Raises StateError if it is away and stays so."""
         ...
 
     def where(self, part: Part) -> Where:

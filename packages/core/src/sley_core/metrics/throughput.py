@@ -205,9 +205,7 @@ def resident_mb() -> float:
 
 
 def private_mb() -> float:
-    """Returns the memory that this process holds now for itself alone, in MiB: without mapped files, of which more is resident
-    the more is read. 0 where the kernel does not tell.
-    """
+    """Returns the memory that this process holds for itself alone, without mapped files, in MiB; 0 if unknown."""
     try:
         _, resident, shared, *_ = STATM.read_bytes().split(maxsplit=3)
     except (OSError, ValueError):

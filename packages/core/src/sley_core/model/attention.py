@@ -102,9 +102,7 @@ _known: list[Any] = []
 
 
 def varlen() -> Any:
-    """Returns torch's attention over sequences of various lengths, None in a build without it. Imported at the first call: the
-    import loads torch's compiler and sympy, which takes a second.
-    """
+    """Returns torch's attention over sequences of various lengths, or None. Imported late: that loads torch's compiler."""
     if not _known:  # not `functools.cache`: torch's compiler warns about it
         _known.append(_found())
     return _known[0]

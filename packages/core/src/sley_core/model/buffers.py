@@ -136,9 +136,7 @@ def notes_of(layers: Sequence[Layer]) -> list[str]:
 
 
 def _kept(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
-    """Yields the modules of a tree that stay in evaluation mode. is_training: whether what contains `module` is in training
-    mode. per_rank: patterns of the buffers that may be written.
-    """
+    """Yields the modules that stay in evaluation mode. is_training: of what contains `module`. per_rank: as `is_per_rank`."""
     is_norm = isinstance(module, _NormBase) and not is_per_rank(f"{name}.running_mean", per_rank)
     if not module.training and (is_norm or (is_training and _is_frozen(module))):
         yield module

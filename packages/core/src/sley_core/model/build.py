@@ -47,9 +47,7 @@ class Recipe:
     needs_host: str = ""
 
     def call(self) -> Model:
-        """Returns the factory's model, whose builders have not been called. Raises PlanError, or PluginError "plugin-failed" if
-        a record's code fails.
-        """
+        """Returns the factory's model, no builder called. Raises PlanError, or PluginError "plugin-failed" for a record's."""
         try:
             return as_model(self.component.build(self.data))
         except SleyError:
@@ -96,9 +94,7 @@ def _built(recipe: Recipe, moved: OnMeta, *, on_meta: bool) -> Model:
 
 @contextmanager
 def _defaults_restored() -> Iterator[None]:
-    """Returns a context manager after which torch's default dtype and device are those from before: the factory's next run
-    draws its first values in the same ones.
-    """
+    """Restores torch's default dtype and device after the block, so that the factory's next run draws in the same ones."""
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     try:
         yield

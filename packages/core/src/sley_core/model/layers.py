@@ -103,9 +103,7 @@ class Model:
         return next(layer for layer in self.layers if layer.name == name)
 
     def build(self, seed: int = 0) -> Model:
-        """Puts modules in the place of all builders, and ties parameters; returns this model. Raises as `build_layer` and `tie`
-        do.
-        """
+        """Puts modules in the place of all builders, and ties parameters; returns this model. Raises as both do."""
         for layer in self.layers:
             self.build_layer(layer, seed)
             layer.builder = None
@@ -113,9 +111,7 @@ class Model:
         return self
 
     def initialise(self) -> None:
-        """Calls `init_weights` for the modules of all layers without a builder, a shared one once. Raises PlanError
-        "model-init" if it fails.
-        """
+        """Calls `init_weights` for modules without a builder, a shared one once. Raises PlanError "model-init" if it fails."""
         done: set[int] = set()
         memory: dict[nn.Parameter, nn.Parameter] = {}
         for layer in self.layers:
@@ -147,9 +143,7 @@ class Model:
                 self._initialise(made, layer.name, set())
 
     def tie(self) -> None:
-        """Ties the parameters that `ties` names. Raises PlanError "model-factory" for names that do not fit, and if two layers
-        are one module.
-        """
+        """Ties the parameters that `ties` names. Raises PlanError "model-factory" if they do not fit, or two layers are one."""
         _check_unique(self.layers)
         for first, second in self.ties:
             (at, source), (other, target) = self._place(first), self._place(second)
@@ -158,9 +152,7 @@ class Model:
             setattr(target, second.rpartition(".")[2], getattr(source, first.rpartition(".")[2]))
 
     def _place(self, name: str) -> tuple[int, nn.Module]:
-        """Returns the number of the layer, and the module, that hold the parameter `name`. Raises PlanError "model-factory" if
-        none does.
-        """
+        """Returns the layer's number and the module that hold the parameter `name`. Raises PlanError "model-factory"."""
         owner, _, attribute = name.rpartition(".")
         for at, layer in enumerate(self.layers):
             for path, module in layer.module.named_modules(prefix=layer.name):
@@ -204,9 +196,7 @@ def as_model(returned: Any) -> Model:
 
 
 def _named(layers: Any) -> Iterator[Layer]:
-    """Yields the layer of each module or (name, module) pair, and those of builders; raises PlanError "model-factory" for
-    anything else.
-    """
+    """Yields the layer of each module, (name, module) pair and builder; raises PlanError "model-factory" for anything else."""
     for at, item in enumerate(_items(layers)):
         name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(at), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
@@ -234,9 +224,7 @@ def _items(layers: Any) -> Iterable[Any]:
 
 
 def _check_unique(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "model-factory" if there are no layers, if one module is two layers, or if a layer or parameter name is
-    repeated.
-    """
+    """Raises PlanError "model-factory" for no layers, for a module that is two layers, or for a repeated name."""
     if not layers:
         raise _unusable("the model's factory returned no layers")
     modules: dict[int, str] = {}

@@ -49,9 +49,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor | None:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns a hash of the values and their places, int64 [] on the device: equal for equal values, different for almost all
-    others. Copies are compared by it without being sent.
-    """
+    """Returns a hash of values and places, int64 [] on the device, that differs for almost all different values."""
     data = value.contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
@@ -75,9 +73,7 @@ def parameter_format(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torc
 
 
 def buffer_format(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a buffer: its own, whatever `dtype` the parameters have; but fp64 beside parameters in fp64, where
-    the factory gave it fp32.
-    """
+    """Returns the dtype of a buffer beside parameters in `dtype`: its own, but fp64 in place of fp32 beside fp64."""
     return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
 
 
@@ -106,9 +102,7 @@ def is_plain(tensor: object) -> bool:
 
 
 def device_kind(tensor: Tensor) -> str:
-    """Returns the type of the device on which a run computes with `tensor`, such as "cpu" or "cuda": its own, or that for which
-    it stands.
-    """
+    """Returns the type of the device on which a run computes with `tensor`, as "cpu": its own, or the one it stands for."""
     return _stands_for.get() or tensor.device.type
 
 
@@ -140,9 +134,7 @@ def alike(pieces: Iterable[T]) -> Iterator[T]:
 
 @contextmanager
 def counted(in_use: Callable[[], int]) -> Iterator[None]:
-    """Returns a context manager in which bytes are estimated, and nothing else is. in_use: returns the number of bytes in
-    use.
-    """
+    """Returns a context manager in which bytes are estimated, and nothing else. in_use: returns the bytes in use."""
     _counters.append(in_use)
     try:
         yield

@@ -156,9 +156,7 @@ def _places(name: str, module: nn.Module) -> Places:
 
 @contextmanager
 def _plain(seed: int) -> Iterator[None]:
-    """Returns a context manager with generators as plain PyTorch has them after `torch.manual_seed(seed)`, in which memory that
-    nobody wrote is NaN.
-    """
+    """Seeds generators as `torch.manual_seed(seed)` in plain PyTorch; memory that nobody wrote is NaN within the block."""
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # Not torch.use_deterministic_algorithms, which imports the compiler (`uncompiled.py`).
     torch._C._set_deterministic_algorithms(True, warn_only=True)

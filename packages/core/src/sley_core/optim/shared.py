@@ -50,9 +50,7 @@ def copied(values: Shared) -> Shared:
 
 
 def put(optimizer: torch.optim.Optimizer, values: Shared) -> None:
-    """Sets the values, which must not be used again, at their places, and removes those at other places. A dict stays the
-    object that it is.
-    """
+    """Sets the values, not to be used again, at their places, and removes those elsewhere. A dict stays the same object."""
     owners = dict(_owners(optimizer))
     for place in shared_values(optimizer).keys() - values.keys():
         _holder(optimizer, owners, place).pop(place[2])
@@ -107,9 +105,7 @@ OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
 
 
 def _in_saved_types(loaded: Any, saved: Any, followed: torch.dtype) -> Any:
-    """Returns the state `loaded` with the dtypes of `saved`, but for those that were the parameter's, `followed`: torch casts
-    every tensor to the parameter's dtype.
-    """
+    """Returns the state `loaded` in the dtypes of `saved`, which torch has cast, but for the parameter's own, `followed`."""
 
     def leaf(new: Any, old: Any) -> Any:
         if isinstance(new, Tensor) and isinstance(old, Tensor) and old.dtype not in (followed, new.dtype):
@@ -158,9 +154,7 @@ def _holder(
 
 
 def changed(before: Shared, after: Shared) -> Shared:
-    """Returns the values of `after` that are new or differ; a tensor on another device than the host, which cannot be read
-    without waiting, counts as different.
-    """
+    """Returns the values of `after` that are new or differ; one that is not on the host counts as different."""
     return {place: one for place, one in after.items() if place not in before or not same(one, before[place])}
 
 
@@ -199,9 +193,7 @@ def own_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
-    """Yields path of the owner, name and value of each attribute that is not torch's: of the optimizer, and of those within it
-    that share its groups and states.
-    """
+    """Yields owner's path, name and value of each attribute that is not torch's, of the optimizer and of those it wraps."""
     for path, owner in _owners(optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _of_torch() and not isinstance(value, torch.optim.Optimizer):

@@ -1,6 +1,4 @@
-"""Checks a valid plan for a world of a given size, without torch and before any process starts: its sizes, the order and sums
-of its handlers, its offloads, and whether its sums can be canonical.
-"""
+"""Checks a valid plan for a world of a given size, without torch and before any process starts."""
 
 from __future__ import annotations
 
@@ -208,9 +206,7 @@ CODE = "canonical-unsupported"
 
 
 def check_canonical(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem, code "canonical-unsupported", for each part of a plan with `reduction = "canonical"` that would make
-    numbers depend on the layout. Plugins check their own parts.
-    """
+    """Yields "canonical-unsupported" for each part with which numbers would depend on the layout; plugins check their own."""
     if plan.parallel.reduction != "canonical":
         return
     if plan.parallel.sp > 1:

@@ -53,9 +53,7 @@ class Document:
         return self.bases.get(path, self)
 
     def folder_of(self, path: KeyPath) -> Path | None:
-        """Returns the folder in which a relative path at `path` starts: that of the file with the value; for a `--set`, the
-        plan's.
-        """
+        """Returns the folder in which a relative path at `path` starts: the plan's for a `--set`, else that of its file."""
         return self.folder if self._override(path) else self.owner(path).folder
 
     def origin(self, path: KeyPath) -> Place | None:

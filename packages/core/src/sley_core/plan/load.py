@@ -74,9 +74,7 @@ def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
 
 
 def with_tables(plan: Plan, tables: Mapping[str, Any]) -> Plan:
-    """Returns a plan with whole tables changed; None removes one. Checked like any other, with the plugins that are loaded
-    already. The changed tables have no place in a file.
-    """
+    """Returns a plan with whole tables changed, which have no place; None removes one. Checked with the same plugins."""
     kept = {key: value for key, value in plan.document.tables.items() if key not in tables}
     given = {key: plain(value) for key, value in tables.items() if value is not None}
     return resolve(replace(plan.document, tables={**kept, **given}), plan.loader)

@@ -169,9 +169,7 @@ class Plan:
                 yield plugin, result
 
     def world(self, available: int | None = None) -> int:
-        """Returns how many ranks the plan needs: the number that `dp` fixes, else `available`, else the fewest that the layout
-        allows.
-        """
+        """Returns how many ranks the plan needs: the number that `dp` fixes, else `available`, else the fewest possible."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
@@ -209,9 +207,7 @@ def _odd_axis(sizes: ParallelTable, equation: str) -> str:
 
 
 def _fitting(sizes: ParallelTable, world: int, equation: str) -> str:
-    """Returns a hint with the world sizes closest to `world` that the layout allows, or with the `dp` that would fit if that
-    fails.
-    """
+    """Returns a hint with the closest world sizes that the layout allows, or with the `dp` that would fit."""
     if sizes.dp != "auto" and "wdp" in equation:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         fits = round_up(sizes.dp, unit)

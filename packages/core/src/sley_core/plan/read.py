@@ -159,9 +159,7 @@ def _decoded(content: bytes, name: str) -> str:
 
 
 def _near(path: Path) -> str | None:
-    """Returns a hint for a missing file: the first five `*.toml` files of its folder, or, if that has none, what the path is
-    relative to; None if the folder cannot be read.
-    """
+    """Returns a hint for a missing file: some `*.toml` files of its folder, or what the path is relative to; or None."""
     try:
         plans = sorted(file.name for file in path.absolute().parent.glob("*.toml"))
     except (OSError, ValueError):

@@ -62,9 +62,7 @@ def _movable(plan: Plan) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields path and value of every value below the tables; an array of anything but tables is one value, an empty table
-    too.
-    """
+    """Yields path and value below the tables; an array of anything but tables is one value, as is an empty table."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))

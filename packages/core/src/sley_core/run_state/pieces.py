@@ -122,9 +122,7 @@ class TensorPiece:
 
 
 class Region(NamedTuple):
-    """A rank's part of a tensor of the full `shape`. shard: this rank's part of it, padded. elements: its elements of the
-    flattened shard, or of the whole.
-    """
+    """A rank's part of a tensor of `shape`. shard: its padded part. elements: its elements of the flat shard, or whole."""
 
     shape: tuple[int, ...]
     shard: Shard | None = None

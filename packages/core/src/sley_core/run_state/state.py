@@ -220,9 +220,7 @@ class TrainingState:
             return f"the data cannot be read: {cause(error)}"
 
     def _data_changed(self, changed: str, notes: list[str]) -> None:
-        """Raises PlanError "data-changed", or appends a note about samples of a program's own, which may be drawn as they are
-        read.
-        """
+        """Raises PlanError "data-changed", or appends a note about samples that may be drawn as they are read."""
         assert self._feed is not None, changed
         if not self._feed.is_digest_exact:
             notes.append(changed)
@@ -242,9 +240,7 @@ def checkpointer_of(state: TrainingState) -> Checkpointer:
 
 
 class NoCheckpointer(Checkpointer):
-    """Never saves by itself: for a run whose plan has no `[checkpoint]`. When a program asks for a save or a load, it imports
-    the default checkpointer, which does it.
-    """
+    """Saves when a program asks for it, by the default checkpointer: for a run whose plan has no `[checkpoint]`."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state

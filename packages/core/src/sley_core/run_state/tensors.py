@@ -204,9 +204,7 @@ class StateLeaf(NamedTuple):
 
 
 def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
-    """Yields the values in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that cannot be part of a
-    name.
-    """
+    """Yields the values in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that no name can have."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key:
@@ -317,9 +315,7 @@ class Restoring:
                 self.notes.append(f"{place} begins anew: what it kept belongs to another layout")
 
     def _extra(self) -> None:
-        """Sets the extra states of modules: this rank's own, if the layout is the same, else those of the first rank that has
-        them, with a note.
-        """
+        """Sets extra states of modules: this rank's own in the same layout, else those of the first rank, with a note."""
         first = extra_states(self.saved)
         if first and not self.is_same_layout:
             self.notes.append("extra states of modules are those of one rank: the others' belong to another layout")

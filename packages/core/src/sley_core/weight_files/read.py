@@ -115,9 +115,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 @contextmanager
 def opened(file: Path, framework: str) -> Iterator[Any]:
-    """Yields the opened safetensors file. Raises RunError "weight-files", naming the file, for any error with it in the
-    block.
-    """
+    """Yields the opened safetensors file. Raises RunError "weight-files", with its name, for any error within the block."""
     try:
         with safe_open(file, framework=framework) as content:
             yield content

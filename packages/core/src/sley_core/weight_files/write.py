@@ -103,9 +103,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A new safetensors file `path` of the tensors `specs`, each of which is added once, in any order; `facts` go into its
-    metadata. Raises OSError.
-    """
+    """A new safetensors file of the tensors `specs`, each added once, in any order; `facts` are metadata. Raises OSError."""
 
     def __init__(self, path: Path, specs: Sequence[Spec], facts: Mapping[str, str] = MappingProxyType({})) -> None:
         self._specs = {spec.name: spec for spec in specs}

@@ -43,9 +43,7 @@ class TreeSums(Sums):
         self._under_way: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, which is then not used until `finish`; first waits for the oldest sum if MAX_UNDER_WAY are in
-        flight.
-        """
+        """Starts to sum `buffer`, not to be used until `finish`; first ends the oldest sum if MAX_UNDER_WAY are in flight."""
         if len(self._under_way) == MAX_UNDER_WAY:
             self._under_way.popleft().finish()
         for exchange in self._under_way:

@@ -103,9 +103,7 @@ def run_of(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
 
 
 class Spares:
-    """Lends memory for partial sums, and reuses it; shared by all gradients of a run, within one step. made: all tensors
-    allocated since `clear`.
-    """
+    """Lends memory for partial sums of all gradients within one step. made: all tensors allocated since `clear`."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
