@@ -120,7 +120,6 @@ class Attempt:
 
 
 def new_attempt(step: int = 0) -> Attempt:
-    """Returns a new attempt, which begins after `step` steps."""
     return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=job(), torchrun=torchrun())
 
 

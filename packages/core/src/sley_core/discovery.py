@@ -37,7 +37,6 @@ class Found:
 
     @property
     def label(self) -> str:
-        """Plugin, distribution and version, for messages."""
         return f"plugin `{self.name}` ({self.dist} {self.version})"
 
 

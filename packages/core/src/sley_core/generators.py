@@ -133,7 +133,6 @@ def comparable_state() -> tuple[Any, ...]:
 
 
 def seed_own(generators: Iterable[Any], seed: int) -> None:
-    """Seeds generators of a module's own, each differently."""
     for number, generator in enumerate(generators, 1):
         own = (seed + number * _ODD) % (1 << 63)
         if isinstance(generator, torch.Generator):

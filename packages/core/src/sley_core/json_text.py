@@ -106,7 +106,6 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """Returns the value that was given to `encode_value`."""
     if isinstance(value, list):
         return [decode_value(one) for one in value]
     if not isinstance(value, dict):

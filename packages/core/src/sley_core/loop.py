@@ -239,7 +239,6 @@ class Loop:
             self._restart()
 
     def _restart(self) -> None:
-        """Times the next step from now on."""
         self._since = self.device.moment()
 
     def _notify(self, hook: str, **arguments: Any) -> None:

@@ -295,7 +295,6 @@ def _resumed(build: Build, toys: ToyParameters) -> Trial:
 
 
 def _saved(value: Any) -> Any:
-    """Returns a value as it comes out of a checkpoint."""
     return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))
 
 
@@ -304,7 +303,6 @@ def _whole(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _rows(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Cuts off the first row, as shards of a weight are."""
     if not shape:
         return _whole(shape)
     width = prod(shape[1:])

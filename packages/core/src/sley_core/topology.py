@@ -23,7 +23,6 @@ AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
 
 GATHER = "gather"
 REDUCE = "reduce"
-"""The lanes of `wp`."""
 
 LANES = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
 """The lanes of an axis: a receive posted ahead must not block a later send, nor a gather a reduction."""

@@ -143,7 +143,6 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
 
 
 def _range(metadata: Iterable[Any]) -> str:
-    """Returns the bounds of a number in words, as " of at least 1"; "" without bounds."""
     low = high = None
     for item in metadata:
         match item:
@@ -160,7 +159,6 @@ def _range(metadata: Iterable[Any]) -> str:
 
 
 def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
-    """Returns in words the values of an array field, with its length."""
     low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
     high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
     if args[-1] is not Ellipsis:

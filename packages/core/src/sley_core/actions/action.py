@@ -120,7 +120,6 @@ def forward_only(actions: Iterable[Action]) -> list[Action]:
 
 
 def actions_of(steps: Sequence[Step]) -> tuple[Action, ...]:
-    """Returns a lowered list without its transfers."""
     return tuple(step for step in steps if isinstance(step, Action))
 
 
@@ -228,7 +227,6 @@ class Placement:
 
     @cached_property
     def _holders(self) -> tuple[StageChunk, ...]:
-        """Holder of each position."""
         seen: Counter[int] = Counter()
         holders = []
         for stage in self.route:

@@ -85,7 +85,6 @@ def _columns_per_second(timeline: Timeline, room: int) -> float:
 
 
 def _row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -> str:
-    """Returns one row of characters: a stage's, or those of one chunk of it."""
     cells = ["."] * round(timeline.makespan_s * scale)
     for span in timeline.of_stage(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)
@@ -104,7 +103,6 @@ def _cut(row: str, room: int) -> str:
 
 
 def _legend(timeline: Timeline, chunks: int) -> list[str]:
-    """Returns at most one line that names the kinds of action drawn."""
     kinds = {span.action.kind for span in timeline.spans}
     words = [name for kind, name in NAMES.items() if kind in kinds]
     if chunks == 2:

@@ -218,7 +218,6 @@ def _change(kind: Kind) -> tuple[int, int]:
 
 
 def _from_elsewhere(action: Action, stage: int, position: int, placement: Placement) -> bool:
-    """Returns whether `action` takes a value from another stage."""
     delivery = taken(action, position, placement)
     return delivery is not None and placement.holder(delivery.origin).stage != stage
 
@@ -279,7 +278,6 @@ class Timeline:
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 
     def of_stage(self, stage: int) -> tuple[TimedAction, ...]:
-        """Returns the spans of one stage, by start."""
         return tuple(span for span in self.spans if span.stage == stage)
 
     @property

@@ -25,7 +25,6 @@ Moment = float | torch.cuda.Event
 """A point in a device's work: a reading of the host's clock, or an event on the stream."""
 
 Span = tuple[Moment, Moment]
-"""Where a part of a device's work begins and ends."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,7 +157,6 @@ class Device:
         return event
 
     def wait_until(self, moment: Moment) -> None:
-        """Waits until the device has reached `moment`."""
         if isinstance(moment, torch.cuda.Event):
             moment.synchronize()
 

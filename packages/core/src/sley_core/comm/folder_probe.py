@@ -119,7 +119,6 @@ def _write(scratch: Scratch, token: str, coord: int) -> str:
 
 
 def _beside(scratch: Scratch, token: str, coord: int, patience_s: float) -> str:
-    """Writes beside the file of rank 0, once that is seen; returns why not."""
     return _seen(scratch, token, [_name(0)], "what rank 0 writes", patience_s) or _write(scratch, token, coord)
 
 
@@ -139,7 +138,6 @@ def _remove(scratch: Scratch, token: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Returns an error as one line of text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return error.diagnostics[0].message if isinstance(error, SleyError) else cause(error)

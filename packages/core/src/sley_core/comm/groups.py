@@ -29,7 +29,6 @@ _HOST = torch.device("cpu")
 
 
 Op = Literal["sum", "max", "min"]
-"""The operation of an all-reduce."""
 
 Exchange = Op | Literal["broadcast", "all_gather", "all_to_all", "send", "receive"]
 """An exchange of a group; an all-reduce by its operation."""

@@ -22,7 +22,6 @@ _RACE_S = 0.1
 """Seconds to wait for a peer's write after a closed connection: a peer that times out closes its connections just before."""
 
 _TIMED_OUT = "Timed out"
-"""Text in gloo's error of a wait that timed out."""
 
 
 class Turn(NamedTuple):

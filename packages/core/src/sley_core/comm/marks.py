@@ -68,7 +68,6 @@ def mark_of(operation: str, what: str, tensors: Iterable[Tensor], contents: int 
 
 
 def of_header(header: Tensor) -> Mark:
-    """Returns the mark in a peer's header."""
     number, num_bytes, words = _FORMAT.unpack(bytes(header.tolist()))
     return Mark(words.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
@@ -123,7 +122,6 @@ class ExchangeLog:
         self._last = ""
 
     def add(self, lane: str, mark: Mark) -> None:
-        """Records that the exchange of `mark` starts on `lane`."""
         self._lanes[lane] = zlib.crc32(mark.number.to_bytes(4, "little"), self._lanes.get(lane, 0))
         self._count += 1
         self._last = mark.what

@@ -56,7 +56,6 @@ class ActionProgress:
     follow_output: Callable[[str, Any], None] | None = None
 
     def begin(self, step: int) -> None:
-        """Records that optimizer step `step`, from 1, begins."""
         self.step, self.layer = step, ""
         self.comes(BEGINNING)
 
@@ -126,7 +125,6 @@ class Progress:
         return min(SHARE_OF_LIMIT * self.timeout_s, MOST_S)
 
     def started(self, turn: Turn) -> None:
-        """Records that this rank has started `turn`, the last of its queue."""
         self.numbers[turn.queue] = turn.number
         kept = self.recent.get(turn.queue)
         if kept is None:
@@ -134,7 +132,6 @@ class Progress:
         kept.append(turn)
 
     def waits(self, turn: Turn) -> None:
-        """Records that a wait in `turn` begins."""
         self._failure = None
         self._since = time.perf_counter()
         self._turn = turn
@@ -176,7 +173,6 @@ class SentBytes:
         self._now += whole.nbytes * (group.size - 1) * passes // group.size
 
     def add_message(self, num_bytes: int) -> None:
-        """Counts a message to one peer."""
         self._now += num_bytes
 
     def end_step(self) -> None:
@@ -202,7 +198,6 @@ class Members:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @cached_property

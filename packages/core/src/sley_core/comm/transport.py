@@ -202,7 +202,6 @@ class Works(Work):
         progress.waited()
 
     def _await(self, works: Sequence[Any]) -> None:
-        """Waits for works of the process group, under the name of this exchange."""
         for work in works:
             guarded(work.wait, self._turn)
 

@@ -80,7 +80,6 @@ def _check_fields(batch: Mapping[str, Tensor], fields: Mapping[str, Field]) -> N
 
 
 def _part(name: str, value: Tensor, field: Field, index: int, num_parts: int, dim: Literal["batch", "sequence"]) -> Tensor:
-    """Returns the part of one field as a view; the full tensor if the field does not have that dim."""
     along = field.batch_dim if dim == "batch" else field.sequence_dim
     if along is None:
         return value

@@ -91,7 +91,6 @@ class PrefetchThread(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T]) -> None:
-        """Starts the thread, which prepares the first item at once."""
         self._items = items
         self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
         self._permits = threading.Semaphore(1)
@@ -181,7 +180,6 @@ class Feed:
         check: Callable[[Batch, Sequence[int]], None] | None = None,
         will_save: bool = False,
     ) -> None:
-        """Stores the arguments; the thread starts with the first `next`."""
         assert len(rows), rows
         assert rows == range(batch_size)[rows.start : rows.stop], (rows, batch_size)
         self._dataset = dataset
@@ -271,14 +269,12 @@ class Feed:
         self.close()
 
     def _checked(self, items: Iterator[_Item]) -> Iterator[_Item]:
-        """Yields `items`, after calling `check` for each."""
         for item in items:
             if self._check is not None:
                 self._check(item.batch, item.samples)
             yield item
 
     def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Returns the batches from the position `state` on, read as they are iterated."""
         if self._reader is not None:
             return self._walked(self._reader, state)
         return self._indexed(cast(Dataset, self._dataset), state["samples"])

@@ -49,7 +49,6 @@ class SamplesDigest:
 
     @property
     def text(self) -> str:
-        """The digest of what was added."""
         return self._hash.hexdigest()
 
 
@@ -99,7 +98,6 @@ class StreamReader:
         self.beginning = self.place()
 
     def place(self) -> dict[str, Any]:
-        """Returns the present place; the stream's state in it is a copy."""
         own = {} if self._names is None else {"stream": deepcopy(getattr(self._stream, self._names[0])())}
         return {"epoch": self._epoch, **own}
 

@@ -42,7 +42,6 @@ class Accumulator:
     watches_autograd = True
     """Whether a hook takes each gradient from autograd."""
     rows: list[Tensor]
-    """Once settled, the sums for the reducer; only where their order is fixed."""
 
     def __init__(self, param: Param, view: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
         self.param = param

@@ -54,7 +54,6 @@ _HINTS = {
 }
 
 View = tuple[Any, int]
-"""A rank's view of a fact, and its checksum."""
 
 
 class Agreement:
@@ -180,7 +179,6 @@ class Agreement:
 
 
 def _message(fact: int, views: Mapping[int, View]) -> str:
-    """Returns a message about the first odd rank and a rank of the majority."""
     usual, _ = Counter(number for _, number in views.values()).most_common(1)[0]
     other = next(rank for rank, (_, number) in views.items() if number == usual)
     odd = next(rank for rank, (_, number) in views.items() if number != usual)

@@ -199,7 +199,6 @@ class Description:
 
     @property
     def flags(self) -> bytes:
-        """Flags of all leaves, FLAG_BYTES each, little-endian."""
         return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
 
     def fits(self, other: Description) -> bool:

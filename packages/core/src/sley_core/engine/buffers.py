@@ -225,7 +225,6 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def parts(self) -> dict[Param, Tensor]:
-        """Each parameter's gradient in this rank's part: views in the shape of its `ElementRange.shape_in`."""
         return self.views_in(self.own)
 
     def views_in(self, memory: Tensor) -> dict[Param, Tensor]:

@@ -151,7 +151,6 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
 
 
 def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.keep`."""
     return Keep()
 
 
@@ -287,7 +286,7 @@ class LayerCaller:
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a layer in a micro-batch. Hashes once per layer and step: a hash takes as long as a call."""
+        """Hashes once per layer and step: a hash takes as long as a call."""
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param
 
 Place = tuple[int, int]
-"""Chunk and micro-batch."""
 
 Work = Callable[[], None]
 
@@ -83,7 +82,6 @@ class WeightQueue:
                 self.on_last(param)
 
     def clear(self) -> None:
-        """Discards all queued work, after a failed step."""
         self._queued.clear()
         self._open = None
 

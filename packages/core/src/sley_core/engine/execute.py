@@ -309,7 +309,7 @@ class Input:
         return entered
 
     def take_gradient(self) -> Tensor:
-        """Returns the gradient, and drops the reference; zeros if the backward did not reach the input."""
+        """Returns zeros if the backward did not reach the input, and drops the reference."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -420,7 +420,6 @@ def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[Gradie
 
 Payload = tuple[Description, list[Tensor]]
 Spot = tuple[Flow, int, int]
-"""Flow, chunk of this stage, micro-batch."""
 
 
 class Crossing:
@@ -472,7 +471,6 @@ class Crossing:
             self._outgoing[flow, chunk, micro] = payload
 
     def end(self) -> None:
-        """Waits until everything is sent."""
         assert not self._outgoing, f"made and never sent: {list(self._outgoing)}"
         if self.link is not None:
             self.link.drain()

@@ -344,7 +344,6 @@ class GradientStore:
                 )
 
     def scale(self, factor: float) -> None:
-        """Multiplies all that has been added in this step by `factor`."""
         if sums := [total for accumulator in self._order if (total := accumulator.sum()) is not None]:
             torch._foreach_mul_(sums, factor)
 
@@ -439,7 +438,7 @@ class GradientStore:
         accumulator.expected_passes = None  # it is complete at the end of the chunk only
 
     def _passed(self, accumulator: Accumulator) -> None:
-        """Counts one pass if no later action can add to the gradient; reports the parameter if it is complete and next."""
+        """Counts one pass if no later action can add to the gradient; reports it if it is complete and next."""
         accumulator.leave()
         if not accumulator.watches_autograd or not self.state.gradients_final(accumulator.chunks):
             return
@@ -460,7 +459,6 @@ class GradientStore:
                 notify(accumulator.param)
 
     def _forget(self) -> None:
-        """Removes hooks, gradients, accumulators and buffers."""
         for hook in self._hooks:
             hook.remove()
         for accumulator in self._order:

@@ -33,7 +33,7 @@ class Each(GradientHandler):
         self._sums: Sums | None = None
 
     def attach(self, parts: Parts) -> None:
-        """Takes store and groups. If sums have a fixed order, lays the store out with one buffer per reduced parameter."""
+        """If sums have a fixed order, lays the store out with one buffer per reduced parameter."""
         self._store = parts.store
         self._groups = parts.groups
         self._sums = parts.store.reduction.sums(parts.store, self._sent)
@@ -48,7 +48,6 @@ class Each(GradientHandler):
         self._sent.begin_step()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts the sum of the parameter's gradient over its reduce group, if that has several ranks."""
         group = self._groups[param.reduce_group]
         if group.size == 1:
             return
@@ -63,14 +62,12 @@ class Each(GradientHandler):
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
-        """Blocks until all sums of the step are complete."""
         if self._sums is not None:
             self._sums.finish()
         self._wait()
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
 
     def _one_by_one(self, params: list[Param]) -> Layout:

@@ -50,14 +50,13 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """Holds the names of a whole model. first: the registry's name for each of a parameter. buffers: and of extra states."""
+    """Names of a whole model. first: the registry's name for each of a parameter. buffers: and of extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]
 
 
 def names_of(layers: Sequence[Layer]) -> Names:
-    """Returns the names of the model with these `layers`, all of them, on meta."""
     first = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
     buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
     return Names(first, buffers | {name for name, _ in with_extra_state(layers)})

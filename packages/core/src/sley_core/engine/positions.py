@@ -160,7 +160,6 @@ def _of(loss: Loss, window: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
 
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-"""Calls a layer with arguments and fields."""
 
 AttentionCall = tuple[list[Tensor], Tensor, Tensor]
 """The inputs of one attention, its context, and the state of the device's generator after it."""
@@ -222,7 +221,6 @@ class Positions:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Returns torch's own generator of `device`."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[device.index or 0]

@@ -156,7 +156,6 @@ class Reduction:
 
 
 def reduction_class(name: str) -> type[Reduction]:
-    """Returns the class of the reduction that a plan names."""
     if name == "canonical":
         from sley_core.engine.canonical.tree import CanonicalReduction  # few plans need it
 

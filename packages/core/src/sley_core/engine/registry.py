@@ -166,7 +166,6 @@ class ParameterRegistry:
         return len(self.params)
 
     def __getitem__(self, name: str) -> Param:
-        """Returns the parameter with this name; a tied parameter has several."""
         return self._by_name[name]
 
     @property

@@ -137,7 +137,6 @@ class WriteWatch:
     """
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
-        """per_rank_buffers: patterns of the buffers that may be written."""
         self._is_alone = parts.groups["stage"].size == 1
         self._has_masters = parts.precision.compute in ("bf16", "fp16")
         self._entries = {id(param.parameter): param for param in parts.registry}

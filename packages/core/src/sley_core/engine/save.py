@@ -80,7 +80,6 @@ def check_extra_states(layers: Iterable[Layer]) -> None:
 
 
 def set_extra_state(module: nn.Module, value: Tensor) -> None:
-    """Calls `set_extra_state` of `module` with what `extra_state` has returned."""
     module.set_extra_state(decode_value(json.loads(value.cpu().numpy().tobytes())))
 
 

@@ -45,7 +45,6 @@ NAMED = 3
 """How many of the unsharded kinds are named in that note."""
 
 Place = tuple[nn.Module, str]
-"""A module, and the attribute under which it holds a parameter."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ class Stage:
     chunks: Sequence[Sequence[Layer]]
 
     def at(self, number: int) -> Stage:
-        """Returns the part of stage `number` of the same model."""
         lists, placement = self.lists.at(number), self.lists.placement
         chunks = [self.stages[placement.position(number, chunk)][1] for chunk in range(placement.chunks)]
         return Stage(lists, self.stages, chunks)
@@ -89,7 +88,6 @@ class Stage:
 
     @property
     def ties(self) -> list[tuple[int, ...]]:
-        """Sets of stages that share a parameter."""
         return ties(self.stages)
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 MOST_SHAPES = 16
-"""Shapes of batches that are checked."""
 
 
 class BatchWeight:
@@ -104,7 +103,6 @@ class StepBatch:
 
     @property
     def weight(self) -> float:
-        """This rank's share of the loss weight of the global batch."""
         return sum(self.weights)
 
     @property
@@ -189,7 +187,6 @@ class BatchSplitter:
 
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
-    """Returns the micro-batches of all `pieces`. counts: how many each has."""
     return [cut(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)]
 
 
@@ -205,7 +202,6 @@ def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:
 
 
 Spot = tuple[int, int]
-"""A dim, and its length."""
 
 
 @dataclass
@@ -242,8 +238,6 @@ def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Makes `gathered` differentiable."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
         ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]

@@ -61,7 +61,6 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int, *, is_last: bool = True) -> None:
-        """Starts a new optimizer step, or the next call of one, even if the previous one failed."""
         self.step = step
         if not self._is_within:
             self.step_progress.begin(step + 1)
@@ -90,7 +89,6 @@ class StepState:
         self._ask_taken = ask
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
-        """Returns the chunk, micro-batch and step that `action` works on."""
         return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)
 
     def enter(self, action: Action) -> None:

@@ -51,7 +51,6 @@ class ActionClock:
         self._zero = self._started = self._device.moment()
 
     def start(self) -> None:
-        """Records that the next action's inputs have arrived."""
         self._started = self._device.moment()
 
     def stop(self, action: Action) -> None:

@@ -70,7 +70,6 @@ class StepTotals:
     loss_scale: float | None = None
 
     def read(self, device: Device) -> list[float]:
-        """Returns the values on the host; waits for the device."""
         return device.read(self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))])
 
     @property
@@ -173,7 +172,6 @@ class LossScale:
                 self.value *= config.growth_factor
 
     def state(self) -> dict[str, float | int]:
-        """Returns the state for a checkpoint, the same on every rank."""
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
@@ -212,7 +210,6 @@ class Skips:
         return self.num_in_a_row > self.most
 
     def state(self) -> dict[str, int]:
-        """Returns the state for a checkpoint, the same on every rank."""
         self.settle()
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
@@ -222,7 +219,6 @@ class Skips:
 
 
 SHOWN = 16
-"""Samples that a message names."""
 
 
 class RankReport(NamedTuple):

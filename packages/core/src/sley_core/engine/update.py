@@ -319,7 +319,6 @@ class _Groups:
         self._whole: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
 
     def choose(self, bucket: Sequence[Stepped]) -> None:
-        """Leaves only the parameters of `bucket` in the groups."""
         chosen = {id(one.parameter) for one in bucket}
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
@@ -337,6 +336,5 @@ class _Groups:
         return {}
 
     def restore(self) -> None:
-        """Puts all parameters back."""
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters

@@ -50,7 +50,6 @@ class WeightBuffer(FlatBuffer):
         self._num_freed = free(self.data)  # 0 once it has memory
 
     def build(self) -> None:
-        """Allocates the buffer, zeroed, unless it has memory."""
         if self._num_freed:
             grow(self.data, self._num_freed)
             self.data.zero_()
@@ -232,7 +231,7 @@ class _Master:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Version, storage, kept alive by `working`, and place in it: the same while memory is away, and when it is back."""
+        """Keeps the storage alive through `working`; the same while memory is away, and when it is back."""
         return self.parameter._version, storage_id(self.parameter), int(self.parameter.storage_offset())
 
 

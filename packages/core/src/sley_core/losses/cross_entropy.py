@@ -175,7 +175,6 @@ def wide(logits: Tensor) -> torch.dtype:
 
 
 def _chunk_elements(logits: Tensor) -> int:
-    """Returns how many logits are taken at a time on the device that these stand for."""
     return CHUNK_ELEMENTS["cpu" if device_kind(logits) == "cpu" else "cuda"]
 
 
@@ -247,5 +246,4 @@ def _is_next(labels: Tensor, tokens: Tensor, counts: Tensor, dim: int) -> bool:
 
 
 def _equal(labels: Tensor, tokens: Tensor, counts: Tensor) -> bool:
-    """Returns whether labels equal tokens wherever `counts` is True."""
     return bool(torch.where(counts, labels == tokens, True).all())

@@ -110,12 +110,10 @@ class DevicePool(MemoryPool):
 
     @property
     def num_lent(self) -> int:
-        """Returns the number of leases now."""
         return len(self._lent)
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all blocks, lent or free."""
         return sum(block.num_held for block in self._blocks())
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
@@ -151,7 +149,6 @@ class DevicePool(MemoryPool):
         }
 
     def _blocks(self) -> list[_Block]:
-        """Returns all blocks, those that are lent first."""
         return [*self._lent, *(block for blocks in self._free.values() for block in blocks)]
 
     def _take(self, num_bytes: int, device: torch.device) -> _Block:

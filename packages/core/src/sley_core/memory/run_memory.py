@@ -216,7 +216,6 @@ def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a 
 
 
 def _not_moved(part: str) -> UsageError:
-    """Returns the UsageError `no-offload` for a part that nothing in the plan moves."""
     return UsageError(
         "no-offload",
         f"nothing in the plan moves the run's {part.replace('_', ' ')}",

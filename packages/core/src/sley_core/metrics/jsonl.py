@@ -71,7 +71,6 @@ class JsonlWriter(MetricsWriter):
         self._file.close()
 
     def _ends_with_newline(self) -> bool:
-        """Returns whether the file is empty or its last line is complete."""
         size = self._file.seek(0, 2)
         if size == 0:
             return True

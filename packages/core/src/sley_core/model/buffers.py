@@ -61,7 +61,6 @@ class BufferWatch:
         return not bool(same.all())
 
     def _buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
-        """Yields qualified name, module and value of each buffer."""
         for layer in self._layers:
             for name, module in layer.module.named_modules(prefix=layer.name):
                 for attribute, buffer in module.named_buffers(recurse=False):
@@ -146,7 +145,6 @@ def _kept(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bo
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Returns whether the module has parameters, and none of them is trained."""
     trained = [parameter.requires_grad for parameter in module.parameters()]
     return bool(trained) and not any(trained)
 

@@ -211,7 +211,6 @@ def _named(layers: Any) -> Iterator[Layer]:
 
 
 def _items(layers: Any) -> Iterable[Any]:
-    """Returns the modules or (name, module) pairs of any container that a factory may return."""
     if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         # named_children would silently leave out the second occurrence of a module
         named = layers.named_modules(remove_duplicate=False)

@@ -206,7 +206,6 @@ def check_held(
 
 
 def _registered(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and buffers of layers, by name."""
     for layer, module in modules.items():
         for kind in (module.named_parameters, module.named_buffers):
             for name, tensor in kind(layer):

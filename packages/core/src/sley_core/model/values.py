@@ -146,7 +146,6 @@ class HostModel:
 
 
 def _places(name: str, module: nn.Module) -> Places:
-    """Returns every place in the layer `name` that holds a parameter."""
     return [
         (f"{path}.{attribute}", holder, attribute, parameter)
         for path, holder in module.named_modules(prefix=name, remove_duplicate=False)

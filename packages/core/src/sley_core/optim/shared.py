@@ -139,7 +139,6 @@ def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
 
 
 def attributes_of(values: Shared) -> Shared:
-    """Returns the values that are attributes."""
     return {place: value for place, value in values.items() if place[0] == "attribute"}
 
 
@@ -188,7 +187,6 @@ def is_plain(value: Any) -> bool:
 
 
 def own_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Returns the states under keys that are no parameters."""
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
@@ -250,7 +248,6 @@ PLAIN = Traits()
 
 
 def has_modes(optimizer: object) -> bool:
-    """Returns whether an optimizer has `train()` and `eval()`."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 

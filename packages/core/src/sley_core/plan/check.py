@@ -82,7 +82,6 @@ def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
 
 
 def _timer(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem if the partition times layers by a package that is not installed."""
     package = timer_package(plan)
     if plan.partition is not None and package and find_spec(package) is None:
         hint = to_install(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
@@ -99,7 +98,6 @@ def timer_package(plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem if weights are sharded but nothing gathers them, or a compiled layer would read them."""
     if plan.parallel.wp == 1:
         return
     if plan.weights is None:
@@ -138,7 +136,6 @@ def _too_long(plan: Plan, parts: int, micros: int) -> Diagnostic:
 
 
 def _sequence(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem if sequences are split but no attention works across slices, or slices are not equal."""
     size = plan.parallel.sp
     if size == 1:
         return
@@ -189,7 +186,6 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
 
 
 def _divider(plan: Plan, topology: Topology) -> str | None:
-    """Returns in words what leaves a rank only a part of each matrix; None if nothing does."""
     records = [(handler.name, handler.record) for handler in plan.gradient_handlers]
     sharders = [name for name, record in records if getattr(record, "result", None) == "shard"]
     if topology.wp > 1:
@@ -222,7 +218,6 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
 
 
 def _canonical_optimizer(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a norm or a fused optimizer whose rounding depends on the layout."""
     config: Any = plan.optimizer.config
     if config.clip_kind not in NORMS:
         message = f"the {config.clip_kind:g}-norm takes powers, which kernels round each in its way"
@@ -233,7 +228,6 @@ def _canonical_optimizer(plan: Plan) -> Iterator[Problem]:
 
 
 def _canonical_plugins(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a handler or a weight communicator whose record does not declare canonical sums."""
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
         if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
@@ -312,7 +306,6 @@ def sums_ties(plan: Plan) -> bool:
 
 
 def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
-    """Yields a problem if ranks hold the same weights and no handler is a reducer."""
     ranks = topology.ranks_per_stage
     if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
         message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
@@ -321,7 +314,6 @@ def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
 
 
 def _twice(handlers: Handlers) -> Iterator[Problem]:
-    """Yields a problem for a handler listed twice, and for a second handler of a job that must be done once."""
     seen: dict[str, int] = {}
     first: dict[Role, str] = {}
     for number, name, record in handlers:
@@ -404,7 +396,6 @@ def check_data(data: Component, model: Component | None, *, evaluates: bool) -> 
 
 
 def _gradients(precision: PrecisionTable) -> Iterator[Problem]:
-    """Yields a problem for a dtype in which gradients cannot be accumulated."""
     compute, gradients = precision.compute, precision.gradients
     if gradients not in ACCUMULATION[compute]:
         known = " or ".join(ACCUMULATION[compute])
@@ -414,7 +405,6 @@ def _gradients(precision: PrecisionTable) -> Iterator[Problem]:
 
 
 def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
-    """Yields a problem for a loss scale without fp16, or with a minimum above its initial value."""
     scale = precision.loss_scale
     path: KeyPath = ("precision", "loss_scale")
     if scale is None:
@@ -428,7 +418,6 @@ def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
 
 
 def _skips(run: RunTable) -> Iterator[Problem]:
-    """Yields a problem for a limit of skipped steps if no step is skipped."""
     if run.on_nan == "stop" and run.max_skips is not None:
         message = '`max_skips` limits steps that are skipped, but `on_nan = "stop"` skips none'
         yield Problem(("run", "max_skips"), message, 'leave it out, or write on_nan = "skip"', "skips-unused")

@@ -29,7 +29,6 @@ class Override:
 
     @property
     def place(self) -> Place:
-        """The text on the command line."""
         return Place(f"--set #{self.number}", column=1, length=len(self.text))
 
 
@@ -116,7 +115,6 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Returns the diagnostics without duplicates, in reading order: the file top to bottom, then each `--set`."""
 
     def order(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
-        """Returns the sort key of a diagnostic: files before overrides, then line and column."""
         place = diagnostic.place or Place("")
         override = _OVERRIDE.fullmatch(place.file)
         return (bool(override), int(override[1]) if override else 0, place.file, place.line, place.column)
@@ -143,7 +141,6 @@ def plain(value: Any) -> Any:
 
 
 def _has(tables: Any, path: KeyPath) -> bool:
-    """Returns whether there is a value at `path`."""
     for part in path:
         if isinstance(tables, dict) and part in tables:
             tables = tables[str(part)]
@@ -205,7 +202,6 @@ class _Scanner:
         self.lengths: dict[KeyPath, int] = {}  # of arrays of tables, as far as they have been read
 
     def document(self) -> None:
-        """Scans the full text and fills `spots`."""
         table: KeyPath = ()
         while self.skip(_GAP):
             if self.text[self.at] == "[":
@@ -281,7 +277,6 @@ class _Scanner:
         return self.span(start, self.at)
 
     def array(self, path: KeyPath) -> None:
-        """Scans an array and records the spot of each item."""
         self.at += 1
         item = 0
         while self.skip(_GAP) and self.text[self.at] != "]":
@@ -291,7 +286,6 @@ class _Scanner:
         self.at += 1
 
     def inline_table(self, path: KeyPath) -> None:
-        """Scans an inline table and records the spots of its keys."""
         self.at += 1
         while self.skip(_GAP) and self.text[self.at] != "}":
             self.key_and_value(path)

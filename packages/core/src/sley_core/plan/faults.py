@@ -104,7 +104,6 @@ def _code(kinds: set[str], value: Any) -> str:
 
 
 def _hint(code: str, expected: str, value: Any) -> str | None:
-    """Returns a suggestion for a string that is a wrong value, or a number or boolean in quotes; else None."""
     if not isinstance(value, str):
         return None
     if code == "wrong-value":
@@ -123,7 +122,6 @@ def _said(fault: Any) -> str:
 
 
 def _description(model: type[Table], inner: KeyPath) -> str | None:
-    """Returns the description of the key at `inner`; None if its table is not known."""
     table = field_at(model, inner[:-1])
     fields = getattr(table[0], "model_fields", {}) if table else {}
     return fields[inner[-1]].description if inner[-1] in fields else None

@@ -366,7 +366,6 @@ class _Resolver:
             self._problem("missing-table", message, ("pipeline", "use"), hint)
 
     def _offered(self, spec: ComponentTable) -> list[str]:
-        """Returns the names of all records for a table that the plan's plugins have."""
         return [f"{plugin.name}.{name}" for plugin in self.plugins.values() for name in plugin.records[spec.kind]]
 
     def _of_core(self, spec: ComponentTable) -> str | None:

@@ -51,7 +51,6 @@ class Plugin:
 
     @property
     def label(self) -> str:
-        """Plugin, distribution and version, for messages."""
         return f"plugin `{self.name}` ({self.dist} {self.version})"
 
     def __str__(self) -> str:
@@ -70,7 +69,6 @@ class Plugin:
             raise PluginError("plugin-failed", message, hint="report this to the plugin's authors") from error
 
     def implements(self, hook: str) -> bool:
-        """Returns whether this plugin has an implementation of `hook`."""
         return bool(getattr(self.hooks, hook).get_hookimpls())
 
     def build_of(self, record: Record) -> Any:
@@ -172,7 +170,6 @@ class Loader:
 
 
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("sley_")}
-"""Every hook by its name."""
 
 RECORD_HOOKS: dict[str, type[Record]] = {
     "sley_records": Record,
@@ -264,7 +261,6 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
 
 
 def said(error: BaseException) -> str:
-    """Returns type and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -49,7 +49,6 @@ class Component:
 
     @property
     def kind(self) -> RecordKind:
-        """The kind of record that the table takes."""
         return self.table.kind
 
     def load(self) -> None:
@@ -147,7 +146,6 @@ class Plan:
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The full plan as plain data, as TOML has it."""
         return to_tables(self)
 
     def to_toml(self) -> str:
@@ -189,7 +187,6 @@ class Plan:
             raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world, str(error)))]) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
-        """Returns a diagnostic at `path`, with its place in the plan's file."""
         return self.document.diagnostic(code, message, path, hint)
 
     def located(self, error: SleyError) -> SleyError:
@@ -198,7 +195,6 @@ class Plan:
 
 
 def _odd_axis(sizes: ParallelTable, equation: str) -> str:
-    """Returns the axis to blame for a failed equation of `Topology.of`."""
     if "wdp" in equation:
         return "wp"
     if sizes.dp != "auto":

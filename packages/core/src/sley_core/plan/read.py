@@ -26,7 +26,6 @@ MOST_BYTES = 16 << 20
 """The largest plan; endless input is not read for ever."""
 
 LARGEST = 2**63
-"""TOML's integers have 64 bits."""
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
@@ -69,7 +68,6 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
 
 
 def _parsed(text: str, file: str, folder: Path | None) -> Document:
-    """Returns the document of a text, without its bases. Raises PlanError "syntax" or "too-deep"."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
@@ -342,7 +340,6 @@ def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: lis
 
 
 def _refused(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
-    """Returns a PlanError placed at the key `extends`."""
     found: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
     error = PlanError.many([found])
     assert isinstance(error, PlanError), error

@@ -244,4 +244,3 @@ TABLES: dict[str, type[Table]] = {
 """Core's own tables that every resolved plan has, in its order."""
 
 OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable, "timeline": TimelineTable}
-"""Core's own tables that a plan may have."""

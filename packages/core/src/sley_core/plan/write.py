@@ -43,7 +43,6 @@ def to_tables(plan: Plan) -> dict[str, Any]:
 
 
 def to_toml(plan: Plan) -> str:
-    """Returns the plan as text; loading it gives an equal plan, in whatever folder the text lies."""
     return "\n".join(sections(plan.tables))
 
 
@@ -97,7 +96,6 @@ def _lines(table: Mapping[str, Any]) -> str:
 
 
 def inline(value: Any) -> str:
-    """Returns a value as TOML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {inline(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -174,7 +172,6 @@ def _refused(change: Change) -> Diagnostic:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the differing values of two plans' tables, apart from harmless ones."""
     values = [{path: inline(value) for path, value in leaves(tables)} for tables in (before, now)]
     for path in dict.fromkeys([*values[0], *values[1]]):
         old, new = (every.get(path, _ABSENT) for every in values)

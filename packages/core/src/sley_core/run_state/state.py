@@ -264,7 +264,6 @@ class NoCheckpointer(Checkpointer):
         return default.load(path, anew=anew)
 
     def close(self) -> None:
-        """Closes the default checkpointer, if it was imported."""
         if self._default is not None:
             self._default.close()
 

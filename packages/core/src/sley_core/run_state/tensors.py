@@ -106,7 +106,6 @@ class RunTensors:
                 yield self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor
 
     def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
-        """Yields the leaves of the optimizer's states, each with its parameter."""
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 yield stepped, leaf
@@ -151,7 +150,6 @@ class RunTensors:
 
 
 def state_name(parameter: str, state: str) -> str:
-    """Returns the name of a state of a parameter."""
     return f"{OPTIMIZER}{parameter}/{state}"
 
 
@@ -168,7 +166,6 @@ def generators(device: Device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
-    """Restores a result of `generators`."""
     values = {name: decode_value(state) for name, state in states.items()}
     of_numpy = None
     if "numpy" in values:
@@ -340,7 +337,6 @@ class Restoring:
         return self._own(name, region_of(stepped.param, stepped.elements), stepped.parameter)
 
     def _options(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the counters that the optimizer keeps in the groups of these parameters."""
         values = self.saved.description.values
         options = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
         if any(one != options[0] for one in options):

@@ -79,15 +79,12 @@ class WeightFiles:
 
     @property
     def names(self) -> Sequence[str]:
-        """Returns the names of all tensors."""
         return list(self.stored)
 
     def kind(self, name: str) -> TensorKind:
-        """Returns shape and dtype of the tensor `name`, without reading it."""
         return TensorKind(*self.stored[name][1:])
 
     def tensor(self, name: str) -> Tensor:
-        """Returns the whole tensor `name`, on the host, in memory of its own."""
         return read_tensor(self.stored[name].file, name)
 
 
@@ -126,14 +123,12 @@ def opened(file: Path, framework: str) -> Iterator[Any]:
 
 
 def _header(file: Path) -> dict[str, Stored]:
-    """Returns the tensors of a file, without reading them."""
     with opened(file, "numpy") as content:
         found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
         return {name: Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()}
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Returns the file of each tensor, as the index in `folder` says."""
     path = folder / INDEX
     if not path.is_file():
         pickled = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(kind))), None)
@@ -173,7 +168,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def refused(message: str, hint: str | None = None) -> RunError:
-    """Returns the RunError "weight-files"."""
     return RunError("weight-files", message, hint=hint)
 
 

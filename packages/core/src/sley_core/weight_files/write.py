@@ -118,7 +118,6 @@ class TensorFile:
             raise
 
     def add(self, name: str, value: Tensor) -> None:
-        """Writes the tensor `name`, of the dtype and shape that its spec says."""
         spec = self._specs[name]
         assert name in self._missing, f"{name} is written twice"
         assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
@@ -127,7 +126,6 @@ class TensorFile:
         self._file.write(bytes_of(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
-        """Waits until the file is on the disk."""
         assert not self._missing, f"{sorted(self._missing)} were not written"
         self._file.flush()
         os.fsync(self._file.fileno())

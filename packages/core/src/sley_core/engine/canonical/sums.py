@@ -51,14 +51,12 @@ class TreeSums(Sums):
         self._under_way.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._lane))
 
     def finish(self) -> None:
-        """Blocks until every started buffer holds its sum."""
         for exchange in self._under_way:
             exchange.join()
         while self._under_way:
             self._under_way.popleft().finish()
 
     def forget(self) -> None:
-        """Waits for the exchanges in flight and discards their results."""
         while self._under_way:
             self._under_way.popleft().work.wait_sent()
 
@@ -120,7 +118,6 @@ class _TreeSum:
         self.work.wait_sent()
 
     def _joined(self) -> Tensor:
-        """Returns the sum of this rank's part, [columns]."""
         num_rows = self._in.shape[1] // self._num_uses
         sums = PartialSums(self._num_leaves)
         for coord, nodes in enumerate(self._nodes):

@@ -65,7 +65,6 @@ class Node(NamedTuple):
 
 
 def leaf(index: int) -> Node:
-    """Returns the node of one micro-batch."""
     return Node(index, index + 1)
 
 
@@ -79,7 +78,6 @@ def sibling(node: Node, num_leaves: int) -> Node | None:
 
 
 def parent(node: Node, other: Node) -> Node:
-    """Returns the node that is the sum of two siblings."""
     return Node(min(node.first, other.first), max(node.last, other.last))
 
 
@@ -119,11 +117,9 @@ class Spares:
         return made
 
     def take_back(self, tensor: Tensor) -> None:
-        """Takes back the memory of a sum that is no longer needed."""
         self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
-        """Frees all memory, at the end of a step."""
         self._free.clear()
         self.made.clear()
 
@@ -394,7 +390,6 @@ class CanonicalAccumulator(Accumulator):
         self._sums = None
 
     def _home(self) -> Tensor:
-        """Returns the view, with memory."""
         if self.is_loose and self.view is self._empty:
             self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         return self.view
