@@ -250,12 +250,9 @@ def _checked(generator: Any, owner: str, table: str) -> Any:
                 raise TypeError(f"it draws by {type(bits).__name__}")
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
         kind = type(generator).__name__
-        raise PlanError(
-            "model-random",
-            f"{owner} holds a {kind}, which cannot be seeded for each micro-batch: {error}",
-            path=(table,),
-            hint="draw from torch's default generator, `random` or numpy, or from a `torch.Generator`",
-        ) from None
+        message = f"{owner} holds a {kind}, which cannot be seeded for each micro-batch: {error}"
+        hint = "draw from torch's default generator, `random` or numpy, or from a `torch.Generator`"
+        raise PlanError("model-random", message, path=(table,), hint=hint) from None
     return generator
 
 

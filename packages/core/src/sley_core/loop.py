@@ -189,7 +189,7 @@ class Loop:
         self._since = ended
         if skips is not None:
             skips.settle(pending.totals)
-        is_skipped = skips is not None and result.is_no_number and not skips.are_too_many
+        is_skipped = skips is not None and result.is_no_number and skips.num_in_a_row <= skips.most
         if result.is_refused and not is_skipped:
             raise refusal(
                 self.parts,

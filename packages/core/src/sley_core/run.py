@@ -405,18 +405,13 @@ class Run(Loop, AbstractContextManager["Run"]):
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
-            raise StateError(
-                "step-failed",
-                f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave",
-                hint="take a step first, which ends them, or close the run",
-            )
+            message = f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave"
+            raise StateError("step-failed", message, hint="take a step first, which ends them, or close the run")
         self._checkpointer.stage()
 
     def _check_ended(self, what: str) -> None:
         """Raises StateError `within-step` if calls within `accumulate` wait for the rest of their step."""
         if self._is_accumulating or self.stepper.sums is not None:
-            raise StateError(
-                "within-step",
-                f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step",
-                hint="call `run.step` outside `run.accumulate()` first, which ends the step",
-            )
+            message = f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step"
+            hint = "call `run.step` outside `run.accumulate()` first, which ends the step"
+            raise StateError("within-step", message, hint=hint)

@@ -67,9 +67,8 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
     Dependencies between stages are not checked here. Raises PlanError "schedule-wrong" with the first bad action.
     """
     if len(lists) != placement.stages:
-        raise PlanError(
-            "schedule-wrong", f"the schedule has {len(lists)} lists for {placement.stages} stages", path=("pipeline", "use")
-        )
+        message = f"the schedule has {len(lists)} lists for {placement.stages} stages"
+        raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
     for stage, actions in enumerate(lists):
         seen = _check_order(actions, stage, placement, micros, training)
         for missing in _missing(seen, placement.chunks, micros, training):

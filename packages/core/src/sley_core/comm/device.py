@@ -99,11 +99,6 @@ class Device:
         """Returns whether work is queued on a stream, so that reading a scalar at once would stall it."""
         return self.type == "cuda"
 
-    @property
-    def gains_from_direct_gradients(self) -> bool:
-        """Returns whether multiplying weight gradients straight into the store is faster than a copy."""
-        return False
-
     def in_use(self) -> AbstractContextManager[object]:
         """Returns a context manager within which new tensors are this device's; only a fake world's does anything."""
         return nullcontext()

@@ -233,9 +233,7 @@ def _whole(environ: Mapping[str, str], name: str, default: str | None = None) ->
     """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if there is none."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
-        raise RunError(
-            "rendezvous-failed",
-            f"the environment has {name} = {value!r}, not a number" if value else f"the environment has no {name}",
-            hint="a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them where there is none",
-        )
+        message = f"the environment has {name} = {value!r}, not a number" if value else f"the environment has no {name}"
+        hint = "a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them where there is none"
+        raise RunError("rendezvous-failed", message, hint=hint)
     return int(value)

@@ -120,11 +120,9 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> torch.Te
         if value.dtype != getattr(torch, field.dtype):
             raise RunError("data-sample", f"field `{name}` of row {row} is {value.dtype}; declared is {field.dtype}")
         if value.shape != values[0].shape:
-            raise RunError(
-                "data-sample",
-                f"field `{name}` is {tuple(values[0].shape)} in row 0 and {tuple(value.shape)} in row {row}",
-                hint="make all samples of one shape, or give the dataset a `collate(samples)` that pads them",
-            )
+            message = f"field `{name}` is {tuple(values[0].shape)} in row 0 and {tuple(value.shape)} in row {row}"
+            hint = "make all samples of one shape, or give the dataset a `collate(samples)` that pads them"
+            raise RunError("data-sample", message, hint=hint)
     if max(field.batch_dim, field.sequence_dim or 0) > values[0].ndim:
         dims = f"batch_dim {field.batch_dim} and sequence_dim {field.sequence_dim}"
         raise RunError("data-sample", f"field `{name}` of {values[0].ndim} dims per sample has no {dims}")
@@ -159,11 +157,9 @@ def _error(name: str, value: Tensor, field: Field, vocab_size: int, samples: Seq
     row = place.pop(field.batch_dim)
     where = f"row {row} of the batch" if samples is None else f"sample {samples[row]}"
     position = f" at position {place[0] if len(place) == 1 else tuple(place)}" if place else ""
-    return RunError(
-        "token-out-of-range",
-        f"field `{name}` has the token id {found} in {where}{position}; the vocabulary has {vocab_size}",
-        hint="the data was made with another tokenizer, or `vocab_size` or `dtype` of `[data]` is wrong",
-    )
+    message = f"field `{name}` has the token id {found} in {where}{position}; the vocabulary has {vocab_size}"
+    hint = "the data was made with another tokenizer, or `vocab_size` or `dtype` of `[data]` is wrong"
+    return RunError("token-out-of-range", message, hint=hint)
 
 
 POSITIONS = "positions"

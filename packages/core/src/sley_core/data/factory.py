@@ -168,12 +168,9 @@ def _require_context(component: Component) -> None:
     """Raises PlanError "held-out" if the factory does not take `context`, by which it would learn the split."""
     factory = import_factory(component.name, component.path, component.document.folder)
     if "context" not in inspect.signature(factory).parameters:
-        raise PlanError(
-            "held-out",
-            f"there is no held-out data to evaluate on: `{component.name}` does not take `context`",
-            path=("evaluation",),
-            hint='name a parameter `context`; its `split` is "train" or "held_out"',
-        )
+        message = f"there is no held-out data to evaluate on: `{component.name}` does not take `context`"
+        hint = 'name a parameter `context`; its `split` is "train" or "held_out"'
+        raise PlanError("held-out", message, path=("evaluation",), hint=hint)
 
 
 def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:

@@ -117,11 +117,9 @@ class PrefetchThread(Generic[T]):
         try:
             result = self._ready.get(timeout=timeout_s)
         except Empty:
-            raise RunError(
-                "data-timeout",
-                f"the data set gave no batch within {timeout_s:g} s",
-                hint="its `__getitem__` or `__iter__` waits for something; if it needs longer, raise [limits] data_timeout_s",
-            ) from None
+            message = f"the data set gave no batch within {timeout_s:g} s"
+            hint = "its `__getitem__` or `__iter__` waits for something; if it needs longer, raise [limits] data_timeout_s"
+            raise RunError("data-timeout", message, hint=hint) from None
         if isinstance(result, BaseException):
             self._error = result
             raise result
@@ -333,11 +331,8 @@ class Feed:
         """
         batch = self._collating.read(number, partial(collate, samples))
         if self._collating.has_drawn and len(self._rows) < self._batch_size:
-            raise RunError(
-                "data-random",
-                "collating a batch draws random numbers: each layout would make another batch of the same samples",
-                hint="draw where a sample is read, in `__getitem__` or `__iter__`",
-            )
+            message = "collating a batch draws random numbers: each layout would make another batch of the same samples"
+            raise RunError("data-random", message, hint="draw where a sample is read, in `__getitem__` or `__iter__`")
         return batch
 
 

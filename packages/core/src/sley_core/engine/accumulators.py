@@ -267,11 +267,8 @@ def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
 def _dense(gradient: Tensor, param: Param) -> Tensor:
     """Returns `gradient` of `param` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
     if gradient.is_sparse:
-        raise RunError(
-            "sparse-gradient",
-            f"the gradient of the parameter {param.name!r} is sparse, which no reducer and no norm takes",
-            hint="make its module with `sparse=False`",
-        )
+        message = f"the gradient of the parameter {param.name!r} is sparse, which no reducer and no norm takes"
+        raise RunError("sparse-gradient", message, hint="make its module with `sparse=False`")
     return gradient
 
 

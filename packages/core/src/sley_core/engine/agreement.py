@@ -121,11 +121,6 @@ class Agreement:
             first, self.first = self.first, None
             first()
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether `check` may follow the first action, because that waits for no other rank, on any rank."""
-        return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
-
     def _params(self) -> dict[str, View]:
         """Returns the trained parameters in layout order, by the axis whose ranks must agree; computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:

@@ -239,11 +239,9 @@ class GradientBuffer(FlatBuffer):
     def check_whole(self, param: Param) -> None:
         """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
         if not self.is_whole:
-            raise RunError(
-                "gradient-sharded",
-                f"the gradient of the parameter {param.name!r} is reduced to shards, of which this rank has one",
-                hint="read `store.part(param)`, the elements `store.elements(param)` of it",
-            )
+            message = f"the gradient of the parameter {param.name!r} is reduced to shards, of which this rank has one"
+            hint = "read `store.part(param)`, the elements `store.elements(param)` of it"
+            raise RunError("gradient-sharded", message, hint=hint)
 
     def zero_padding(self) -> None:
         """Zeroes the padding in this rank's part: a reduction may leave any values there."""

@@ -28,7 +28,6 @@ from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
@@ -108,10 +107,10 @@ class Handover:
         """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: what `shares` says of the base of `rows`."""
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
-        elif is_shared and self._copies is not False:
-            self.queue.put(partial(self._of_copy, rows.clone(), rows, inputs, version_of(inputs)), self.param)
-        else:
-            self.queue.put(partial(self._of_own, rows, inputs, version_of(rows), version_of(inputs)), self.param)
+            return
+        copied = rows.clone() if is_shared and self._copies is not False else None
+        work = partial(self._multiply, rows, inputs, copied, version_of(rows), version_of(inputs))
+        self.queue.put(work, self.param)
 
     def shares(self, gradient: Tensor) -> bool:
         """Returns whether somebody else has the memory of `gradient`, to be queued; asked before any view of it is made."""
@@ -121,19 +120,12 @@ class Handover:
         tensors: int = gradient._use_count()  # type: ignore[attr-defined]  # torch's, without a stub
         return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN
 
-    def _of_copy(self, copied: Tensor, rows: Tensor, inputs: Tensor, version: int) -> None:
-        if self._copies is None:
+    def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
+        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what I queued."""
+        if copied is not None and self._copies is None:
             now, then = sum_of_bits(rows), sum_of_bits(copied)
             self._copies = now is not None and then is not None and not torch.equal(now, then)
-        self._multiply(copied, inputs, is_written=version_of(inputs) != version)
-
-    def _of_own(self, rows: Tensor, inputs: Tensor, version: int, version_of_inputs: int) -> None:
-        is_written = version_of(rows) != version or version_of(inputs) != version_of_inputs
-        self._multiply(rows, inputs, is_written=is_written)
-
-    def _multiply(self, rows: Tensor, inputs: Tensor, *, is_written: bool) -> None:
-        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what I queued."""
-        if is_written:
+        if version_of(inputs) != version_of_inputs or (copied is None and version_of(rows) != version):
             of = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
             raise RunError(
                 "gradient-written",
@@ -142,7 +134,7 @@ class Handover:
                 hint="return a new tensor there (`gradient.clamp(...)` in place of `clamp_`), or use a schedule that does not "
                 "split backwards, as `pp.one_f_one_b`",
             )
-        self.multiply(rows, inputs)
+        self.multiply(rows if copied is None else copied, inputs)
 
 
 BiasSink = Callable[[Tensor], None]
@@ -160,8 +152,7 @@ class DirectLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         ctx.bias_sink = bias_sink
-        result = F.linear(x, weight, bias)
-        return no_view(result)
+        return no_view(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -239,15 +230,10 @@ def _is_special(input: Tensor) -> bool:
     )
 
 
-def accumulates_directly(accumulation: str, device: Device) -> bool:
-    """Returns whether products are accumulated directly on `device`, by the plan's `[precision] accumulation`."""
-    return accumulation == "direct" or (accumulation == "auto" and device.gains_from_direct_gradients)
-
-
 def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
     """Patches plain layers of `parts` to add their weight gradients to the store themselves; returns a function that undoes it.
 
-    Linears do so if the plan says so, or the device gains from it, and weight and store have the same dtype: one call cannot
+    Linears do so if the plan says so, and weight and store have the same dtype: one call cannot
     accumulate a bf16 product into fp32 on every device. splits: whether backwards are split: then all linears do, and the queue
     takes the products while an I runs. If the order of sums is fixed, all linears with their biases and all embeddings do: the
     same products in every layout.
@@ -258,7 +244,7 @@ def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
     store, registry, queue = parts.store, parts.registry, parts.queue
     fixed_order = store.reduction.fixed_order
     all_types = splits or fixed_order
-    linears = accumulates_directly(parts.precision.accumulation, parts.world.device)
+    linears = parts.precision.accumulation == "direct"
     patches = ExitStack()
     if linears or all_types:
         queue.on_last = store.passed
@@ -283,6 +269,7 @@ def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
                 if fixed_order and isinstance(module.bias, nn.Parameter):
                     bias = registry[f"{name}.bias"]
                     store.expect_products(bias)
+                    # As communicators of sharded biases do.
                     bias_sink = partial(_put_bias, store, bias, layer.name)
                 forward = partial(direct_forward, module, module.weight, sink, module.bias, bias_sink)
             patches.callback(ForwardPatch(module, forward).undo)

@@ -384,11 +384,9 @@ class InFlight:
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
-                raise RunError(
-                    "no-gradient",
-                    "the loss of a micro-batch depends on no parameter that is trained",
-                    hint="a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen",
-                )
+                message = "the loss of a micro-batch depends on no parameter that is trained"
+                hint = "a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen"
+                raise RunError("no-gradient", message, hint=hint)
             if self.loss.ndim:
                 torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error
             # `torch.autograd.backward` would check the shape, which imports sympy: a third of a second.

@@ -100,11 +100,9 @@ class GradientStore:
         was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part of it to this rank.
         """
         if param not in self._accumulators:
-            raise RunError(
-                "gradient-frozen",
-                f"the parameter {param.name!r} is frozen, so it has no gradient in this step",
-                hint="ask `param in store` first: parameters may be frozen and trained again between steps",
-            )
+            message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
+            hint = "ask `param in store` first: parameters may be frozen and trained again between steps"
+            raise RunError("gradient-frozen", message, hint=hint)
         self._check_there()
         if param in self._buffer_of:
             self._buffer_of[param].check_whole(param)

@@ -121,7 +121,7 @@ class OverPositions:
             with torch.random.fork_rng(devices):
                 # Called on a copy: a loss may have state, such as a count of its calls.
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
-                losses = [_of(loss, self._window(output, batch, dim, *span)) for span in (*spans, spans[0])]
+                losses = [self._of(loss, output, batch, dim, *span) for span in (*spans, spans[0])]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
             return True  # it cannot be checked, and is not tried again in every forward
         whole, left, right, again = (float(one) for one in losses)
@@ -140,23 +140,16 @@ class OverPositions:
             'positions write sequence = "whole" in [loss]',
         )
 
-    def _window(
-        self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        part = {}
+    def _of(self, loss: Loss, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> Tensor:
+        """Returns the loss of a window, computed in fp64 if the loss can be."""
+        window, part = output.narrow(dim, start, size), {}
         for name, value in batch.items():
             along = self.fields[name].sequence_dim
             part[name] = value if along is None else value.narrow(along, start, size)
-        return output.narrow(dim, start, size), part
-
-
-def _of(loss: Loss, window: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-    """Returns the loss of a window, computed in fp64 if the loss can be."""
-    output, part = window
-    try:
-        return loss.loss(output.double(), part)
-    except RuntimeError:  # it has tensors of the model's type
-        return loss.loss(output, part)
+        try:
+            return loss.loss(window.double(), part)
+        except RuntimeError:  # it has tensors of the model's type
+            return loss.loss(window, part)
 
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]

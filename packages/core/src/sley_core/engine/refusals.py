@@ -121,9 +121,6 @@ def check_no_parameters(loss: Any) -> None:
                 names.append(key)
     if names:
         listed = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
-        raise PlanError(
-            "loss-parameters",
-            f"the loss has parameters of its own, {listed}, which no step would train",
-            path=("loss",),
-            hint="put them into the last layer, whose output the loss is given, or freeze them by `requires_grad_(False)`",
-        )
+        message = f"the loss has parameters of its own, {listed}, which no step would train"
+        hint = "put them into the last layer, whose output the loss is given, or freeze them by `requires_grad_(False)`"
+        raise PlanError("loss-parameters", message, path=("loss",), hint=hint)

@@ -153,11 +153,9 @@ class ParameterRegistry:
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):
                 if id(parameter) not in known:
-                    raise RunError(
-                        "weight-unknown",
-                        f"the parameter {name!r} was added after the run was made, so that nothing would train it",
-                        hint="what adds or wraps modules, as adapters do, belongs into the model factory",
-                    )
+                    message = f"the parameter {name!r} was added after the run was made, so that nothing would train it"
+                    hint = "what adds or wraps modules, as adapters do, belongs into the model factory"
+                    raise RunError("weight-unknown", message, hint=hint)
 
     def __iter__(self) -> Iterator[Param]:
         return iter(self.params)

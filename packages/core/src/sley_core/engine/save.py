@@ -64,11 +64,9 @@ def extra_state(name: str, module: nn.Module) -> Tensor:
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
-        raise RunError(
-            "extra-state",
-            f"what {type(module).__name__}.get_extra_state() returns cannot be saved as {name!r}: {error}",
-            hint="return numbers, strings, bytes, tensors, and lists, tuples and dicts of them",
-        ) from error
+        message = f"what {type(module).__name__}.get_extra_state() returns cannot be saved as {name!r}: {error}"
+        hint = "return numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
+        raise RunError("extra-state", message, hint=hint) from error
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 

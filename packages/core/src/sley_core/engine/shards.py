@@ -255,7 +255,8 @@ class StandIn(nn.Parameter):
             return None
         free, bound = (args[:1], args[1:]) if function in LIKE else (args[1:], args[:1])
         if function in LIKE | AS_SECOND and not any(_stand_ins((bound, kwargs))):
-            replaced = [_shape_of(one) for one in free]
+            # For each stand-in, a tensor of its full shape, dtype and device, backed by one element.
+            replaced = [one.shard.new_empty(()).expand(one.param.shape) if isinstance(one, StandIn) else one for one in free]
             return function(*replaced, *bound, **kwargs) if function in LIKE else function(*bound, *replaced, **kwargs)
         name = getattr(function, "__name__", str(function))  # of an attribute's getter: the attribute's
         raise first._refused(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
@@ -268,12 +269,9 @@ class StandIn(nn.Parameter):
     def _refused(self, what: str) -> Exception:
         if not self.is_closed:
             return sharded_read(self.param, f"`{what}` reads")
-        return RunError(
-            "weights-sharded",
-            f"`{what}` reads the parameter {self.param.name!r} after its run was closed, and this rank holds "
-            f"{_part(self.param)}",
-            hint="call the model while the run is open, or take whole weights out before",
-        )
+        message = f"`{what}` reads the parameter {self.param.name!r} after its run was closed, and this rank holds "
+        hint = "call the model while the run is open, or take whole weights out before"
+        return RunError("weights-sharded", message + _part(self.param), hint=hint)
 
 
 def stand_in(params: Iterable[Param]) -> None:
@@ -291,14 +289,6 @@ def close_stand_ins(params: Iterable[Param]) -> None:
         held = param.holders[0].module._parameters.get(param.holders[0].attribute)
         if isinstance(held, StandIn):
             held.is_closed = True
-
-
-def _shape_of(value: Any) -> Any:
-    """Returns a tensor of the full shape, dtype and device of a stand-in, backed by one element; any other value unchanged."""
-    if not isinstance(value, StandIn):
-        return value
-    shard = value.shard
-    return torch.empty((), dtype=shard.dtype, device=shard.device).expand(value.param.shape)
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:

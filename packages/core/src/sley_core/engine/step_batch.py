@@ -222,7 +222,15 @@ class ModelOutputs:
         outputs = [self.by_micro[number] for number in range(len(self.micros))]
         is_one = given is None or isinstance(given, Mapping)
         if is_one and len(outputs) > 1:
-            outputs = [_in_one(outputs, spot_of(self.micros[0], fields, "batch_dim"))]
+            samples = spot_of(self.micros[0], fields, "batch_dim")
+            taken = [flatten(output) for output in outputs]
+            for tensors, structure in taken:
+                if structure != taken[0][1] or not all(_has(tensor, samples) for tensor in tensors):
+                    shapes, (dim, length) = [list(tensor.shape) for tensor in tensors], samples
+                    message = f"an output of shapes {shapes} does not have its micro-batch's {length} samples along dim {dim}"
+                    raise RunError("outputs-apart", message, hint="give a list of micro-batches: each gets its own output")
+            places = zip(*(tensors for tensors, _ in taken), strict=True)
+            outputs = [unflatten([torch.cat(every, samples[0]) for every in places], taken[0][1])]
         if join and sp.size > 1:
             lengths = [spot_of(micro, fields, "sequence_dim") for micro in self.micros]
             outputs = [whole(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
@@ -255,19 +263,6 @@ def spot_of(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
     dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
     return dim, micro[name].shape[dim]
-
-
-def _in_one(outputs: Sequence[Any], samples: Spot) -> Any:
-    """Returns one output whose tensors are those of all micro-batches, joined."""
-    taken = [flatten(output) for output in outputs]
-    for tensors, structure in taken:
-        if structure != taken[0][1] or not all(_has(one, samples) for one in tensors):
-            shapes = [list(one.shape) for one in tensors]
-            dim, length = samples
-            message = f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
-            raise RunError("outputs-apart", message, hint="give a list of micro-batches: each gets its own output")
-    parts = zip(*(tensors for tensors, _ in taken), strict=True)
-    return unflatten([torch.cat(every, samples[0]) for every in parts], taken[0][1])
 
 
 def whole(output: Any, positions: Spot, sp: Group) -> Any:

@@ -177,11 +177,9 @@ class Stepper:
         """
         if self._has_lost:
             self._has_lost = not is_last
-            raise RunError(
-                "accumulation-lost",
-                "a call within `run.accumulate()` has failed, and the gradients of the calls before it are gone with it",
-                hint="the call of `run.step` outside `run.accumulate()`, which fails too, ends this step: begin it anew then",
-            )
+            message = "a call within `run.accumulate()` has failed, and the gradients of the calls before it are gone with it"
+            hint = "the call of `run.step` outside `run.accumulate()`, which fails too, ends this step: begin it anew then"
+            raise RunError("accumulation-lost", message, hint=hint)
         before, self.sums = self.sums, None
         num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
@@ -206,7 +204,9 @@ class Stepper:
                 self.agreement.first = self.compare
             self.agreement.begin(what, batch, self.store.refusal)
             self._num_begun += 1
-            if self.agreement.may_wait and self._num_begun > STARTING_STEPS and not compares:
+            # The first action waits for no other rank, on any rank.
+            may_wait = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
+            if may_wait and self._num_begun > STARTING_STEPS and not compares:
                 self.state.after_first = self.agreement.check
             else:
                 self.agreement.check()

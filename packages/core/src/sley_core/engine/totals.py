@@ -199,15 +199,9 @@ class Skips:
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
-        if read.read().is_no_number:
-            self.num_skipped += 1
-            self.num_in_a_row += 1
-        else:
-            self.num_in_a_row = 0
-
-    @property
-    def are_too_many(self) -> bool:
-        return self.num_in_a_row > self.most
+        is_skipped = read.read().is_no_number
+        self.num_skipped += is_skipped
+        self.num_in_a_row = self.num_in_a_row + 1 if is_skipped else 0
 
     def state(self) -> dict[str, int]:
         self.settle()
@@ -272,11 +266,9 @@ def refusal(
             hint="look at the data of this step: all of its labels are ignored",
         )
     before = f"; the {num_skipped} before it were skipped" if num_skipped else ""
-    return RunError(
-        "not-finite",
-        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, reports)}",
-        hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed",
-    )
+    message = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, reports)}"
+    hint = "lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed"
+    return RunError("not-finite", message, hint=hint)
 
 
 def _where(parts: Parts, reports: Sequence[RankReport]) -> str:

@@ -110,12 +110,9 @@ class CrossEntropy(Loss):
         name = self.config.labels
         if name not in batch:
             fields = ", ".join(f"`{field}`" for field in sorted(batch))
-            raise PlanError(
-                "loss-field",
-                f"the loss reads the field `{name}`, but a batch holds {fields or 'no field'}",
-                path=("loss", "labels"),
-                hint="name the field of the labels in `[loss] labels`",
-            )
+            message = f"the loss reads the field `{name}`, but a batch holds {fields or 'no field'}"
+            hint = "name the field of the labels in `[loss] labels`"
+            raise PlanError("loss-field", message, path=("loss", "labels"), hint=hint)
         return batch[name]
 
 
@@ -190,11 +187,9 @@ def chunks(logits: Tensor) -> Iterator[slice]:
 def _fitting(output: Any, labels: Tensor) -> Tensor:
     """Returns the output as logits; raises RunError "loss-output" naming what the model returned instead."""
     if not isinstance(output, Tensor):
-        raise RunError(
-            "loss-output",
-            f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`",
-            hint="let the last layer return its logits alone, or give a loss of your own through `factory`",
-        )
+        message = f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`"
+        hint = "let the last layer return its logits alone, or give a loss of your own through `factory`"
+        raise RunError("loss-output", message, hint=hint)
     _check_fit(output.shape, labels, output.dtype)
     return output
 
@@ -202,11 +197,9 @@ def _fitting(output: Any, labels: Tensor) -> Tensor:
 def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:
     """Raises RunError "loss-output" unless the logits are floating-point and have the labels' shape plus a class dim."""
     if not dtype.is_floating_point or shape[:-1] != labels.shape:
-        raise RunError(
-            "loss-output",
-            f"logits of shape {list(shape)} and {dtype} do not fit labels of shape {list(labels.shape)}",
-            hint="logits are floating-point, shaped like the labels with the classes as the last dim",
-        )
+        message = f"logits of shape {list(shape)} and {dtype} do not fit labels of shape {list(labels.shape)}"
+        hint = "logits are floating-point, shaped like the labels with the classes as the last dim"
+        raise RunError("loss-output", message, hint=hint)
 
 
 NOT_TOKENS = frozenset({"positions", "cu_seqlens"})

@@ -216,11 +216,8 @@ def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a 
 
 
 def _not_moved(part: str) -> UsageError:
-    return UsageError(
-        "no-offload",
-        f"nothing in the plan moves the run's {part.replace('_', ' ')}",
-        hint='add [[offload]] with `use = "memory.everything"` (package sley-memory)',
-    )
+    message = f"nothing in the plan moves the run's {part.replace('_', ' ')}"
+    return UsageError("no-offload", message, hint='add [[offload]] with `use = "memory.everything"` (package sley-memory)')
 
 
 GB = 10**9

@@ -43,11 +43,9 @@ class Where(Enum):
 
 def is_away(part: str, what: str) -> StateError:
     """Returns the StateError `memory-away`. what: what was asked, as "a step"."""
-    return StateError(
-        "memory-away",
-        f"{what} needs the run's {part.replace('_', ' ')}, which are away",
-        hint=f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything',
-    )
+    message = f"{what} needs the run's {part.replace('_', ' ')}, which are away"
+    hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
+    return StateError("memory-away", message, hint=hint)
 
 
 @dataclass

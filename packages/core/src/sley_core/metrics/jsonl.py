@@ -31,11 +31,8 @@ class JsonlWriter(MetricsWriter):
             if not self._ends_with_newline():
                 self._file.write(b"\n")
         except OSError as error:
-            raise RunError(
-                "metrics-file",
-                f"cannot open `{self.path}`: {error.strerror}",
-                hint="name a folder that can be written in `[run] folder`",
-            ) from error
+            message = f"cannot open `{self.path}`: {error.strerror}"
+            raise RunError("metrics-file", message, hint="name a folder that can be written in `[run] folder`") from error
 
     def write(self, row: Mapping[str, float | int]) -> None:
         """Appends one line in a single system call.

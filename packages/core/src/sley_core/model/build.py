@@ -118,12 +118,9 @@ def _check_builders(model: Model) -> None:
         for name, parameter in layer.module.named_parameters(layer.name):
             other, first = holders.setdefault(parameter, (layer, name))
             if other is not layer and (layer.builder or other.builder):
-                raise PlanError(
-                    "model-factory",
-                    f"{name!r} and {first!r} are one parameter that was made outside of the builders of their layers",
-                    path=MODEL,
-                    hint=f"make it in each builder, and return Model(layers, ties=[({first!r}, {name!r})])",
-                )
+                message = f"{name!r} and {first!r} are one parameter that was made outside of the builders of their layers"
+                hint = f"make it in each builder, and return Model(layers, ties=[({first!r}, {name!r})])"
+                raise PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
 _known = WeakIdKeyDictionary()

@@ -231,12 +231,9 @@ def _check_unique(layers: Sequence[Layer]) -> None:
     for layer in layers:
         first = modules.setdefault(id(layer.module), layer.name)
         if first != layer.name:
-            raise PlanError(
-                "model-factory",
-                f"the layers {first!r} and {layer.name!r} are one and the same module",
-                path=MODEL,
-                hint="make two modules; they may share their parameters or submodules",
-            )
+            message = f"the layers {first!r} and {layer.name!r} are one and the same module"
+            hint = "make two modules; they may share their parameters or submodules"
+            raise PlanError("model-factory", message, path=MODEL, hint=hint)
     names = [layer.name for layer in layers]
     for name in names:
         if names.count(name) > 1:
@@ -254,12 +251,8 @@ def _described(value: Any) -> str:
 
 def _unusable(message: str) -> PlanError:
     """Returns the PlanError "model-factory" for a return value that is not a list of layers."""
-    return PlanError(
-        "model-factory",
-        message,
-        path=MODEL,
-        hint="return modules, (name, module) pairs, an nn.Sequential, or sley_core.model.layers.Model(layers, ...)",
-    )
+    hint = "return modules, (name, module) pairs, an nn.Sequential, or sley_core.model.layers.Model(layers, ...)"
+    return PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
 def with_fields(model: Model, data: DataInfo) -> Model:

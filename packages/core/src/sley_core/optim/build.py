@@ -148,12 +148,9 @@ def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, 
         raise PlanError.many(_unmatched(index, every, config.groups, aliases or {}) for index in unmatched)
     found = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
     if every and len(found) == len(every):
-        raise PlanError(
-            "all-frozen",
-            f"every one of the {len(every)} parameters is frozen, so there is nothing to train",
-            path=("optimizer", "groups"),
-            hint="narrow the pattern of a group with `freeze = true`",
-        )
+        message = f"every one of the {len(every)} parameters is frozen, so there is nothing to train"
+        hint = "narrow the pattern of a group with `freeze = true`"
+        raise PlanError("all-frozen", message, path=("optimizer", "groups"), hint=hint)
     return found
 
 

@@ -130,11 +130,9 @@ def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
     found = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
     for key in own_states(optimizer):
         if ("state", "", key) not in found:
-            raise RunError(
-                "optimizer-state",
-                f"a checkpoint cannot hold the state {key!r} of {type(optimizer).__name__}, whose key is no parameter",
-                hint="keep numbers, strings and small tensors there, and large tensors under the parameters",
-            )
+            message = f"a checkpoint cannot hold the state {key!r} of {type(optimizer).__name__}, whose key is no parameter"
+            hint = "keep numbers, strings and small tensors there, and large tensors under the parameters"
+            raise RunError("optimizer-state", message, hint=hint)
     return changed(begun, found)
 
 

@@ -287,8 +287,8 @@ class _Resolver:
         if "factory" in given and "use" not in given:
             message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
             hint = f"`use` one, or install a plugin of your own that offers {a_word(spec.kind)} (docs/write-a-plugin.md)"
-            known = self._of_core(spec)
-            self._problem("no-factory", message, (*path, "factory"), f"{hint}; {known}" if known else hint, at="key")
+            known = f"; {core}" if (core := self._of_core(spec)) else ""
+            self._problem("no-factory", message, (*path, "factory"), f"{hint}{known}", at="key")
             return None
         if "use" not in given:
             if default is None:
@@ -353,17 +353,15 @@ class _Resolver:
             self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
         elif self.schedule is not None and (spec.kind != "stage_links" or has_stages):
             message = f"the plan needs a table {spec.header} with `use`: `{self.schedule.name}` names no {words(spec.kind)}"
+            home = spec.known.partition(".")[0]
+            more = "" if home in self.loader.names() else f"; {to_install(home)}"
+            hint = (
+                f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, or {a_word(spec.kind)} of another plugin{more}'
+            )
+            have = "none"
             if offered := self._offered(spec):
-                message += f", and the plan's plugins have {', '.join(f'`{name}`' for name in offered)}"
-                hint = "name one of them"
-            else:
-                message += ", and the plan's plugins have none"
-                home = spec.known.partition(".")[0]
-                hint = f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, '
-                hint += f"or with {a_word(spec.kind)} of another plugin"
-                if home not in self.loader.names():
-                    hint += f"; {to_install(home)}"
-            self._problem("missing-table", message, ("pipeline", "use"), hint)
+                have, hint = ", ".join(f"`{name}`" for name in offered), "name one of them"
+            self._problem("missing-table", f"{message}, and the plan's plugins have {have}", ("pipeline", "use"), hint)
 
     def _offered(self, spec: ComponentTable) -> list[str]:
         return [f"{plugin.name}.{name}" for plugin in self.plugins.values() for name in plugin.records[spec.kind]]

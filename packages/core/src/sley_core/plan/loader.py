@@ -128,11 +128,8 @@ class Loader:
         if record_name in known:
             return known[record_name]
         has = f"it has {', '.join(f'`{plugin_name}.{one}`' for one in known)}" if known else None
-        raise PlanError(
-            "unknown-record",
-            f"{plugin.label} has no {words(kind)} `{record_name}`",
-            hint=suggestion(name, (f"{plugin_name}.{one}" for one in known), has),
-        )
+        message = f"{plugin.label} has no {words(kind)} `{record_name}`"
+        raise PlanError("unknown-record", message, hint=suggestion(name, (f"{plugin_name}.{one}" for one in known), has))
 
     def _installed(self) -> Mapping[str, list[Found]]:
         if self._found is None:
@@ -164,9 +161,8 @@ class Loader:
             return PluginError("plugin-missing", message, hint=to_install(name))
         here = ", ".join(f"`{one}`" for one in self.names())
         have = f"install the package that has it, by custom `sley-{name.replace('_', '-')}`; the plugins here are {here}"
-        return PluginError(
-            "plugin-unknown", f"there is no plugin `{name}`", hint=suggestion(name, {*self.names(), *FIRST_PARTY}, have)
-        )
+        message = f"there is no plugin `{name}`"
+        return PluginError("plugin-unknown", message, hint=suggestion(name, {*self.names(), *FIRST_PARTY}, have))
 
 
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("sley_")}
@@ -223,11 +219,9 @@ def hooks_of(module: Any, found: Found) -> Any:
         more = [key for key in _arguments(getattr(module, name)) if key not in offered]
         if more:
             gives = ", ".join(f"`{key}`" for key in offered) or "nothing"
-            raise PluginError(
-                "plugin-argument",
-                f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}",
-                hint=f"it is written for a newer core: take {NEWER_CORE}, or an older {found.dist}",
-            )
+            message = f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}"
+            hint = f"it is written for a newer core: take {NEWER_CORE}, or an older {found.dist}"
+            raise PluginError("plugin-argument", message, hint=hint)
     try:
         manager.register(module, found.name)
     except pluggy.PluginValidationError as error:

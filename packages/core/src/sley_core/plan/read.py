@@ -148,12 +148,8 @@ def _decoded(content: bytes, name: str) -> str:
         before = content[: error.start]
         line = before.count(b"\n") + 1
         column = len(before.rpartition(b"\n")[2].decode()) + 1
-        raise PlanError(
-            "plan-not-utf8",
-            f"`{name}` is not UTF-8: the byte 0x{content[error.start]:02x} starts no character",
-            place=Place(name, line, column),
-            hint="save the file as UTF-8",
-        ) from None
+        message = f"`{name}` is not UTF-8: the byte 0x{content[error.start]:02x} starts no character"
+        raise PlanError("plan-not-utf8", message, place=Place(name, line, column), hint="save the file as UTF-8") from None
 
 
 def _near(path: Path) -> str | None:

@@ -201,11 +201,9 @@ class TrainingState:
             wrong.append(f"its optimizer is {about.optimizer}, the plan's is {self.plan.optimizer.name}")
         if wrong:
             more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise RunError(
-                "checkpoint-mismatch",
-                f"{saved.place} is no checkpoint of this run: {', '.join(wrong[:_SHOWN])}{more}",
-                hint="`run.load_weights(..., strict=False)` takes those of its weights that the model has",
-            )
+            message = f"{saved.place} is no checkpoint of this run: {', '.join(wrong[:_SHOWN])}{more}"
+            hint = "`run.load_weights(..., strict=False)` takes those of its weights that the model has"
+            raise RunError("checkpoint-mismatch", message, hint=hint)
         if changed := next((text for _, _, text in everyone if text), ""):
             self._data_changed(changed, restoring.notes)
 

@@ -182,11 +182,9 @@ def _plain(value: Any, parameter: str, name: str) -> Any:
     try:
         return encode_value(value)
     except TypeError as error:
-        raise RunError(
-            "optimizer-state",
-            f"a checkpoint cannot have {name!r}, which the optimizer keeps for {parameter}: {error}",
-            hint="keep tensors, numbers, strings, and lists, tuples and dicts of them",
-        ) from error
+        message = f"a checkpoint cannot have {name!r}, which the optimizer keeps for {parameter}: {error}"
+        hint = "keep tensors, numbers, strings, and lists, tuples and dicts of them"
+        raise RunError("optimizer-state", message, hint=hint) from error
 
 
 class StateLeaf(NamedTuple):

@@ -27,7 +27,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.direct import WeightQueue, accumulates_directly
+from sley_core.engine.direct import WeightQueue
 from sley_core.engine.execute import InFlight, describe, edges_of
 from sley_core.model.values import HostModel
 from sley_estimate.calibrate.device import Lead
@@ -103,7 +103,7 @@ class LayerBench:
         self.dtype = dtype
         self.gradients = gradients
         self.repetitions = repetitions
-        self._is_direct = gradients == dtype and accumulates_directly(plan.precision.accumulation, device)
+        self._is_direct = gradients == dtype and plan.precision.accumulation == "direct"
         caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
         fields, forgets = self._micro_batch(dataset), gradients is None
         self._calls = LayerCalls(device, caller, fields, plan.loss.build(), model.layers[-1], forgets=forgets, apart=apart)

@@ -104,23 +104,20 @@ class Spares:
     """Lends memory for partial sums of all gradients within one step. made: all tensors allocated since `clear`."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
         self.made: list[Tensor] = []
 
     def lend(self, like: Tensor) -> Tensor:
         """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
-        free = self._free.get((like.shape, like.dtype))
+        free = self.free.get((like.shape, like.dtype))
         if free:
             return free.pop()
         made = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.made.append(made)
         return made
 
-    def take_back(self, tensor: Tensor) -> None:
-        self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
-
     def clear(self) -> None:
-        self._free.clear()
+        self.free.clear()
         self.made.clear()
 
 
@@ -172,7 +169,7 @@ class PartialSums:
             one, other = other, one
         one.add_(other)
         if self.spares is not None:
-            self.spares.take_back(other)
+            self.spares.free.setdefault((other.shape, other.dtype), []).append(other)
         return one
 
 
@@ -235,11 +232,8 @@ class CanonicalReduction(Reduction):
             raise PlanError.many(faults)
 
     def check_accumulation(self) -> None:
-        raise UsageError(
-            "accumulate-canonical",
-            'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step',
-            hint="give `run.step` a list of all micro-batches",
-        )
+        message = 'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step'
+        raise UsageError("accumulate-canonical", message, hint="give `run.step` a list of all micro-batches")
 
     def num_sums(self, param: Param) -> int:
         return len(param.layers)
