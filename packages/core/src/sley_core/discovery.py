@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import Distribution, EntryPoint, PackageMetadata, PackageNotFoundError, distributions, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,11 +64,13 @@ def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
     """
     dists = []
     for dist in distributions(path=[entry]):
-        text = _entry_points(dist)
+        text = ""
+        with suppress(OSError, ValueError):  # unreadable: no plugins, so that it is reported missing if a plan names one
+            text = dist.read_text("entry_points.txt") or ""
         if GROUP not in text:
             continue
         metadata = dist.metadata  # parses the file each time it is asked for
-        name, number = _field(metadata, "Name", "unnamed"), _field(metadata, "Version", "?")
+        name, number = (str((metadata.get_all(key) or ["?"])[0]) for key in ("Name", "Version"))
         # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
         points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
@@ -120,18 +123,6 @@ def unmet_requirement(plugin: Found) -> str | None:
         if not requirement.specifier.contains(core_version(), prereleases=True):
             return f"{CORE_DIST}{requirement.specifier}"
     return None
-
-
-def _field(metadata: PackageMetadata, key: str, otherwise: str) -> str:
-    values = metadata.get_all(key) or [otherwise]
-    return str(values[0])
-
-
-def _entry_points(dist: Distribution) -> str:
-    try:
-        return dist.read_text("entry_points.txt") or ""
-    except (OSError, ValueError):
-        return ""  # unreadable: treated as having no plugins, so that it is reported missing if a plan names one
 
 
 def _of_group(text: str) -> list[tuple[str, str]]:

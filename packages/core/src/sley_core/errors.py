@@ -84,11 +84,7 @@ class SleyError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the error with all its diagnostics: it may be raised in one process and reported in another."""
-        return _restored, (type(self), self.diagnostics)
-
-
-def _restored(kind: type[SleyError], diagnostics: tuple[Diagnostic, ...]) -> SleyError:
-    return kind.many(diagnostics)
+        return type(self).many, (self.diagnostics,)
 
 
 class RunError(SleyError):

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
-    from sley_core.records import Scope
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], torch.optim.Optimizer]
@@ -175,7 +174,8 @@ def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
 ) -> tuple[Traits, list[Unfit]]:
     """Tries the plan's optimizer on two small parameters of `dtype`, with the most and the fewest dims of a model's; returns
-    its traits and its faults. lr_changes: whether it must follow a learning rate that changes.
+    its traits and its faults. lr_changes: whether it must follow a learning rate that changes. Leaves all generators as
+    they are.
     """
     config: Any = plan.optimizer.config
     rates = {"lr": config.lr, "initial_lr": config.lr}
@@ -186,17 +186,7 @@ def try_optimizer(
         optimizer: torch.optim.Optimizer = plan.optimizer.build(groups, place)
         return optimizer
 
-    return examine(build, toys, scope_of(plan.optimizer.record, plan.optimizer.config), lr_changes=lr_changes)
-
-
-def examine(
-    build: Build, toys: ToyParameters, scope: Scope | str = "unknown", *, lr_changes: bool = True
-) -> tuple[Traits, list[Unfit]]:
-    """Returns the traits of the optimizer that `build` makes, and its faults in a run.
-
-    scope: as it is declared, or "unknown". lr_changes: whether the plan has more than one learning rate. Leaves all generators
-    as they are.
-    """
+    scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     with seeded(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if toys.device.type == "cuda" else []):
         first = Trial(build, toys)
         start = first.values()

@@ -79,7 +79,8 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
-        return f'the string "{_short(value)}"'
+        line = printable(value)
+        return f'the string "{line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."}"'
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float):
@@ -183,8 +184,3 @@ def printable(text: str) -> str:
 def is_utf8(text: str) -> bool:
     """Returns whether the text can be encoded; undecodable bytes from the system arrive as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _short(text: str) -> str:
-    line = printable(text)
-    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."

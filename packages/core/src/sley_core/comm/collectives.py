@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.groups import Group, Op
+from sley_core.comm.groups import Exchange, Group, Op
 from sley_core.comm.guard import Turn, guarded, message_turn, turn_of
 from sley_core.comm.marks import HINT, Exchanged
 from sley_core.comm.startup import gather_values
@@ -92,28 +93,33 @@ def goes_by_host(tensor: Tensor, group: Group, lane: str) -> bool:
     return tensor.device.type != "cpu" and dist.get_backend(group.lane(lane)) == "gloo"
 
 
+def _started(
+    kind: Exchange, operation: str, result: Tensor, given: Tensor, group: Group, lane: str, what: str, call: Callable[[], Any]
+) -> Pending:
+    """Starts the collective `call` of torch, which gives `given` and fills `result`; returns its handle."""
+    if group.size == 1:
+        if result is not given:
+            result.copy_(given)
+        return Pending()
+    if group.imitate is not None:
+        return Imitated(group.imitate(kind, result, given, lane, what))
+    turn = turn_of(operation, group, what, lane, given.nbytes)
+    return Pending(guarded(call, turn), turn)
+
+
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
     """Starts an all-reduce of `tensor` (contiguous, any floating or integer dtype) in place over `group`; returns its handle.
 
     what: describes the tensor, for the error of a wait that fails.
     """
-    if group.size == 1:
-        return Pending()
-    if group.imitate is not None:
-        return Imitated(group.imitate(op, tensor, tensor, DEFAULT_LANE, what))
-    turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
-    return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
+    call = partial(dist.all_reduce, tensor, OPS[op], async_op=True)
+    return _started(op, "all-reduce", tensor, tensor, group, DEFAULT_LANE, what, lambda: call(group=group.lane()))
 
 
 def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     """Starts a broadcast of `tensor` in place from the first rank of `group`; returns its handle."""
-    if group.size == 1:
-        return Pending()
-    if group.imitate is not None:
-        return Imitated(group.imitate("broadcast", tensor, tensor, DEFAULT_LANE, what))
-    turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
-    first = group.ranks[0]
-    return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
+    call = partial(dist.broadcast, tensor, src=group.ranks[0], async_op=True)
+    return _started("broadcast", "broadcast", tensor, tensor, group, DEFAULT_LANE, what, lambda: call(group=group.lane()))
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
@@ -121,26 +127,14 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
 
     Both are contiguous, of one size and dtype, and divide along dim 0 into `group.size` equal slices. Returns the handle.
     """
-    if group.size == 1:
-        output.copy_(tensor)
-        return Pending()
-    if group.imitate is not None:
-        return Imitated(group.imitate("all_to_all", output, tensor, lane, what))
-    turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
-    work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
-    return Pending(work, turn)
+    call = partial(dist.all_to_all_single, output, tensor, async_op=True)
+    return _started("all_to_all", "all-to-all", output, tensor, group, lane, what, lambda: call(group=group.lane(lane)))
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
     """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the order of `group`; both are contiguous."""
-    if group.size == 1:
-        output.copy_(tensor)
-        return Pending()
-    if group.imitate is not None:
-        return Imitated(group.imitate("all_gather", output, tensor, lane, what))
-    turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
-    work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
-    return Pending(work, turn)
+    call = partial(all_gather_single, output, tensor, async_op=True)
+    return _started("all_gather", "all-gather", output, tensor, group, lane, what, lambda: call(group=group.lane(lane)))
 
 
 def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:

@@ -54,20 +54,20 @@ class Turn(NamedTuple):
 
 def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
     """Counts an exchange of all `members` on `lane`, which starts now; returns its turn. what: the content, for errors."""
-    queue, progress = f"{members.axis} {lane}", members.progress
-    turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, None, num_bytes)
-    progress.started(turn)
-    return turn
+    return _counted(operation, members, what, f"{members.axis} {lane}", None, num_bytes)
 
 
 def message_turn(
     operation: str, members: Members, what: str, lane: str, sender: int, receiver: int, num_bytes: int = 0
 ) -> Turn:
     """Counts a message on `lane` between two coordinates of `members`, at either end; returns its turn."""
-    queue, progress = f"{members.axis} {lane} {sender}>{receiver}", members.progress
     peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
-    turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, peer, num_bytes)
-    progress.started(turn)
+    return _counted(operation, members, what, f"{members.axis} {lane} {sender}>{receiver}", peer, num_bytes)
+
+
+def _counted(operation: str, members: Members, what: str, queue: str, peer: int | None, num_bytes: int) -> Turn:
+    turn = Turn(operation, members, what, queue, members.progress.numbers.get(queue, 0) + 1, peer, num_bytes)
+    members.progress.started(turn)
     return turn
 
 

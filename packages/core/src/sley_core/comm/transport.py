@@ -174,7 +174,14 @@ class Works(Work):
         """Waits until everything is in its place. Compares the peers' headers first: a different exchange is an error."""
         if self._headers is not None:
             self._await(self._headers.works)
-            self._compare(self._headers)
+            progress = self._turn.members.progress
+            progress.waits(self._turn)
+            try:
+                self._headers.compare()
+            except RunError:
+                progress.failed("differs")
+                raise
+            progress.waited()
             self._headers = None
         received, self._received = self._received, ()
         self._await(received)
@@ -189,17 +196,6 @@ class Works(Work):
         self.wait()
         sent, self._sent = self._sent, ()
         self._await(sent)
-
-    def _compare(self, headers: Announced) -> None:
-        """Raises RunError `ranks-differ` where a peer exchanges something else, and notes in which exchange."""
-        progress = self._turn.members.progress
-        progress.waits(self._turn)
-        try:
-            headers.compare()
-        except RunError:
-            progress.failed("differs")
-            raise
-        progress.waited()
 
     def _await(self, works: Sequence[Any]) -> None:
         for work in works:

@@ -217,7 +217,16 @@ class Slices:
         if self.num_slices == 1:
             return batch
         if self._unproven is not None:
-            self._prove(self._unproven, batch)
+            whole = self._unproven.weight(batch)
+            parts = [self._unproven.weight(self._slice(batch, index)) for index in range(self.num_slices)]
+            if not adds_up(parts, whole):
+                weights = " + ".join(f"{part:g}" for part in parts)
+                message = f"the loss weight of a batch is {whole:g}, but its slices weigh {weights} = {sum(parts):g}"
+                hint = (
+                    "a loss under `sp` sums over positions, and the fields that it reads need a `sequence_dim`; one that needs "
+                    'whole sequences has sequence = "whole" in [loss]'
+                )
+                raise RunError("loss-not-additive", message, path=("parallel", "sp"), hint=hint)
             self._unproven = None
         return self._slice(batch, self.index)
 
@@ -233,19 +242,6 @@ class Slices:
             places = torch.arange(index * length, (index + 1) * length)
             part[POSITIONS] = places.repeat(value.shape[field.batch_dim], 1)
         return part
-
-    def _prove(self, loss: Loss, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" if the loss weights of the slices do not sum to that of `batch`."""
-        whole = loss.weight(batch)
-        parts = [loss.weight(self._slice(batch, index)) for index in range(self.num_slices)]
-        if not adds_up(parts, whole):
-            weights = " + ".join(f"{part:g}" for part in parts)
-            message = f"the loss weight of a batch is {whole:g}, but its slices weigh {weights} = {sum(parts):g}"
-            hint = (
-                "a loss under `sp` sums over positions, and the fields that it reads need a `sequence_dim`; one that needs "
-                'whole sequences has sequence = "whole" in [loss]'
-            )
-            raise RunError("loss-not-additive", message, path=("parallel", "sp"), hint=hint)
 
 
 def _sequence_field(fields: Mapping[str, Field]) -> str | None:

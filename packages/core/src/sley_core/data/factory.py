@@ -48,7 +48,11 @@ def open_dataset(component: Component, context: DataContext) -> AnyDataset:
     if component.record is not None:
         return cast(AnyDataset, dataset)
     if context.split == "held_out":
-        _require_context(component)
+        factory = import_factory(component.name, component.path, component.document.folder)
+        if "context" not in inspect.signature(factory).parameters:
+            message = f"there is no held-out data to evaluate on: `{component.name}` does not take `context`"
+            hint = 'name a parameter `context`; its `split` is "train" or "held_out"'
+            raise PlanError("held-out", message, path=("evaluation",), hint=hint)
     assert isinstance(component.config, FactoryDataConfig), component.config
     return declared(dataset, component.config, component.name)
 
@@ -162,15 +166,6 @@ class _DeclaredStream(_Declared):
 
 def _invalid(message: str, hint: str | None) -> PlanError:
     return PlanError(INVALID, message, path=KEY, hint=hint)
-
-
-def _require_context(component: Component) -> None:
-    """Raises PlanError "held-out" if the factory does not take `context`, by which it would learn the split."""
-    factory = import_factory(component.name, component.path, component.document.folder)
-    if "context" not in inspect.signature(factory).parameters:
-        message = f"there is no held-out data to evaluate on: `{component.name}` does not take `context`"
-        hint = 'name a parameter `context`; its `split` is "train" or "held_out"'
-        raise PlanError("held-out", message, path=("evaluation",), hint=hint)
 
 
 def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:

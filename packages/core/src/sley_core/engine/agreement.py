@@ -115,7 +115,11 @@ class Agreement:
         if self._sum[:_REFUSALS].any():
             raise self._differing()
         if self._sum[_REFUSALS]:
-            raise self._refused()
+            own = None if self._refusal is None else self._refusal.diagnostics[0]
+            parts = None if own is None else [own.code, own.message, own.hint]
+            refusals = gather_objects(parts, self._everyone, what="why a step is refused")
+            code, message, hint = next(one for one in refusals if one)
+            raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
         if self.first is not None:  # only now is it known that all ranks do the same
             first, self.first = self.first, None
@@ -163,14 +167,6 @@ class Agreement:
                 if len({number for _, number in views_by_rank.values()}) > 1:
                     return RunError("ranks-differ", _message(fact, views_by_rank), hint=_HINTS[fact])
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
-
-    def _refused(self) -> RunError:
-        """Returns the first of the ranks' refusals. A blocking collective on `control`, as `_differing`."""
-        own = None if self._refusal is None else self._refusal.diagnostics[0]
-        parts = None if own is None else [own.code, own.message, own.hint]
-        refusals = gather_objects(parts, self._everyone, what="why a step is refused")
-        code, message, hint = next(one for one in refusals if one)
-        return RunError(code, message, hint=hint)
 
 
 def _message(fact: int, views: Mapping[int, View]) -> str:

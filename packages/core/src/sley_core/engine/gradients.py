@@ -438,7 +438,7 @@ class GradientStore:
     def _passed(self, accumulator: Accumulator) -> None:
         """Counts one pass if no later action can add to the gradient; reports it if it is complete and next."""
         accumulator.leave()
-        if not accumulator.watches_autograd or not self.state.gradients_final(accumulator.chunks):
+        if not accumulator.watches_autograd or not (self.state.is_last and self.state.last_of_list(accumulator.chunks)):
             return
         accumulator.count_pass(is_first_step=not self._learned)
         if not self._learned and accumulator.passes == 1:

@@ -107,10 +107,6 @@ class StepState:
             after, self.after_first = self.after_first, None
             after()
 
-    def gradients_final(self, chunks: frozenset[int]) -> bool:
-        """Returns whether the running action is the last of this step that can add to a gradient of all `chunks`."""
-        return self.is_last and self.last_of_list(chunks)
-
     def last_of_list(self, chunks: frozenset[int]) -> bool:
         """Returns whether the running action is the last of its list that can add to a gradient of all `chunks`."""
         return self._settled is not None and chunks <= self._settled

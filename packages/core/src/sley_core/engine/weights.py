@@ -130,20 +130,16 @@ class WeightStore:
     @torch.no_grad()
     def hold(self) -> None:
         """Moves the values of parameters that a program pointed elsewhere (`parameter.data = `) back to their places."""
-        for parameter, place in self._elsewhere():
+        for parameter, place in self.elsewhere():
             value = parameter.detach()
             parameter.data = place
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
-    @property
-    def are_in_place(self) -> bool:
-        """Whether no parameter was pointed elsewhere since `hold`; works while memory is away."""
-        return next(self._elsewhere(), None) is None
-
-    def _elsewhere(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields the parameters that are not in their places, with these. Addresses would change when memory moves."""
-        for parameter, place in self._held:
-            if _memory(parameter) != _memory(place):
+    def elsewhere(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields the parameters that were pointed elsewhere since `hold`, with their places; works while memory is away."""
+        for parameter, place in self._held:  # addresses change when memory moves; `is_set_to` does not take fake tensors
+            same_storage = storage_id(parameter) == storage_id(place)
+            if not same_storage or parameter.storage_offset() != place.storage_offset():
                 yield parameter, place
 
     def completed_by(self, completion: Completion) -> None:
@@ -177,11 +173,6 @@ class WeightStore:
                 with suppress(RunError):
                     one.wait()
             raise
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Returns storage and place in it; `is_set_to` does not take fake tensors."""
-    return storage_id(tensor), int(tensor.storage_offset())
 
 
 HOST = torch.device("cpu")
@@ -353,7 +344,8 @@ class Masters:
     @property
     def were_written(self) -> bool:
         """Whether a program wrote to weights since masters last followed them; works while memory is away."""
-        return not self.weights.are_in_place or any(one.synced != one.state for one in self._masters.values())
+        is_moved = next(self.weights.elsewhere(), None) is not None
+        return is_moved or any(one.synced != one.state for one in self._masters.values())
 
     def follow(self) -> None:
         """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a

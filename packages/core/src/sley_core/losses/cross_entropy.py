@@ -67,11 +67,15 @@ class CrossEntropy(Loss):
         if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
             _check_fit(output.shape, labels, output.dtype)
             return output.cross_entropy(labels, self.config.ignore_index, self.config.label_smoothing)
-        logits = _fitting(output, labels)
-        few = logits.numel() <= _chunk_elements(logits)
+        if not isinstance(output, Tensor):
+            message = f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`"
+            hint = "let the last layer return its logits alone, or give a loss of your own through `factory`"
+            raise RunError("loss-output", message, hint=hint)
+        _check_fit(output.shape, labels, output.dtype)
+        few = output.numel() <= _chunk_elements(output)
         function = plain_sum if few else SumOfCrossEntropies.apply
         total: Tensor = function(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), self.config.ignore_index, self.config.label_smoothing
+            output.reshape(-1, output.shape[-1]), labels.reshape(-1), self.config.ignore_index, self.config.label_smoothing
         )
         return total
 
@@ -182,16 +186,6 @@ def chunks(logits: Tensor) -> Iterator[slice]:
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     return alike(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
-
-
-def _fitting(output: Any, labels: Tensor) -> Tensor:
-    """Returns the output as logits; raises RunError "loss-output" naming what the model returned instead."""
-    if not isinstance(output, Tensor):
-        message = f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`"
-        hint = "let the last layer return its logits alone, or give a loss of your own through `factory`"
-        raise RunError("loss-output", message, hint=hint)
-    _check_fit(output.shape, labels, output.dtype)
-    return output
 
 
 def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:

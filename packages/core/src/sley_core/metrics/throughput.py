@@ -201,7 +201,10 @@ def resident_mb() -> float:
         status = STATUS.read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) / 2**10
     except (OSError, IndexError):
-        return _resource_mb()
+        import resource  # there is none on Windows
+
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def private_mb() -> float:
@@ -211,11 +214,3 @@ def private_mb() -> float:
     except (OSError, ValueError):
         return 0.0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _resource_mb() -> float:
-    """Returns the largest resident set of this process in MiB, as getrusage tells it."""
-    import resource  # there is none on Windows
-
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

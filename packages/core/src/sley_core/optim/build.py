@@ -59,13 +59,21 @@ def factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.devic
     Raises PlanError "factory-import" if there is no such class, and "optimizer-factory" if it is not an optimizer that
     can be stepped without a closure, or does not take what the plan gives it.
     """
-    kind = _optimizer_class(config.factory)
+    path = config.factory
+    kind: Any = import_factory(path, ("optimizer",), None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise _refused(f"`{path}` is no subclass of torch.optim.Optimizer", hint="name the class itself")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
+        raise _refused(message, hint="choose an optimizer whose `step()` needs no closure")
     if reserved := RESERVED & config.options.keys():
         raise _refused(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
     if not _takes(kind, "weight_decay"):
         groups = [_without_decay(group, config.factory) for group in groups]
     try:
-        optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr, **config.options)
+        make: Any = kind
+        optimizer: torch.optim.Optimizer = make(groups, lr=config.lr, **config.options)
     except Exception as error:  # whatever the user's class raises is about what the plan gave it
         raise _refused(f"`{config.factory}` does not take these parameters and options: {cause(error)}") from error
     return with_late_gradients(optimizer)
@@ -81,20 +89,6 @@ def _fastest(kind: type[torch.optim.Optimizer], groups: Groups, device: torch.de
     form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
     kind = stepping_without(kind)  # type: ignore[arg-type]  # a class can be hashed
     return with_late_gradients(kind(groups, **form, **options))
-
-
-def _optimizer_class(path: str) -> Any:
-    """Imports the class at `path`; raises PlanError unless it is a torch optimizer that steps without a closure."""
-    found: Any = import_factory(path, ("optimizer",), None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise _refused(f"`{path}` is no subclass of torch.optim.Optimizer", hint="name the class itself")
-    closure = inspect.signature(found.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise _refused(
-            f"`{path}` evaluates the loss again within a step, which a run cannot do",
-            hint="choose an optimizer whose `step()` needs no closure",
-        )
-    return found
 
 
 def _takes(kind: type, option: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     and `check_canonical`, and those of the plugins' `sley_check_plan`, which are called only if the sizes fit. Raises
     PluginError if one of these hooks fails.
     """
-    problems = [
-        *_accumulation(plan),
-        *check_offload(plan),
-        *check_canonical(plan),
-        *_pipeline_is_there(plan),
-        *_timer(plan),
-        *_weights(plan),
-        *_sequence(plan),
-    ]
+    problems = [*check_offload(plan), *check_canonical(plan), *_parts(plan), *_sequence(plan)]
     found: list[Diagnostic] = []
     own = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL)}
     try:
@@ -75,20 +67,6 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     return by_place(found)
 
 
-def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
-    if plan.parallel.pp > 1 and plan.pipeline is None:
-        message = f"`pp = {plan.parallel.pp}` needs a [pipeline] table that names a schedule"
-        yield Problem(("parallel", "pp"), message, 'add [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
-
-
-def _timer(plan: Plan) -> Iterator[Problem]:
-    package = timer_package(plan)
-    if plan.partition is not None and package and find_spec(package) is None:
-        hint = to_install(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
-        message = f"`{plan.partition.name}` times layers by `{package}`, which is not installed"
-        yield Problem(("partition", "use"), message, f"{hint}; or give `layer_costs`", "timer-missing")
-
-
 def timer_package(plan: Plan) -> str:
     """Returns the import name of the package that measures layers for the partition, or an empty string."""
     if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
@@ -97,15 +75,29 @@ def timer_package(plan: Plan) -> str:
     return timer.partition(".")[0] if timer is not None and plan.partition.config.layer_costs is None else ""
 
 
-def _weights(plan: Plan) -> Iterator[Problem]:
-    if plan.parallel.wp == 1:
-        return
-    if plan.weights is None:
-        message = f"`wp = {plan.parallel.wp}` needs a [weights] table that names a weight communicator"
+def _parts(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for each table or package that the layout needs and that is not there, and for what compiled layers
+    cannot do.
+    """
+    parallel, config = plan.parallel, plan.model.config
+    is_compiled = isinstance(config, ModelConfig) and config.compile
+    if plan.precision.accumulation == "direct" and is_compiled:  # it needs hooks that compiled layers lack
+        message = "a compiled layer cannot hand its weight gradients over itself"
+        hint = 'use `accumulation = "autograd"`, or leave `compile` out'
+        yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
+    if parallel.pp > 1 and plan.pipeline is None:
+        message = f"`pp = {parallel.pp}` needs a [pipeline] table that names a schedule"
+        yield Problem(("parallel", "pp"), message, 'add [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
+    package = timer_package(plan)
+    if plan.partition is not None and package and find_spec(package) is None:
+        hint = to_install(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
+        message = f"`{plan.partition.name}` times layers by `{package}`, which is not installed"
+        yield Problem(("partition", "use"), message, f"{hint}; or give `layer_costs`", "timer-missing")
+    if parallel.wp > 1 and plan.weights is None:
+        message = f"`wp = {parallel.wp}` needs a [weights] table that names a weight communicator"
         hint = 'add [weights] with `use = "isp.communicator"`, of sley-isp'
         yield Problem(("parallel", "wp"), message, hint, "weights-missing")
-    config = plan.model.config
-    if isinstance(config, ModelConfig) and config.compile:
+    if parallel.wp > 1 and is_compiled:
         message = "a compiled layer cannot gather its weights"
         yield Problem(("model", "compile"), message, "leave `compile` out, or `wp = 1`", "weights-compiled")
 
@@ -122,17 +114,14 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
         schedule = plan.pipeline.build()
         placement = schedule.placement(topology.pp)
         if placement.num_positions * micros > MOST_FORWARDS:
-            return [_too_long(plan, placement.num_positions, micros)]
+            parts = placement.num_positions
+            message = f"a step of {micros} micro-batches through {parts} parts of the model is longer than can be checked"
+            hint = f"together {MOST_FORWARDS:,} forwards at most: raise `batch.micro_size`, or lower `pp`"
+            return [plan.diagnostic("schedule-too-long", message, ("batch", "micro_size"), hint)]
         lower(schedule.lists(topology.pp, micros), placement, micros)
     except PlanError as error:
         return list(plan.located(error).diagnostics)
     return []
-
-
-def _too_long(plan: Plan, parts: int, micros: int) -> Diagnostic:
-    message = f"a step of {micros} micro-batches through {parts} parts of the model is longer than can be checked"
-    hint = f"together {MOST_FORWARDS:,} forwards at most: raise `batch.micro_size`, or lower `pp`"
-    return plan.diagnostic("schedule-too-long", message, ("batch", "micro_size"), hint)
 
 
 def _sequence(plan: Plan) -> Iterator[Problem]:
@@ -157,23 +146,19 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
         yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
-def _accumulation(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a compiled model with `accumulation = "direct"`, which needs hooks that compiled layers lack."""
-    config = plan.model.config
-    if plan.precision.accumulation == "direct" and isinstance(config, ModelConfig) and config.compile:
-        message = "a compiled layer cannot hand its weight gradients over itself"
-        hint = 'use `accumulation = "autograd"`, or leave `compile` out'
-        yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
-
-
 LOOKS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradients at once"}
 
 
 def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
     """Yields a problem if the optimizer needs full matrices or the full model and a rank has only a part."""
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
-    by = _divider(plan, topology) if scope != "elementwise" else None
-    if by is None and scope in ("global", "unknown") and topology.pp > 1:
+    sharders = [one.name for one in plan.gradient_handlers if getattr(one.record, "result", None) == "shard"]
+    by = None
+    if scope != "elementwise" and topology.wp > 1:
+        by = f"`wp = {topology.wp}` leaves a part of each to a rank"
+    elif scope != "elementwise" and sharders and topology.ranks_per_stage > 1:
+        by = f"`{sharders[0]}` leaves a part of each to a rank"
+    elif scope in ("global", "unknown") and topology.pp > 1:
         by = f"`pp = {topology.pp}` leaves a part of the model to a rank"
     if by is None:
         return
@@ -183,16 +168,6 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
         hint += ', or say `scope = "elementwise"` where an element is updated by its own gradients alone'
     where = "use" if plan.optimizer.record else "factory"
     yield Problem(("optimizer", where), f"`{plan.optimizer.name}` {looks}, but {by}", hint, "optimizer-layout")
-
-
-def _divider(plan: Plan, topology: Topology) -> str | None:
-    records = [(handler.name, handler.record) for handler in plan.gradient_handlers]
-    sharders = [name for name, record in records if getattr(record, "result", None) == "shard"]
-    if topology.wp > 1:
-        return f"`wp = {topology.wp}` leaves a part of each to a rank"
-    if sharders and topology.ranks_per_stage > 1:
-        return f"`{sharders[0]}` leaves a part of each to a rank"
-    return None
 
 
 NORMS = (1.0, 2.0, math.inf, "inf")
@@ -207,17 +182,11 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
         return
     if plan.parallel.sp > 1:
         yield _problem(("parallel", "sp"), f"`sp = {plan.parallel.sp}` gives matrix products other shapes", "leave `sp` at 1")
-    config = plan.model.config
-    if isinstance(config, ModelConfig) and config.compile:
+    if isinstance(plan.model.config, ModelConfig) and plan.model.config.compile:
         yield _problem(("model", "compile"), "a compiled layer sums in an order of its own", "leave `compile` out")
     if plan.precision.accumulation == "autograd":
         message = "weight gradients that autograd adds up have the order of its graph"
         yield _problem(("precision", "accumulation"), message, 'use "direct", or leave it out')
-    yield from _canonical_optimizer(plan)
-    yield from _canonical_plugins(plan)
-
-
-def _canonical_optimizer(plan: Plan) -> Iterator[Problem]:
     config: Any = plan.optimizer.config
     if config.clip_kind not in NORMS:
         message = f"the {config.clip_kind:g}-norm takes powers, which kernels round each in its way"
@@ -225,9 +194,6 @@ def _canonical_optimizer(plan: Plan) -> Iterator[Problem]:
     if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
         message = "a fused optimizer rounds the last elements of a tensor otherwise, and parts end elsewhere than wholes"
         yield _problem(("optimizer", "options"), message, "leave `fused` out")
-
-
-def _canonical_plugins(plan: Plan) -> Iterator[Problem]:
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
         if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
@@ -261,26 +227,18 @@ def check_offload(plan: Plan) -> Iterator[Problem]:
                 yield Problem(("offload", number, "use"), message, "keep one of them", "offload-twice")
                 break
             mover[part] = component.name
-        yield from _scope(plan, number, component.name, record)
-
-
-def _scope(plan: Plan, number: int, name: str, record: OffloadManagerRecord) -> Iterator[Problem]:
-    """Yields a problem for an optimizer whose updates depend on more than a manager's way of stepping provides."""
-    allowed, found = record.scope(plan.offload[number].config), scope_of(plan.optimizer.record, plan.optimizer.config)
-    if allowed == "global" or WIDTH[found] <= WIDTH[allowed]:
-        return
-    looks = "may look at all gradients at once" if found == "unknown" else "looks at all gradients at once"
-    message = f"`{name}` steps the optimizer with some weights at a time, but `{plan.optimizer.name}` {looks}"
-    hint = "use an optimizer such as `core.adamw`"
-    if found == "unknown":
-        hint += ', or say `scope = "elementwise"` in [optimizer] where an element is updated by its own gradients alone'
-    yield Problem(("offload", number, "use"), message, hint, "offload-optimizer")
+        allowed, needed = record.scope(component.config), scope_of(plan.optimizer.record, plan.optimizer.config)
+        if allowed != "global" and WIDTH[needed] > WIDTH[allowed]:
+            looks = "may look at all gradients at once" if needed == "unknown" else "looks at all gradients at once"
+            message = f"`{component.name}` steps the optimizer with some weights at a time, but `{plan.optimizer.name}` {looks}"
+            hint = "use an optimizer such as `core.adamw`"
+            if needed == "unknown":
+                hint += ', or say `scope = "elementwise"` in [optimizer] where an element is updated by its own gradients alone'
+            yield Problem(("offload", number, "use"), message, hint, "offload-optimizer")
 
 
 ONE_EACH: tuple[Role, ...] = ("reducer", "tie")
 """Roles that must not occur twice: a sum would be summed again."""
-
-Handlers = Sequence[tuple[int, str, GradientHandlerRecord]]
 
 
 def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
@@ -288,75 +246,47 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
 
     Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order", "handler-shards".
     """
-    handlers: Handlers = [
-        (number, one.name, one.record)
+    handlers = [
+        (("gradient_handlers", number, "use"), one.name, one.record)
         for number, one in enumerate(plan.gradient_handlers)
         if isinstance(one.record, GradientHandlerRecord)
     ]
-    yield from _missing(handlers, topology)
-    yield from _twice(handlers)
-    yield from _order(handlers)
-    yield from _shards(handlers, topology)
+    ranks = topology.ranks_per_stage
+    if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
+        message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
+        hint = 'add [[gradient_handlers]] with `use = "core.each"`, or leave the list out'
+        yield Problem(("gradient_handlers",), message, hint, "handler-missing")
+    names: set[str] = set()
+    first: dict[Role, str] = {}
+    for path, name, record in handlers:
+        if name in names:
+            yield Problem(path, f"`{name}` is listed twice", "keep one of them", "handler-twice")
+            continue
+        names.add(name)
+        if record.role in ONE_EACH and record.role in first:
+            job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
+            message = f"`{first[record.role]}` and `{name}` both {job}, so the sum would be wrong"
+            yield Problem(path, message, "keep one of them", "handler-conflict")
+        first.setdefault(record.role, name)
+    for number, (path, name, record) in enumerate(handlers):
+        wrong = [("before", other, role.role) for _, other, role in handlers[:number] if role.role in record.before]
+        wrong += [("after", other, role.role) for _, other, role in handlers[number + 1 :] if role.role in record.after]
+        for word, other, role in wrong:
+            message = f"`{name}` must come {word} `{other}`: it works {word} every {role}"
+            yield Problem(path, message, f"move its table {word} that of `{other}`", "handler-order")
+    reducer = ""
+    for path, name, record in handlers:
+        if reducer and record.role in ("tie", "transform") and not record.takes_shards:
+            message = f"`{name}` works on whole gradients, of which `{reducer}` leaves a part to each rank"
+            yield Problem(path, message, "take a reducer such as `dp.bucketed`", "handler-shards")
+        if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:
+            reducer = name
 
 
 def sums_ties(plan: Plan) -> bool:
     """Returns whether a gradient handler of the plan sums the gradients of parameters that several stages hold."""
     records = (one.record for one in plan.gradient_handlers)
     return any(isinstance(record, GradientHandlerRecord) and record.role == "tie" for record in records)
-
-
-def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
-    ranks = topology.ranks_per_stage
-    if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
-        message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
-        hint = 'add [[gradient_handlers]] with `use = "core.each"`, or leave the list out'
-        yield Problem(("gradient_handlers",), message, hint, "handler-missing")
-
-
-def _twice(handlers: Handlers) -> Iterator[Problem]:
-    seen: dict[str, int] = {}
-    first: dict[Role, str] = {}
-    for number, name, record in handlers:
-        if name in seen:
-            message = f"`{name}` is listed twice"
-            yield Problem(_path(number), message, "keep one of them", "handler-twice")
-            continue
-        seen[name] = number
-        if record.role in ONE_EACH and record.role in first:
-            job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
-            message = f"`{first[record.role]}` and `{name}` both {job}, so the sum would be wrong"
-            yield Problem(_path(number), message, "keep one of them", "handler-conflict")
-        first.setdefault(record.role, name)
-
-
-def _order(handlers: Handlers) -> Iterator[Problem]:
-    """Yields a problem for each pair of handlers in an order that a record's `before` or `after` forbids."""
-    for number, name, record in handlers:
-        for other_number, other, other_record in handlers:
-            if other_number < number and other_record.role in record.before:
-                yield _wrong_order(number, name, "before", other, other_record.role)
-            elif other_number > number and other_record.role in record.after:
-                yield _wrong_order(number, name, "after", other, other_record.role)
-
-
-def _shards(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
-    """Yields a problem for a handler that needs whole gradients, after a reducer that leaves only a part of each to a rank."""
-    reducer = ""
-    for number, name, record in handlers:
-        if reducer and record.role in ("tie", "transform") and not record.takes_shards:
-            message = f"`{name}` works on whole gradients, of which `{reducer}` leaves a part to each rank"
-            yield Problem(_path(number), message, "take a reducer such as `dp.bucketed`", "handler-shards")
-        if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:
-            reducer = name
-
-
-def _wrong_order(number: int, name: str, word: str, other: str, role: Role) -> Problem:
-    message = f"`{name}` must come {word} `{other}`: it works {word} every {role}"
-    return Problem(_path(number), message, f"move its table {word} that of `{other}`", "handler-order")
-
-
-def _path(number: int) -> KeyPath:
-    return ("gradient_handlers", number, "use")
 
 
 ACCUMULATION = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",), "fp64": ("fp64",)}
@@ -374,7 +304,12 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
     """
     run, batch, precision, parallel = (tables.get(name) for name in ("run", "batch", "precision", "parallel"))
     if isinstance(precision, PrecisionTable):
-        yield from _gradients(precision)
+        compute, gradients = precision.compute, precision.gradients
+        if gradients not in ACCUMULATION[compute]:
+            known = " or ".join(ACCUMULATION[compute])
+            message = f"gradients of what is computed in {compute} are accumulated in {known}, not {gradients}"
+            hint = f'use "{ACCUMULATION[compute][0]}", or leave it out'
+            yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
         yield from _loss_scale(precision)
     if isinstance(run, RunTable):
         yield from _skips(run)
@@ -393,15 +328,6 @@ def check_data(data: Component, model: Component | None, *, evaluates: bool) -> 
     if isinstance(data.record, DatasetRecord) and data.record.check is not None:
         vocab_size = None if model is None or model.record is None else getattr(model.config, "vocab_size", None)
         yield from data.record.load(data.record.check)(data.config, evaluates=evaluates, vocab_size=vocab_size)
-
-
-def _gradients(precision: PrecisionTable) -> Iterator[Problem]:
-    compute, gradients = precision.compute, precision.gradients
-    if gradients not in ACCUMULATION[compute]:
-        known = " or ".join(ACCUMULATION[compute])
-        message = f"gradients of what is computed in {compute} are accumulated in {known}, not {gradients}"
-        hint = f'use "{ACCUMULATION[compute][0]}", or leave it out'
-        yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
 
 
 def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:

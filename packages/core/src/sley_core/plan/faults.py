@@ -85,7 +85,10 @@ def _diagnostic(
     own = [fault for fault in found if fault["type"] in OWN_WORDS]
     if own:
         prefix = f"`{dotted(whole)}`" if inner else owner
-        return document.diagnostic("wrong-value", f"{prefix}: {_said(own[0])}", whole)
+        fault = own[0]
+        cause = fault.get("ctx", {}).get("error")
+        text = str(cause) if cause is not None else str(fault["msg"])
+        return document.diagnostic("wrong-value", f"{prefix}: {text.rstrip('.')}", whole)
     return _wrong(_code(kinds, _at(given, inner)), whole, expected, given, inner, document)
 
 
@@ -113,12 +116,6 @@ def _hint(code: str, expected: str, value: Any) -> str | None:
         if bare in ("true", "false") or bare.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
             return f"write {bare} without quotes"
     return None
-
-
-def _said(fault: Any) -> str:
-    cause = fault.get("ctx", {}).get("error")
-    text = str(cause) if cause is not None else str(fault["msg"])
-    return text.rstrip(".")
 
 
 def _description(model: type[Table], inner: KeyPath) -> str | None:

@@ -114,7 +114,21 @@ class Loader:
         records).
         """
         if name not in self._loaded:
-            self._loaded[name] = self._load(name)
+            found = self.found(name)
+            if not found:
+                raise self._missing(name)
+            if len(found) > 1:
+                dists = " and ".join(f"{one.dist} {one.version}" for one in found)
+                hint = f"uninstall one of them: `pip uninstall {found[-1].dist}`"
+                raise PluginError("plugin-ambiguous", f"plugin `{name}` is provided by {dists}", hint=hint)
+            one = found[0]
+            needed = unmet_requirement(one)
+            if needed is not None:
+                message = f"{one.label} needs {needed}, but sley-core {core_version()} is installed"
+                hint = f"take {NEWER_CORE}, or a version of {one.dist} that this core suits"
+                raise PluginError("plugin-incompatible", message, hint=hint)
+            hooks = hooks_of(imported(one), one)
+            self._loaded[name] = Plugin(name, one.dist, one.version, records_of(hooks, one), hooks)
         return self._loaded[name]
 
     def record(self, kind: RecordKind, name: str) -> Record:
@@ -135,24 +149,6 @@ class Loader:
         if self._found is None:
             self._found = installed()
         return self._found
-
-    def _load(self, name: str) -> Plugin:
-        """Finds, checks and imports the plugin `name`; raises PluginError as `load` describes."""
-        found = self.found(name)
-        if not found:
-            raise self._missing(name)
-        if len(found) > 1:
-            dists = " and ".join(f"{one.dist} {one.version}" for one in found)
-            hint = f"uninstall one of them: `pip uninstall {found[-1].dist}`"
-            raise PluginError("plugin-ambiguous", f"plugin `{name}` is provided by {dists}", hint=hint)
-        one = found[0]
-        needed = unmet_requirement(one)
-        if needed is not None:
-            message = f"{one.label} needs {needed}, but sley-core {core_version()} is installed"
-            hint = f"take {NEWER_CORE}, or a version of {one.dist} that this core suits"
-            raise PluginError("plugin-incompatible", message, hint=hint)
-        hooks = hooks_of(imported(one), one)
-        return Plugin(name, one.dist, one.version, records_of(hooks, one), hooks)
 
     def _missing(self, name: str) -> PluginError:
         """Returns the PluginError for a plugin that is not there: "plugin-missing" for Sley's own, else "plugin-unknown"."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from math import gcd, lcm
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from sley_core.plan.tables import (
     RunTable,
     TimelineTable,
 )
-from sley_core.plan.write import digest, to_tables, to_toml
+from sley_core.plan.write import movable, sections, to_tables
 from sley_core.records import Record
 from sley_core.sizes import round_up
 from sley_core.table import RecordKind
@@ -150,12 +151,12 @@ class Plan:
 
     def to_toml(self) -> str:
         """Returns the full plan as text that loads again to an equal plan."""
-        return to_toml(self)
+        return "\n".join(sections(self.tables))
 
     @cached_property
     def digest(self) -> str:
         """Hash that is equal for equal plans, in every process and on every machine."""
-        return digest(self)
+        return sha256("\n".join(sections(movable(self))).encode()).hexdigest()
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
         """Calls a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
@@ -183,7 +184,8 @@ class Plan:
         try:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
-            path = ("parallel", _odd_axis(sizes, str(error)))
+            axis = "wp" if "wdp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
+            path = ("parallel", axis)
             raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world, str(error)))]) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
@@ -192,14 +194,6 @@ class Plan:
     def located(self, error: SleyError) -> SleyError:
         """Adds places to diagnostics that have a path and no place; returns the same error: `raise plan.located(error)`."""
         return locate(error, self.document)
-
-
-def _odd_axis(sizes: ParallelTable, equation: str) -> str:
-    if "wdp" in equation:
-        return "wp"
-    if sizes.dp != "auto":
-        return "dp"
-    return "pp" if sizes.pp > 1 else "sp"
 
 
 def _fitting(sizes: ParallelTable, world: int, equation: str) -> str:

@@ -180,7 +180,9 @@ def apply(tables: dict[str, Any], text: str) -> KeyPath:
     """
     if not is_utf8(text):
         raise PlanError("set-invalid", f"`{printable(text)}` is not UTF-8")
-    name, equals, value_text = _split(text)
+    match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
+    assert match, text
+    name, equals, value_text = match[1].strip(), match[2], text[match.end() :].strip()
     if not equals:
         raise PlanError("set-invalid", f"`{text}` is not of the form key.path=VALUE", hint=_QUOTE)
     parts = _key(name)
@@ -211,13 +213,6 @@ def _step(here: Any, part: str, path: KeyPath) -> str | int:
     if int(part) == len(here):
         here.append({})
     return int(part)
-
-
-def _split(text: str) -> tuple[str, str, str]:
-    """Returns the text before the first equals sign outside quotes, the sign or "", and the text after it."""
-    match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
-    assert match, text
-    return match[1].strip(), match[2], text[match.end() :].strip()
 
 
 def _key(name: str) -> list[str]:

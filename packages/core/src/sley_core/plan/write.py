@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,22 +41,14 @@ def to_tables(plan: Plan) -> dict[str, Any]:
     return tables
 
 
-def to_toml(plan: Plan) -> str:
-    return "\n".join(sections(plan.tables))
-
-
-def digest(plan: Plan) -> str:
-    """Returns the SHA-256 of everything but the plan's source folder, which may differ between machines."""
-    return hashlib.sha256("\n".join(sections(_movable(plan))).encode()).hexdigest()
+def movable(plan: Plan) -> dict[str, Any]:
+    """Returns all tables of a plan but its source folder, which may differ between machines."""
+    return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
 def digested(plan: Plan) -> dict[str, str]:
     """Returns every value that the digest covers as text, by its key, to compare if digests differ."""
-    return {dotted(path): repr(value) for path, value in leaves(_movable(plan))}
-
-
-def _movable(plan: Plan) -> dict[str, Any]:
-    return {key: value for key, value in plan.tables.items() if key != "source_folder"}
+    return {dotted(path): repr(value) for path, value in leaves(movable(plan))}
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

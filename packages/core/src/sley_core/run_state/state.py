@@ -149,21 +149,17 @@ class TrainingState:
         if any(change.path[0] == "learning_rate" or change.path in RATES for change in different):
             # A plan that can no longer be loaded, as of weights that are gone, says nothing.
             with suppress(SleyError):
-                restoring.notes.append(self._rates(saved))
+                before, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
+                then, now, last = (
+                    plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
+                    for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
+                )
+                rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
+                restoring.notes.append(f"with the changed plan the learning rate is {rates}")
         self._check(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
         self._restore_rest(saved.description, restoring.notes)
         return restoring.notes
-
-    def _rates(self, saved: Saved) -> str:
-        """Returns a note on the learning rate under a changed plan."""
-        before, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
-        then, now, last = (
-            plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
-            for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
-        )
-        rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
-        return f"with the changed plan the learning rate is {rates}"
 
     def _restore_rest(self, about: SavedRun, notes: list[str]) -> None:
         """Restores loss scale, skips, position in the data and generators. Appends a note on each that it cannot restore."""

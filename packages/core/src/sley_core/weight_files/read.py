@@ -75,7 +75,17 @@ class WeightFiles:
                 raise refused(f"{_listed(twice)} in `{folder / file}` and in another file too")
             self.stored |= found
         if index is not None:
-            _check_index(index, self.stored, folder)
+            stored = self.stored
+            problems = {
+                "names tensors that no file has": [name for name in index if name not in stored],
+                "does not name tensors of its files": [name for name in stored if name not in index],
+                "names another file for": [
+                    name for name in stored if index.get(name, stored[name].file.name) != stored[name].file.name
+                ],
+            }
+            for what, names in problems.items():
+                if names:
+                    raise refused(f"`{folder / INDEX}` {what}: {_listed(names)}")
 
     @property
     def names(self) -> Sequence[str]:
@@ -146,20 +156,6 @@ def _index(folder: Path) -> dict[str, str]:
     if outside := sorted({file for file in found.values() if Path(file).name != file}):
         raise refused(f"`{path}` names `{outside[0]}`, which is not in its folder")
     return dict(found)
-
-
-def _check_index(index: dict[str, str], stored: dict[str, Stored], folder: Path) -> None:
-    """Raises RunError "weight-files" unless the index names exactly the tensors of its files, each with its file."""
-    problems = {
-        "names tensors that no file has": [name for name in index if name not in stored],
-        "does not name tensors of its files": [name for name in stored if name not in index],
-        "names another file for": [
-            name for name in stored if index.get(name, stored[name].file.name) != stored[name].file.name
-        ],
-    }
-    for what, names in problems.items():
-        if names:
-            raise refused(f"`{folder / INDEX}` {what}: {_listed(names)}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -96,7 +96,14 @@ class _TreeSum:
             return
         self._is_joined = True
         self.work.wait()
-        own = self._joined()
+        num_rows = self._in.shape[1] // self._num_uses
+        sums = PartialSums(self._num_leaves)
+        for coord, nodes in enumerate(self._nodes):
+            for use in range(self._num_uses):
+                for at, node in enumerate(nodes):
+                    sums.put(use, node, self._in[coord, use * num_rows + at])
+        root = Node(0, self._num_leaves)
+        own = add_uses([sums.take(use, root, self._in[0, 0]) for use in range(self._num_uses)])
         if self.buffer.shard is not None:
             self.buffer.own.copy_(own)
             self.buffer.zero_padding()
@@ -116,16 +123,6 @@ class _TreeSum:
         if self._whole is not None and self._whole.data_ptr() != self.buffer.data.data_ptr():
             self.buffer.data.copy_(self._whole[: self.buffer.data.numel()])
         self.work.wait_sent()
-
-    def _joined(self) -> Tensor:
-        num_rows = self._in.shape[1] // self._num_uses
-        sums = PartialSums(self._num_leaves)
-        for coord, nodes in enumerate(self._nodes):
-            for use in range(self._num_uses):
-                for at, node in enumerate(nodes):
-                    sums.put(use, node, self._in[coord, use * num_rows + at])
-        root = Node(0, self._num_leaves)
-        return add_uses([sums.take(use, root, self._in[0, 0]) for use in range(self._num_uses)])
 
 
 def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
