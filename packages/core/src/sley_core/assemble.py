@@ -6,7 +6,7 @@ values ──> parameter registry ──> `Parts` ──> plugins attached, opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from sley_core.attach import AssemblyFacts, memory_of, outputs_of, samples_of, s
 from sley_core.comm.collectives import agree
 from sley_core.comm.groups import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
-from sley_core.data.dataset import DataContext
+from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.direct import WeightQueue
@@ -31,7 +31,7 @@ from sley_core.engine.reduction import reduction_class
 from sley_core.engine.refusals import check_hooks, refuse_left_over
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
-from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
+from sley_core.engine.shards import AXIS, Shards, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_of, tie_groups, timed_costs
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
@@ -40,31 +40,24 @@ from sley_core.memory.pool import Pools
 from sley_core.memory.run_memory import MoveNumbers
 from sley_core.model.buffers import notes_of, train
 from sley_core.model.build import build_on_meta
-from sley_core.model.layers import Model
+from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import is_kept
 from sley_core.model.values import HostModel
 from sley_core.optim.build import frozen, leave_compiler_out
 from sley_core.plan.check import check_plan
 from sley_core.plan.write import digested
 from sley_core.process import keep_freed_memory
-from sley_core.records import ProcessGroupRecord, steps_on_host
+from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
-from sley_core.topology import AXES, GroupEntry
+from sley_core.topology import AXES, GroupEntry, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from sley_core.comm.world import World
-    from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.engine.boundary import Description
-    from sley_core.engine.shards import Shards
     from sley_core.memory.state import OffloadManager
-    from sley_core.model.layers import Layer
     from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
     from sley_core.protocols import SequenceCommunicator, WeightCommunicator
-    from sley_core.records import OffloadManagerRecord
-    from sley_core.topology import Topology
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:

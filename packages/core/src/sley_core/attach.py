@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import Slices, check_tokens, sliced_info
-from sley_core.data.dataset import DataContext
+from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
@@ -29,33 +29,39 @@ from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
-from sley_core.engine.weights import Masters
+from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, dotted
 from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.run_memory import CountsOf, RunMemory
-from sley_core.memory.state import Holds, HoldsMessages, Part, Trims
+from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
 from sley_core.optim.shared import PLAIN
 from sley_core.optimizer_probe import traits_of
-from sley_core.protocols import Counts, Keeps, MetricsWriter, Rewinds
+from sley_core.protocols import (
+    ActivationPolicy,
+    Counts,
+    GradientHandler,
+    Keeps,
+    MetricsWriter,
+    Rewinds,
+    SchedulerHook,
+    StageLink,
+    WeightCommunicator,
+)
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
-    from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
     from sley_core.engine.timeline import StepProfiler, StepTimeline
-    from sley_core.engine.weights import Stepped
     from sley_core.memory.pool import Pools
-    from sley_core.memory.state import OffloadManager
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
-    from sley_core.protocols import ActivationPolicy, GradientHandler, SchedulerHook, StageLink, WeightCommunicator
     from sley_core.topology import Topology
 
 

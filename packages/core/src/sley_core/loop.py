@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
-from sley_core.engine.totals import Votes, refusal
+from sley_core.engine.totals import PendingTotals, Votes, refusal
 from sley_core.hookspecs import NOTIFICATIONS
-from sley_core.memory.run_memory import TO_STEP
-from sley_core.run_state.state import checkpointer_of
+from sley_core.memory.run_memory import TO_STEP, RunMemory
+from sley_core.run_state.state import TrainingState, checkpointer_of
 
 if TYPE_CHECKING:
     from sley_core.attach import RunOutputs, Samples
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, ModelOutputs, StepBatch
     from sley_core.engine.stepper import Stepper
-    from sley_core.engine.totals import PendingTotals
-    from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Plan
-    from sley_core.run_state.state import TrainingState
 
 Row = dict[str, float | int]
 

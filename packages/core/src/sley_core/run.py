@@ -23,31 +23,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from sley_core.attach import counts_of, rows_of
+from sley_core.attach import AssemblyFacts, RunOutputs, Samples, counts_of, rows_of
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
-from sley_core.engine.save import WeightSaver
-from sley_core.engine.step_batch import ModelOutputs
+from sley_core.engine.save import Precision, WeightSaver
+from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import RunError, StateError, UsageError, closed
 from sley_core.loop import Loop, Row
-from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
-from sley_core.run_state.state import AUTO
+from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP, RunMemory
+from sley_core.run_state.state import AUTO, TrainingState
 from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.attach import AssemblyFacts, RunOutputs, Samples
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
-    from sley_core.engine.save import Precision
-    from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
-    from sley_core.memory.run_memory import RunMemory
     from sley_core.memory.state import Part
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Restored
-    from sley_core.run_state.state import TrainingState
 
 Outcome = Literal["finished", "interrupted", "failed"]
 

@@ -33,7 +33,7 @@ from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import IN_USE, derive, own_generators, seed_own
 from sley_core.model.attention import varlen
 from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
-from sley_core.protocols import ActivationPolicy
+from sley_core.protocols import ActivationPolicy, SchedulerHook
 
 if TYPE_CHECKING:
     from sley_core.actions.action import Action
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from sley_core.engine.positions import PositionProbe
     from sley_core.engine.replicas import WriteWatch
     from sley_core.model.layers import Layer
-    from sley_core.protocols import SchedulerHook
 
 _ASIDE = ContextVar("aside", default=False)
 

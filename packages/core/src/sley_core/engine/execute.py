@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
+from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, StageChunk, Transfer, actions_of
 from sley_core.engine.boundary import Description, Leaf, flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
@@ -29,10 +29,9 @@ from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import RunError, note_origin
 from sley_core.generators import IN_USE
 from sley_core.model.tensors import version_of
-from sley_core.protocols import SplitLogits
+from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
 
 if TYPE_CHECKING:
-    from sley_core.actions.action import Placement, StageChunk
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
     from sley_core.engine.gradients import GradientStore
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.engine.timeline import ActionClock
     from sley_core.model.layers import Layer
-    from sley_core.protocols import Loss, SchedulerHook, StageLink, WeightCommunicator
 
 
 @dataclass(eq=False)

@@ -37,14 +37,13 @@ from torch import Tensor, nn
 from sley_core.engine.boundary import copied
 from sley_core.engine.call import is_aside, tensors_in
 from sley_core.engine.step_batch import gathered, spot_of, whole
-from sley_core.engine.step_state import Phase
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
 from sley_core.records import LossRecord
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
     from sley_core.data.dataset import Batch, Field
-    from sley_core.engine.step_state import MicroStep
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Loss

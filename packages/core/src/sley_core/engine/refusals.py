@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.shards import FACE, GRADIENT, OF_SHARD
+from sley_core.engine.shards import FACE, GRADIENT, OF_SHARD, Shards
 from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.generators import leaves_in
-from sley_core.model.layers import MODEL
+from sley_core.model.layers import MODEL, Layer, Model
 
 if TYPE_CHECKING:
     from sley_core.engine.registry import Stages
-    from sley_core.engine.shards import Shards
-    from sley_core.model.layers import Layer, Model
 
 
 _ANSWERED = FACE | OF_SHARD | GRADIENT | {Tensor.__repr__}

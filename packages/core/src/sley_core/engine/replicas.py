@@ -13,7 +13,7 @@ forward writes weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,8 +27,6 @@ from sley_core.model.buffers import is_per_rank, refuse_written
 from sley_core.model.tensors import fingerprint, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from sley_core.comm.groups import Group
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from sley_core.comm.collectives import all_gather
 from sley_core.errors import RunError
-from sley_core.model.layers import like
+from sley_core.model.layers import Layer, like
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group, Groups
     from sley_core.engine.registry import Param
-    from sley_core.model.layers import Layer
 
 AXIS = "wp"
 """The axis over which weights are cut."""

@@ -227,7 +227,9 @@ class ModelOutputs:
             for tensors, structure in taken:
                 if structure != taken[0][1] or not all(_has(tensor, samples) for tensor in tensors):
                     shapes, (dim, length) = [list(tensor.shape) for tensor in tensors], samples
-                    message = f"an output of shapes {shapes} does not have its micro-batch's {length} samples along dim {dim}"
+                    message = (
+                        f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
+                    )
                     raise RunError("outputs-apart", message, hint="give a list of micro-batches: each gets its own output")
             places = zip(*(tensors for tensors, _ in taken), strict=True)
             outputs = [unflatten([torch.cat(every, samples[0]) for every in places], taken[0][1])]

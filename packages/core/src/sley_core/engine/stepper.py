@@ -16,26 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import actions_of
+from sley_core.actions.action import Lowered, actions_of
 from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_error, exchanges_of
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.parts import StepEvents
-from sley_core.engine.step_batch import BatchWeight
+from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.step_state import StepState
 from sley_core.engine.totals import PendingTotals, Votes
 from sley_core.errors import RunError, closed
 
 if TYPE_CHECKING:
-    from sley_core.actions.action import Lowered
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
-    from sley_core.engine.step_batch import StepBatch
     from sley_core.engine.timeline import ActionClock
     from sley_core.engine.update import Update
     from sley_core.protocols import GradientHandler

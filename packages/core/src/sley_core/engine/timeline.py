@@ -27,11 +27,10 @@ from sley_core.actions.action import Action, Kind
 from sley_core.actions.draw import chrome_trace
 from sley_core.actions.simulate import Costs, TimedAction, Timeline, simulate
 from sley_core.comm.collectives import gather_objects
-from sley_core.comm.device import Device
+from sley_core.comm.device import Device, Moment
 from sley_core.json_text import write_whole
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Moment
     from sley_core.comm.groups import Groups
     from sley_core.engine.stepper import Stepper
     from sley_core.topology import Topology

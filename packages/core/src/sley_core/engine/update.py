@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
-from sley_core.engine.buffers import NormGroup
+from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
 from sley_core.engine.totals import NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
@@ -47,9 +47,6 @@ from sley_core.optim.shared import (
     step_if,
     with_own_gradients,
 )
-
-if TYPE_CHECKING:
-    from sley_core.engine.buffers import ElementRange
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""

@@ -8,20 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.comm.copies import storage_id
-from sley_core.comm.device import on_stream
+from sley_core.comm.device import Device, on_stream
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.inventory import same_place
-from sley_core.memory.state import COPIED, PARTS, Moved, Part, Where, is_away
+from sley_core.memory.inventory import MemoryInventory, same_place
+from sley_core.memory.state import COPIED, PARTS, Moved, OffloadManager, Part, Where, is_away
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from sley_core.comm.device import Device
     from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
-    from sley_core.memory.inventory import MemoryInventory
-    from sley_core.memory.state import OffloadManager, Part
 
 
 TO_STEP = PARTS

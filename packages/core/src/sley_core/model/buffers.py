@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sley_core.errors import PlanError
-from sley_core.model.layers import MODEL, Layer
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from sley_core.model.layers import Layer, Model
-
+from sley_core.model.layers import MODEL, Layer, Model
 
 NAMED = 3
 

@@ -17,9 +17,9 @@ from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import plan_from_text, with_values
 from sley_core.plan.write import changes, refuse_changes
-from sley_core.protocols import Checkpointer
+from sley_core.protocols import Checkpointer, CheckpointFiles, Restored
 from sley_core.records import CheckpointerRecord
-from sley_core.run_state.pieces import BUFFERS, WEIGHTS, Saved, SavedRun
+from sley_core.run_state.pieces import BUFFERS, WEIGHTS, Saved, SavedRun, TensorPiece
 from sley_core.run_state.tensors import Restoring, RunTensors, generators, restore_generators
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.plan.loader import Loader
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import CheckpointFiles, Restored
-    from sley_core.run_state.pieces import TensorPiece
 
 T = TypeVar("T")
 

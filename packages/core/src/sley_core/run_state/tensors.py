@@ -9,7 +9,7 @@ ranks/<rank>/extra/<name>        extra states of its modules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,25 +22,30 @@ from sley_core.engine.save import extra_state, set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
-from sley_core.optim.shared import attributes_of, copied, in_training, load, options_to_save, shared_to_save, shared_values
+from sley_core.optim.shared import (
+    Shared,
+    attributes_of,
+    copied,
+    in_training,
+    load,
+    options_to_save,
+    shared_to_save,
+    shared_values,
+)
 from sley_core.plan.load import resolve
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
-from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, TensorPiece, region_of
+from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, Saved, TensorPiece, region_of
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sley_core.comm.device import Device
     from sley_core.engine.parts import Parts
     from sley_core.engine.update import Update
     from sley_core.engine.weights import Stepped
     from sley_core.memory.run_memory import RunMemory
-    from sley_core.optim.shared import Shared
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Keeps
-    from sley_core.run_state.pieces import Saved
     from sley_core.weight_files.read import TensorKind
 
 OPTIONS = "options/"

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,7 @@ from torch import Tensor
 from sley_core.errors import RunError
 from sley_core.json_text import sync_names
 from sley_core.sizes import split_by_size
-from sley_core.weight_files.read import INDEX, SINGLE
-
-if TYPE_CHECKING:
-    from sley_core.weight_files.read import Tensors
-
+from sley_core.weight_files.read import INDEX, SINGLE, Tensors
 
 FILE_BYTES = 5 * 10**9
 """The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.engine.canonical.tree import Node, PartialSums, add_uses
+from sley_core.engine.canonical.tree import CanonicalReduction, Node, PartialSums, add_uses
 from sley_core.engine.reduction import Sums
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sley_core.comm.progress import SentBytes
     from sley_core.comm.transport import Work
     from sley_core.engine.buffers import GradientBuffer
-    from sley_core.engine.canonical.tree import CanonicalReduction
     from sley_core.engine.gradients import GradientStore
 
 MAX_UNDER_WAY = 2

@@ -35,7 +35,7 @@ from sley_core.engine.accumulators import Accumulator, add_at
 from sley_core.engine.canonical.totals import ExactTotals, tree_sum, weight_digits, weight_of
 from sley_core.engine.direct import is_plain_embedding, is_plain_linear
 from sley_core.engine.reduction import Reduction, Sums
-from sley_core.engine.registry import Param
+from sley_core.engine.registry import Param, Stages
 from sley_core.errors import Diagnostic, PlanError, RunError, UsageError
 from sley_core.model.layers import MODEL
 from sley_core.topology import DEFAULT_LANE
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from sley_core.comm.progress import SentBytes
     from sley_core.engine.buffers import NormGroup
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.registry import Stages
     from sley_core.engine.step_state import StepState
 
 
