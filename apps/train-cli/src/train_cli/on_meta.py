@@ -22,7 +22,7 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, RunError, SleyError
-from sley_core.model.buffers import is_per_rank, normalisers_written, refuse_written
+from sley_core.model.buffers import is_per_rank, refuse_written
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from train_cli.progress import MIB, memory, parameters
@@ -191,7 +191,7 @@ def check_layers(
                 return None
             written += [
                 (name, module)
-                for name, module in normalisers_written(layer, state)
+                for name, module in _normalisers_written(layer, state)
                 if not is_per_rank(name, model.per_rank_buffers)
             ]
         except SleyError as error:
@@ -263,3 +263,18 @@ def _shape(value: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")
+
+
+def _normalisers_written(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
+    """Returns the running statistics that a call of `layer` wrote, by name, with their modules.
+
+    state: the tensors that the call had as buffers, fresh before it. torch increments the version of their counter alone.
+    """
+    return [
+        (f"{layer.name}.{prefix}{attribute}", module)
+        for name, module in layer.module.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for prefix in [f"{name}." if name else ""]
+        if (count := state.get(f"{prefix}num_batches_tracked")) is not None and count._version > 0
+        for attribute, _ in module.named_buffers(recurse=False)
+    ]

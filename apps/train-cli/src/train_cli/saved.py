@@ -118,6 +118,20 @@ def _description_or_none(files: CheckpointFiles, path: str) -> SavedRun | None:
         return None
 
 
+def _step_of(folder: Path) -> tuple[str, int | None]:
+    """Returns the attempt of a run that wrote the files in `folder`, and after which step; "" and None for other files.
+
+    Raises RunError "weight-files".
+    """
+    from sley_core.weight_files.read import SINGLE, opened
+
+    file = next(iter(sorted(folder.glob("model*.safetensors"))), folder / SINGLE)
+    with opened(file, "numpy") as content:
+        facts = content.metadata() or {}
+    step = str(facts.get("step", ""))
+    return str(facts.get("attempt", "")), int(step) if step.isdecimal() else None
+
+
 def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
     """Returns the folder of the newest weights of the run in `folder`, and the step after which they were saved, None if that
     is not known: its final weights, or an intact checkpoint that it wrote. Of the same step, the final weights.
@@ -125,12 +139,10 @@ def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
     Weights and checkpoints of steps that the run has not taken (it went back, or was begun anew) do not count. Raises
     UsageError "no-weights" if there are neither.
     """
-    from sley_core.weight_files.read import step_of
-
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
     if (folder / WEIGHTS).is_dir():
-        writer, step = step_of(folder / WEIGHTS)
+        writer, step = _step_of(folder / WEIGHTS)
         if attempt is None or step is None or attempt.took(writer, step):
             final = folder / WEIGHTS, step
     own = checkpoints_of(plan, folder)

@@ -113,21 +113,6 @@ def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequen
     return field
 
 
-def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
-    """Returns the table inside a field, and how a key path enters it: "" for the table itself, ".N" for one of an array."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        return annotation, ""
-    if origin is Annotated:
-        return inner_table(args[0])
-    if origin in (Union, types.UnionType):
-        return next((found for arm in args if (found := inner_table(arm))), None)
-    if origin in (tuple, dict) and args:
-        found = inner_table(args[0] if origin is tuple else args[1])
-        return (found[0], (".N" if origin is tuple else ".NAME") + found[1]) if found else None
-    return None
-
-
 def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
     """Returns type and metadata of `part` inside a value of type `annotation`, one level of `field_at`."""
     origin, args = get_origin(annotation), get_args(annotation)

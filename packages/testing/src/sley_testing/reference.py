@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import dedent
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -25,7 +26,7 @@ from sley_core.plan.loader import Loader
 from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
 from sley_core.plan.write import inline
 from sley_core.table import Table
-from sley_core.words import inner_table, takes
+from sley_core.words import takes
 
 HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 """The fixed lines of a hook's docstring, in their order."""
@@ -208,3 +209,18 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     sys.stdout.write({"hooks": hooks_page, "plan": plan_page}[sys.argv[1]]())
+
+
+def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
+    """Returns the table inside a field, and how a key path enters it: "" for the table itself, ".N" for one of an array."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return annotation, ""
+    if origin is Annotated:
+        return inner_table(args[0])
+    if origin in (Union, UnionType):
+        return next((found for arm in args if (found := inner_table(arm))), None)
+    if origin in (tuple, dict) and args:
+        found = inner_table(args[0] if origin is tuple else args[1])
+        return (found[0], (".N" if origin is tuple else ".NAME") + found[1]) if found else None
+    return None

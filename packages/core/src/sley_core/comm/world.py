@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +25,6 @@ from sley_core.comm import startup
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, Simulation, make_groups
 from sley_core.comm.guard import first_line
-from sley_core.comm.startup import gather_values, value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
@@ -123,60 +122,6 @@ class World(AbstractContextManager["World"]):
         raise, if they have met (`Rendezvous.all_or_none`); without a rendezvous it does nothing.
         """
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
-
-    def from_first(self, make: Callable[[], T], what: str) -> T:
-        """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over the
-        default group.
-
-        make: returns a value serialisable as JSON. what: describes what it does, for errors. Raises what `make` raises on the
-        first rank, RunError `start-failed` on the others.
-        """
-        if self.size == 1:
-            return make()
-        box: list[tuple[T | None, str]] = [(None, "")]
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                box = [(make(), "")]
-            except Exception as error:
-                failure = error
-                box = [(None, f"{type(error).__name__}: {first_line(error)}")]
-        # Over the default group: all ranks assemble one plan, and call this before any of them makes a group.
-        try:
-            value, fault = value_of_first(box[0])
-        except RuntimeError as error:
-            message = f"rank {self.rank} heard nothing from rank 0, which was to {what}: {first_line(error)}"
-            raise failure or RunError("start-failed", message) from error
-        if failure is not None:
-            raise failure
-        if fault:
-            raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
-        found: T = value  # without a fault it is what `make` returned
-        return found
-
-    def on_all(self, make: Callable[[], T], what: str) -> T:
-        """Calls `make` on every rank and returns each rank its own result; a blocking collective over the default group.
-
-        what: describes what it does, for errors. Raises what `make` raises on that rank, RunError `start-failed` on the others.
-        """
-        if self.size == 1:
-            return make()
-        try:
-            found = make()
-        except Exception as error:
-            with suppress(RuntimeError):  # ranks that are late, or gone, must not hide this rank's error
-                gather_values(f"{type(error).__name__}: {first_line(error)}")
-            raise
-        # Over the default group: every rank calls it exactly once, here or above.
-        try:
-            faults = gather_values("")
-        except RuntimeError as error:
-            message = f"rank {self.rank} heard nothing from a rank that was to {what}: {first_line(error)}"
-            raise RunError("start-failed", message) from error
-        for rank, fault in enumerate(faults):
-            if fault:
-                raise RunError("start-failed", f"rank {rank} could not {what}: {fault}")
-        return found
 
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, attaches: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import time
@@ -179,7 +178,7 @@ def model_flops_per_token(layers: Iterable[nn.Module], sequence: int, whole: Map
 _LOOK_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
-STATUS, STATM = Path("/proc/self/status"), Path("/proc/self/statm")
+STATUS = Path("/proc/self/status")
 
 
 def memory_mb(device: torch.device) -> float:
@@ -205,12 +204,3 @@ def resident_mb() -> float:
 
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def private_mb() -> float:
-    """Returns the memory that this process holds for itself alone, without mapped files, in MiB; 0 if unknown."""
-    try:
-        _, resident, shared, *_ = STATM.read_bytes().split(maxsplit=3)
-    except (OSError, ValueError):
-        return 0.0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 2**20

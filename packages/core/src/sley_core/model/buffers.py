@@ -6,7 +6,7 @@ A running mean, for example, is the mean of this rank's samples, and nothing red
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -81,21 +81,6 @@ def refuse_written(found: Sequence[tuple[str, nn.Module]]) -> None:
         hint="to let each replica keep its own, return "
         f"`sley_core.api.model.Model(layers, per_rank_buffers=({patterns},))` from the factory{others}",
     )
-
-
-def normalisers_written(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Returns the running statistics that a call of `layer` wrote, by name, with their modules.
-
-    state: the tensors that the call had as buffers, fresh before it. torch increments the version of their counter alone.
-    """
-    return [
-        (f"{layer.name}.{prefix}{attribute}", module)
-        for name, module in layer.module.named_modules()
-        if isinstance(module, _NormBase)
-        for prefix in [f"{name}." if name else ""]
-        if (count := state.get(f"{prefix}num_batches_tracked")) is not None and count._version > 0
-        for attribute, _ in module.named_buffers(recurse=False)
-    ]
 
 
 MOST_NAMED = 3

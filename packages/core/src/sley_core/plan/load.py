@@ -73,13 +73,6 @@ def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
     return resolve(replace(plan.document, tables=tables), plan.loader)
 
 
-def with_tables(plan: Plan, tables: Mapping[str, Any]) -> Plan:
-    """Returns a plan with whole tables changed, which have no place; None removes one. Checked with the same plugins."""
-    kept = {key: value for key, value in plan.document.tables.items() if key not in tables}
-    given = {key: plain(value) for key, value in tables.items() if value is not None}
-    return resolve(replace(plan.document, tables={**kept, **given}), plan.loader)
-
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """A name without a dot, which tells it from a record's."""
 

@@ -98,18 +98,6 @@ class WeightFiles:
         return read_tensor(self.stored[name].file, name)
 
 
-def step_of(folder: Path) -> tuple[str, int | None]:
-    """Returns the attempt of a run that wrote the files in `folder`, and after which step; "" and None for other files.
-
-    Raises RunError "weight-files".
-    """
-    file = next(iter(sorted(folder.glob("model*.safetensors"))), folder / SINGLE)
-    with opened(file, "numpy") as content:
-        facts = content.metadata() or {}
-    step = str(facts.get("step", ""))
-    return str(facts.get("attempt", "")), int(step) if step.isdecimal() else None
-
-
 def read_tensor(file: Path, name: str) -> Tensor:
     """Returns the tensor `name` of `file` as a copy in memory; closes the file, so that none of its pages stays mapped.
 

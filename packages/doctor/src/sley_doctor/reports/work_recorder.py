@@ -25,7 +25,6 @@ from torch import Tensor
 
 from sley_core.actions.action import Action, Transfer
 from sley_core.comm import progress as standing_at
-from sley_core.metrics.throughput import private_mb
 from sley_doctor.reports.work_file import WorkFile, WorkSamples
 from sley_doctor.reports.work_record import (
     BEGINNING,
@@ -54,6 +53,15 @@ try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
+
+
+def private_mb() -> float:
+    """Returns the memory that this process holds for itself alone, without mapped files, in MiB; 0 if unknown."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_bytes().split(maxsplit=3)
+    except (OSError, ValueError):
+        return 0.0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def used() -> Usage:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from sley_core.comm.guard import first_line
+from sley_core.comm.startup import value_of_first
 from sley_core.data.batches import Slices, cut
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -29,6 +31,7 @@ from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.execute import InFlight, describe, edges_of
+from sley_core.errors import RunError
 from sley_core.model.values import HostModel
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
@@ -393,4 +396,33 @@ def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], 
                 seconds.append(round(times.whole_s, DIGITS))
         return seconds
 
-    return world.from_first(measure, "time the layers")
+    return from_first(world, measure, "time the layers")
+
+
+def from_first(world: World, make: Callable[[], list[float]], what: str) -> list[float]:
+    """Calls `make` on the first rank and returns its result on all ranks: a blocking collective over the default group.
+
+    what: describes what it does, for errors. Raises the error of `make` on rank 0, RunError `start-failed` on the others.
+    """
+    if world.size == 1:
+        return make()
+    box: tuple[list[float] | None, str] = (None, "")
+    failure: Exception | None = None
+    if world.rank == 0:
+        try:
+            box = (make(), "")
+        except Exception as error:
+            failure = error
+            box = (None, f"{type(error).__name__}: {first_line(error)}")
+    # All ranks assemble one plan, and call this before any of them makes a group.
+    try:
+        value, fault = value_of_first(box)
+    except RuntimeError as error:
+        message = f"rank {world.rank} heard nothing from rank 0, which was to {what}: {first_line(error)}"
+        raise failure or RunError("start-failed", message) from error
+    if failure is not None:
+        raise failure
+    if fault:
+        raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
+    found: list[float] = value  # without a fault it is what `make` returned
+    return found

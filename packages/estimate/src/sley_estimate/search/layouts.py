@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from sley_core.errors import PluginError, SleyError, UsageError
 from sley_core.plan.check import check_offload
-from sley_core.plan.load import with_tables
 from sley_core.plan.plan import Component, Plan
 from sley_core.records import GradientHandlerRecord, OffloadManagerRecord, Record, ScheduleRecord
 from sley_core.table import RecordKind
 from sley_estimate.hookspecs import NO_HINT, hint_of, hints_of
+from sley_estimate.layers.variants import with_tables
 
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer", "offload"]
 """What differs between layouts; `dp` follows. Offload that works by call alone stays as the plan has it."""
