@@ -197,9 +197,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
 
 
 def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
-    """Returns the numbers of parts that implement `protocols.Counts`, and of offload managers, by their names in the plan; a
-    name that the plan lists twice is followed by its number.
-    """
+    """Returns the numbers of parts with `protocols.Counts`, and of offload managers, by unique names of the plan."""
     parts = [*parts_of(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:

@@ -189,9 +189,7 @@ class RunAttempt:
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
     def begin(self, step: int) -> None:
-        """Writes the attempt into the run's folder, before its first step or save; does nothing the second time. step: how many
-        are done. Raises RunError "attempt" if the folder has rows of another attempt.
-        """
+        """Writes the attempt into the run's folder, once, before its first step or save. Raises RunError "attempt"."""
         if self._is_begun or not self._is_first_rank:
             return
         if self.current is None and self.folder is not None and next(rows(self.folder), None) is not None:

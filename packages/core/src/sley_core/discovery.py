@@ -25,9 +25,7 @@ NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository th
 
 @dataclass(frozen=True)
 class Found:
-    """A plugin, by the metadata of its distribution. entry_point: None if `module` is given instead. requires: the
-    distribution's `Requires-Dist` lines.
-    """
+    """A plugin, by the metadata of its distribution. entry_point: None for a given `module`. requires: `Requires-Dist`."""
 
     name: str
     dist: str
@@ -42,9 +40,7 @@ class Found:
 
 
 def installed() -> Mapping[str, list[Found]]:
-    """Returns all plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none; if it is on the path
-    twice, the first counts, as for an import.
-    """
+    """Returns all plugins on `sys.path`, by name; of a distribution that is there twice the first, as for an import."""
     plugins_by_name: dict[str, list[Found]] = {}
     dists: set[str] = set()
     for entry in map(Path, sys.path):  # an empty entry is the current folder
@@ -59,9 +55,7 @@ def installed() -> Mapping[str, list[Found]]:
 
 @cache
 def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
-    """Returns the distributions with plugins at one entry of `sys.path`, by canonical name. changed: the time of the folder, by
-    which the result is cached: reading an environment takes 4 ms, for each plan that is loaded.
-    """
+    """Returns the distributions with plugins at one entry of `sys.path`, by canonical name; cached, as that takes 4 ms."""
     dists = []
     for dist in distributions(path=[entry]):
         text = ""

@@ -47,10 +47,7 @@ def call_factory(name: str, path: KeyPath, folder: Path | None, options: Mapping
 
 
 def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
-    """Imports the callable that `"package.module:attribute"` names; `folder` stays on `sys.path` from now on.
-
-    Raises PlanError "factory-import".
-    """
+    """Imports the callable `"package.module:attribute"`; `folder` stays on `sys.path`. Raises PlanError "factory-import"."""
     if folder and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     module_name, _, attribute = name.partition(":")

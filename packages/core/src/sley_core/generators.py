@@ -196,9 +196,7 @@ def leaves_in(value: Any, visited: set[int], depth: int = _DEPTH) -> Iterator[An
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yields the objects to which `value` refers: items, attributes, and for a function its enclosed values and defaults, and
-    of the globals that it names generators, containers, and functions of its own file.
-    """
+    """Yields the objects to which `value` refers, and those of a function's globals that may hold generators."""
     if isinstance(value, Mapping):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):

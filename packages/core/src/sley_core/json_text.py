@@ -14,18 +14,12 @@ from typing import Any, BinaryIO
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Returns `value` as JSON text; infinities and NaN become null, since JSON has no such numbers.
-
-    Raises TypeError for a type that JSON has no form for.
-    """
+    """Returns `value` as JSON text, with null for infinities and NaN. Raises TypeError for a type that JSON has no form for."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path`, indented; a reader sees, at any moment, either the old text or the new one, complete.
-
-    Raises OSError, naming the file, if it cannot be written.
-    """
+    """Writes `value` to `path`, indented and atomically. Raises OSError, naming the file, if it cannot be written."""
     write_whole(path, to_json(value, indent=2) + "\n")
 
 

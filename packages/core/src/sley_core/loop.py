@@ -29,9 +29,7 @@ Row = dict[str, float | int]
 
 @dataclass(frozen=True)
 class CallCounts:
-    """What the calls of a step have read. count: tokens or samples (`Meter.unit`) of all ranks. seconds: of the calls before
-    the last one. samples: their numbers in the data set.
-    """
+    """What the calls of a step have read. count: of all ranks, in `Meter.unit`. seconds: of the calls but the last."""
 
     count: int = 0
     seconds: float = 0.0

@@ -372,9 +372,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require(self, what: str, parts: Sequence[Part]) -> None:
-        """Lets the device's work wait for `parts` of the run's memory, and for all that is stepped if the optimizer has modes.
-        Raises StateError `memory-away`.
-        """
+        """Lets the device wait for `parts`, and for all that is stepped if the optimizer has modes. Raises StateError."""
         self.memory.require(what, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
 
     def _check_open(self) -> None:

@@ -148,10 +148,7 @@ class Topology:
                     yield GroupEntry(axis, lane, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> Iterator[tuple[int, ...]]:
-        """Yields every group of `axis`, each once, by its first rank, in ascending order.
-
-        stage: only those that ranks of this stage belong to.
-        """
+        """Yields every group of `axis`, each once, by its first rank, ascending. stage: only those of ranks of this stage."""
         size = self.ranks_per_stage
         done: set[int] = set()
         for rank in range(self.world) if stage is None else range(stage * size, (stage + 1) * size):

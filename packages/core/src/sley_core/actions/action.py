@@ -112,10 +112,7 @@ def sequential(num_micros: int) -> list[Action]:
 
 
 def forward_only(actions: Iterable[Action]) -> list[Action]:
-    """Returns the list of an evaluation: the forwards of a training list, in their order.
-
-    Lists of all stages that run without deadlock still do so afterwards, since forwards wait for forwards alone.
-    """
+    """Returns the list of an evaluation: the forwards of a training list, in their order, which cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 

@@ -62,10 +62,7 @@ EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWA
 
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
-    """Checks that each list holds every action that a step of `micros` micro-batches needs, once, in a possible order.
-
-    Dependencies between stages are not checked here. Raises PlanError "schedule-wrong" with the first bad action.
-    """
+    """Raises PlanError "schedule-wrong" unless each list has every action of a step once, in an order possible on its stage."""
     if len(lists) != placement.stages:
         message = f"the schedule has {len(lists)} lists for {placement.stages} stages"
         raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
@@ -291,9 +288,7 @@ def _lowered(
     placement: Placement,
     order: dict[Delivery, int],
 ) -> Lowered:
-    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. made: what each action makes. sends: of that, if
-    another stage needs it. order: of all transfers, the same on all stages.
-    """
+    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: of all transfers, the same on all stages."""
     posts = posts_of(actions, made, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
     steps: list[Step] = [*posts.get(0, ())]

@@ -28,10 +28,7 @@ _GATHER, _REDUCE = (
 
 
 class Backend(Transport):
-    """Asks `lane`, which is lane `name` of a group with the log `log`.
-
-    is_coalesced: whether it is given several tensors in one call.
-    """
+    """Asks `lane`, lane `name` of a group with the log `log`. is_coalesced: whether several tensors are one call."""
 
     def __init__(self, members: Members, name: str, lane: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool) -> None:
         self.members = members
@@ -267,10 +264,7 @@ def message_transports(
 
 @cache
 def installed_transports() -> tuple[TransportRecord, ...]:
-    """Returns the transports between CPU ranks that installed packages bring, sorted by name.
-
-    Raises PluginError "transport-import" for one that cannot be imported.
-    """
+    """Returns the transports that installed packages bring, sorted by name. Raises PluginError "transport-import"."""
     records = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         try:
@@ -282,10 +276,7 @@ def installed_transports() -> tuple[TransportRecord, ...]:
 
 
 def common_transports(everyone: Members, lane: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
-    """Returns the installed transports that every rank of the world has; a collective of `everyone` over `lane`.
-
-    A host may lack a package that another has, and connecting is a collective.
-    """
+    """Returns the installed transports that every rank has, since connecting is a collective; so is this."""
     mine = installed_transports()
     gather = partial(gather_values, [record.name for record in mine], lane)
     theirs = [set(names) for names in guarded(gather, turn_of("comparing", everyone, "installed transports"))]

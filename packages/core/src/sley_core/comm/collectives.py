@@ -87,9 +87,7 @@ class LandingPending(Pending):
 
 
 def goes_by_host(tensor: Tensor, group: Group, lane: str) -> bool:
-    """Returns whether a message of `tensor` must be one of the host's memory: gloo, which ranks that share a device talk by,
-    takes the address of whatever it is given to send for one of the host.
-    """
+    """Returns whether a message must be in host memory: gloo takes any address for one of the host."""
     return tensor.device.type != "cpu" and dist.get_backend(group.lane(lane)) == "gloo"
 
 
@@ -108,10 +106,7 @@ def _started(
 
 
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
-    """Starts an all-reduce of `tensor` (contiguous, any floating or integer dtype) in place over `group`; returns its handle.
-
-    what: describes the tensor, for the error of a wait that fails.
-    """
+    """Starts an all-reduce of `tensor` (contiguous) in place over `group`. what: describes it, for errors."""
     call = partial(dist.all_reduce, tensor, OPS[op], async_op=True)
     return _started(op, "all-reduce", tensor, tensor, group, DEFAULT_LANE, what, lambda: call(group=group.lane()))
 

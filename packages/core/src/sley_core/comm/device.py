@@ -82,9 +82,7 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """Returns the communication backend of this device's groups: gloo for a CPU, NCCL for CUDA; gloo too where ranks share
-        a device, which NCCL refuses unless it is told to.
-        """
+        """Returns the backend of this device's groups: gloo for a CPU, and for ranks that share a device; else NCCL."""
         if self.is_shared and os.environ.get(SHARED_NCCL) != "1":
             return "gloo"
         return BACKENDS[self.type]
@@ -119,10 +117,7 @@ class Device:
             current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device and returns the numbers of `values`, [n] or a scalar, on the host.
-
-        usual: what a run that goes well has; returned instead on a device whose tensors have no values.
-        """
+        """Waits for the device and returns `values`, [n] or a scalar, on the host; `usual` where tensors have no values."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
@@ -176,9 +171,7 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor`, which is on this device, on the host: on CUDA in page-locked memory, which has its values once the
-        device has reached a later `moment`; else itself.
-        """
+        """Returns `tensor` on the host; on CUDA page-locked, with its values once the device has reached a later `moment`."""
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

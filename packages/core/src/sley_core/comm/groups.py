@@ -159,10 +159,7 @@ def make_groups(
 
 
 def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of this rank's group of each axis. lines: those that name it. extra: all of plugins and ties.
-
-    Where no line of an axis names it, it is alone there; a tie exists only on the ranks that have it.
-    """
+    """Returns the ranks of this rank's group of each axis, alone where no line has it. extra: all of plugins and ties."""
     axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
     found = {entry.axis: entry.ranks for entry in lines}
     return found | {axis: (rank,) for axis in axes if axis not in found}

@@ -118,9 +118,7 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, picked, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for work that each rank does alone and that may fail on any: all ranks continue, or all
-        raise, if they have met (`Rendezvous.all_or_none`); without a rendezvous it does nothing.
-        """
+        """Returns a context manager for work that may fail on any rank: all continue, or all raise if they have met."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def groups(

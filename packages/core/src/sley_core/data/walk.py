@@ -58,9 +58,7 @@ def byte_view(value: Tensor) -> memoryview:
 
 
 def probe(count: int, read: Callable[[int], Any]) -> str | None:
-    """Returns a digest of the number of samples and of three of them, which are read twice; None if the second read gives
-    others, or if one cannot be read: the run reports that when it comes there. read: returns a sample by its index.
-    """
+    """Returns a digest of the number of samples and of three; None if they cannot be read twice alike. read: by index."""
     try:
         places = (0, count // 2, count - 1)
         first, second = (digest_of(map(read, places)) for _ in range(2))

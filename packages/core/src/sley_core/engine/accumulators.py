@@ -162,9 +162,7 @@ class Accumulator:
         return was_paused
 
     def count_pass(self, *, is_first_step: bool) -> None:
-        """Counts one pass in the action that completes the gradient, and completes it if no more are expected. In the first
-        step the end of the chunk completes it, since the number is not known yet.
-        """
+        """Counts a pass in the action that completes the gradient, and completes it after the expected ones."""
         self.passes += 1
         if self.is_open and not is_first_step and self.expected_passes and self.passes >= self.expected_passes:
             self.state = State.COMPLETE
@@ -253,9 +251,7 @@ class UnwatchedAccumulator(LooseAccumulator):
 
 
 def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
-    """Marks each gradient that came in a backward within the backward as irregular: it may come more often next time. tasks:
-    the action in which each gradient came in the first step, and the number of autograd's graph task.
-    """
+    """Marks gradients that came in a backward within the backward of their action. tasks: action and autograd's graph task."""
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))

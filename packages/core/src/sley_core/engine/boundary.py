@@ -93,9 +93,7 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of the containers and objects of `value` around the same tensors and modules, in which writes to the
-    originals do not show. What cannot be copied is returned as it is.
-    """
+    """Returns a copy of containers and objects around the same tensors and modules; what refuses is returned as it is."""
     known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
@@ -219,9 +217,7 @@ class Description:
 
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
-    """Returns the tensors of `value` in order, and its structure. layer: the name of the layer whose output it is, for the
-    error `boundary-type`: it may hold only tensors, None and supported containers.
-    """
+    """Returns the tensors of `value` and its structure. layer: whose output it is, for the error `boundary-type`."""
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 

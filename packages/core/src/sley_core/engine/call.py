@@ -154,9 +154,7 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks, a fraction of all, rounded half up. layer_names: of the whole model, in
-    order; the first and the last layer are no blocks.
-    """
+    """Builds `core.recompute` for the first blocks, a fraction of all, rounded half up; first and last layer are none."""
     blocks = layer_names[1:-1]
     # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
     share = Decimal(str(config.fraction)) * len(blocks)

@@ -193,9 +193,7 @@ class GradientStore:
         self.passed(param)
 
     def add_of_micros(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions keyed by the global number of their micro-batch: a communicator brings those of other ranks'
-        micro-batches to this rank's shard, one by one, where the order of sums is fixed.
-        """
+        """Adds contributions by the global number of their micro-batch, those of other ranks too, for a fixed order."""
         for micro, gradient in gradients.items():
             self.put(param, gradient, layer, micro)
         self.passed(param)

@@ -121,9 +121,7 @@ class _Loading:
             set_extra_state(self.extra[name], value)
 
     def agreed(self, strict: bool) -> LoadedWeights:
-        """Exchanges reports over all ranks, a blocking collective, and returns what is missing or unknown. Raises RunError
-        `weights-mismatch` for a fault on any rank, `weights-differ` if values differ, on all ranks alike.
-        """
+        """Exchanges reports over all ranks; returns what is missing or unknown. Raises RunError on all ranks alike."""
         control = self.control
         missing = [name for name in self.params if name not in self.given]
         if strict:

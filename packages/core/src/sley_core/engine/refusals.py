@@ -79,10 +79,7 @@ def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises PlanError "model-hook", with one diagnostic per hooked parameter of which no rank computes a full gradient.
-
-    stages: all parts of the model, on meta. num_slices: slices of a sequence, i.e. `sp`. The result is the same on all ranks.
-    """
+    """Raises PlanError "model-hook" for each hooked parameter of which no rank has a full gradient, on all ranks alike."""
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for at, (_, layers) in enumerate(stages):

@@ -37,10 +37,7 @@ SHOWN = 3
 
 
 class CopyComparison:
-    """Compares the weights and buffers of which several ranks have copies, each time it is called.
-
-    per_rank_buffers: patterns of the buffers that may differ between ranks.
-    """
+    """Compares weights and buffers of which several ranks have copies. per_rank_buffers: patterns of those that may differ."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts

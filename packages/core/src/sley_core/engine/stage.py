@@ -152,10 +152,7 @@ def costs_are_timed(plan: Plan) -> bool:
 
 
 def timed_costs(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of each layer, equal on every rank, as the partitioner's timer measures them; a blocking collective.
-
-    draft: makes the model on meta. dtype: of the working weights.
-    """
+    """Returns the seconds of each layer by the partitioner's timer, equal on every rank; blocks. draft: the model on meta."""
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, draft, dtype)

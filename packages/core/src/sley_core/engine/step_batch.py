@@ -35,9 +35,7 @@ MOST_SHAPES = 16
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: returns the sum of all ranks' weights; called in the first backward, since
-    the sum is exchanged during the first forward. scale: the factor of every gradient until the step ends (fp16).
-    """
+    """The divisor of every gradient. total: returns all ranks' weight, in the first backward. scale: fp16's."""
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -240,9 +238,7 @@ class ModelOutputs:
 
 
 def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
-    """Returns the tensors of all ranks of `group`, of one shape, joined along `dim` in the order of the group; blocks. In a
-    backward each rank gets its own part of the gradient that it made, which must be the same on all: nothing is summed.
-    """
+    """Returns the tensors of all ranks of `group` joined along `dim`; blocks. A backward gives each rank its own part."""
     joined: Tensor = _Gathered.apply(tensor, dim, group, what)  # type: ignore[no-untyped-call]  # torch's
     return joined
 

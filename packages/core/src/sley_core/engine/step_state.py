@@ -21,9 +21,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A call's place: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout. layer: the
-    layer's name if `LayerCaller` reports its recomputation, else empty.
-    """
+    """A call's place, per rank; `global_micro` is the same in every layout. layer: for a reported recomputation."""
 
     chunk: int
     micro: int

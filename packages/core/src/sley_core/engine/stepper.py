@@ -231,10 +231,7 @@ class Stepper:
         return self.agreement.weight
 
     def mean_loss(self, batches: Iterable[StepBatch]) -> float:
-        """Returns the mean loss over the samples of all `batches`. All ranks call it, with as many of them; it communicates.
-
-        Raises RunError, on all ranks alike: "not-finite" if it is not finite, "nothing-counts" if no label counts.
-        """
+        """Returns the mean loss over all `batches`, as many on all ranks. Raises RunError "not-finite", "nothing-counts"."""
         with self._evaluating() as state:
             weight, losses = 0.0, []
             for group in self.groups.values():

@@ -88,9 +88,7 @@ class StepTimeline:
     drawn: dict[str, Timeline] = field(default_factory=dict, init=False)
 
     def go_on(self, num_done: int, num_steps: int) -> None:
-        """Chooses the second step from here if the run resumes after the step to draw: the first one includes start-up work.
-        num_done: steps done; num_steps: of the plan. All ranks call it alike.
-        """
+        """Chooses the second step from here if the run resumes after the step to draw. All ranks call it alike."""
         if num_done >= self.number:
             self.number = min(num_done + 2, num_steps)
 

@@ -216,9 +216,7 @@ SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """One rank's report. loss: its part of the sum. bad: place in the backward's order, and name, of the first parameter whose
-    gradient is not finite on this rank. samples: their numbers.
-    """
+    """One rank's report: its part of the loss, its first parameter with a gradient that is not finite, its samples."""
 
     loss: float
     bad: tuple[int, str] | None

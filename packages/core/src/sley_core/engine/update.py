@@ -170,9 +170,7 @@ class Update:
 
     @contextmanager
     def seeded(self, step: int) -> Iterator[None]:
-        """Returns a context manager in which an optimizer that draws gets the same numbers on every rank, from the run's seed
-        and the step. One may draw in few steps only, so all get it but torch's own.
-        """
+        """Lets an optimizer that draws, in any step, get the same numbers on every rank, from the run's seed and the step."""
         if self.traits is PLAIN:
             yield
             return

@@ -57,10 +57,7 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Fetches the parts of weights that other ranks step.
-
-    start ──> wait (by layer, or for all) ──> finish
-    """
+    """Fetches the parts of weights that other ranks step. start ──> wait (by layer, or for all) ──> finish"""
 
     def start(self) -> None:
         """Starts the exchange; called when this rank has stepped its own parts. All ranks call it."""
@@ -89,9 +86,7 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Makes a buffer for each list of parameters and number of parts, without memory; called before masters are made, as by
-        a gradient handler that is attached. A parameter has one place at most.
-        """
+        """Makes a buffer, without memory, for each list of parameters and number of parts; called before masters are made."""
         assert not self._is_laid_out, "weights are laid out before masters are made"
         made = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in made:
@@ -286,9 +281,7 @@ class Masters:
         return id(stepped.original) in self._masters
 
     def take_gradients(self) -> None:
-        """Calls `follow`, and sets `grad` of each stepped parameter to its gradient in the store: a view, or a copy if the
-        store has another type; None while the parameter is frozen. With a `home`, whoever steps sets it.
-        """
+        """Calls `follow`, and sets `grad` of what is stepped to the store's, None for a frozen one; not with a `home`."""
         self.follow()
         if self.home is not None:
             return
@@ -366,9 +359,7 @@ class Masters:
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _wide_copies(self, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Returns copies of `params` in the wide dtype, in the shape in which they are stepped: whole ones in one new flat
-        buffer, and one as long as this rank's part of each cut gradient buffer.
-        """
+        """Returns copies of `params` in the wide dtype, as they are stepped: in one new flat buffer, and one per cut buffer."""
         if not params:
             return {}
         device = self.home or params[0].parameter.device

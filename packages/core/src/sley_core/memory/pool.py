@@ -133,9 +133,7 @@ class DevicePool(MemoryPool):
             yield (f"lent.{number}" if number < num_lent else f"free.{number - num_lent}"), block.memory
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes of blocks, now and at most, bytes that leases asked for and that rounding wastes, numbers of
-        allocations and of leases, and the share of leases that needed no allocation.
-        """
+        """Returns bytes of blocks, now and at most, those asked for and wasted, and the numbers of allocations and leases."""
         lent = list(self._lent)
         num_asked = sum(block.num_asked for block in lent)
         return {

@@ -118,9 +118,7 @@ class RunMemory:
         return Move(waits)
 
     def require(self, what: str, parts: Iterable[Part]) -> None:
-        """Lets the device's work wait for those of `parts` that are coming. Raises StateError `memory-away` if one is away, and
-        needs a call to come back. what: what they are needed for, as "a step".
-        """
+        """Lets the device's work wait for those of `parts` that are coming. Raises StateError `memory-away`. what: "a step"."""
         for manager in self.managers:
             for part in parts:
                 if part in manager.parts:

@@ -30,10 +30,7 @@ COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states",
 
 
 class Where(Enum):
-    """A part's state.
-
-    HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE
-    """
+    """A part's state. HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE"""
 
     HERE = "here"
     LEAVING = "leaving"

@@ -37,9 +37,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor | None:
-    """Returns the `fingerprint` of the tensor, by which a write shows that no version counter counts: one through `.data`, an
-    `unsafe_chunk` or a kernel of one's own. None for a tensor that is no plain memory.
-    """
+    """Returns the `fingerprint`, which shows writes that no version counter counts; None for no plain memory."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -155,9 +153,7 @@ _EMPTY = (dict, OrderedDict)
 
 
 class HeldTensor(NamedTuple):
-    """A tensor to which a layer refers. where: the attribute that led to it. in_module: whether it is a parameter of a module
-    that belongs to no layer.
-    """
+    """A tensor to which a layer refers, by the attribute `where`. in_module: it is a parameter of no layer's module."""
 
     where: str
     tensor: Tensor

@@ -111,9 +111,7 @@ class HostModel:
         return final
 
     def drop_others(self, final: Mapping[int, nn.Parameter], owned: Collection[str]) -> None:
-        """Drops the values of the layers that are not `owned`; those of their parameters that an owned layer holds, too, become
-        the ones that `place` has returned in `final`. Nothing can be placed after that.
-        """
+        """Drops the values of layers that are not `owned`, but for the parameters in `final`. Nothing is placed after it."""
         for layer in self.model.layers:
             if layer.name not in owned:
                 metas = [meta for _, _, _, meta in _places(layer.name, layer.module)]

@@ -52,10 +52,7 @@ def cosine(config: CosineConfig, num_steps: int) -> Factor:
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
-    """Returns a factor of 1 until the last `decay_steps` of the run, then falling to `min_ratio`.
-
-    Raises PlanError "learning-rate-steps" if warm-up and decay do not both fit into the run.
-    """
+    """Returns a factor of 1 up to the last `decay_steps`, then falling. Raises PlanError "learning-rate-steps"."""
     decay_steps = config.decay_steps or math.ceil(num_steps / 10)
     if config.warmup_steps + decay_steps > num_steps:
         raise PlanError(

@@ -278,11 +278,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_if(optimizer: torch.optim.Optimizer, allowed: Tensor) -> None:
-    """Calls `optimizer.step()`, which changes no weight, state or step count if `allowed`, a bool on the device, is
-    false.
-
-    Does not synchronise with the device.
-    """
+    """Calls `optimizer.step()`, which changes nothing if `allowed`, a bool on the device, is false; does not synchronise."""
     fused: Any = optimizer
     fused.grad_scale, fused.found_inf = None, (~allowed).float()
     try:

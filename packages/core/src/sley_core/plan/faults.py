@@ -36,10 +36,7 @@ NOT_A_FAULT = "default_factory_not_called"
 def faults(
     error: ValidationError, model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document, owner: str
 ) -> list[Diagnostic]:
-    """Returns the diagnostics of one table, one per key. given: the table, at `path`, which should be a `model`.
-
-    owner: names the table in messages: "[batch]" or "`core.adamw`".
-    """
+    """Returns one diagnostic per key of the table `given`, at `path`, which should be a `model`. owner: its name, "[batch]"."""
     by_key: dict[KeyPath, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):
         if fault["type"] != NOT_A_FAULT:

@@ -33,10 +33,7 @@ from sley_core.words import shown, suggestion
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
-    """Loads the plan in the file `path`, with each `key.path=VALUE` of `overrides` applied in order.
-
-    Raises PlanError with all problems, sorted by place, or PluginError if a plugin is among them. Imports no torch.
-    """
+    """Loads the plan in the file `path`, with `overrides`. Raises PlanError, or PluginError, with all problems. No torch."""
     return resolve(read_file(path, overrides), loader or Loader())
 
 
@@ -60,10 +57,7 @@ def plan_from_dict(
 
 
 def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
-    """Returns a plan with some values changed to what a run found out, such as the number of its samples.
-
-    Checked like any other, with the plugins that are loaded already.
-    """
+    """Returns a plan with some values changed to what a run found out. Checked by the plugins that are loaded already."""
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():
         here: Any = tables
@@ -121,10 +115,7 @@ def _within(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath)
 
 
 def resolve(document: Document, loader: Loader) -> Plan:
-    """Returns the plan that `document` describes.
-
-    Raises PlanError with all problems, sorted by place; PluginError if a plugin is among them.
-    """
+    """Returns the plan that `document` describes. Raises PlanError, or PluginError, with all problems, sorted by place."""
     resolver = _Resolver(document, loader)
     parts: dict[str, Any] = {name: resolver.table(name, model) for name, model in TABLES.items()}
     for name, model in OPTIONAL.items():

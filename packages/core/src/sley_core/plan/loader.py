@@ -57,10 +57,7 @@ class Plugin:
         return f"{self.dist} {self.version}"
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """Returns what this plugin's `hook` returns, as a list of at most one item. A generator is run to its end.
-
-        Raises PluginError "plugin-failed" for whatever the hook raises.
-        """
+        """Returns what `hook` returns, as a list of at most one item; runs generators. Raises PluginError "plugin-failed"."""
         try:
             returned = getattr(self.hooks, hook)(**arguments)
             return [list(one) if hasattr(one, "__next__") else one for one in returned]
@@ -132,10 +129,7 @@ class Loader:
         return self._loaded[name]
 
     def record(self, kind: RecordKind, name: str) -> Record:
-        """Returns the record that a plan calls `plugin.record`.
-
-        Raises PluginError as `load` does, and PlanError "unknown-record".
-        """
+        """Returns the record `plugin.record`. Raises PluginError as `load` does, and PlanError "unknown-record"."""
         plugin_name, _, record_name = name.partition(".")
         plugin = self.load(plugin_name)
         known = plugin.records.get(kind, {})
@@ -175,10 +169,7 @@ RESERVED = ("use", "factory")
 
 
 def imported(found: Found) -> Any:
-    """Imports and returns the plugin's module.
-
-    Raises PluginError "plugin-import" with the cause, whatever it is: also SystemExit.
-    """
+    """Imports the plugin's module. Raises PluginError "plugin-import" with the cause, also SystemExit."""
     if found.entry_point is None:
         return found.module
     try:
@@ -192,10 +183,7 @@ def imported(found: Found) -> Any:
 
 
 def hooks_of(module: Any, found: Found) -> Any:
-    """Returns callers for the hooks of one plugin, after checking that every implementation fits a hook of this core.
-
-    Raises PluginError "plugin-hook" or "plugin-argument".
-    """
+    """Returns callers of one plugin's hooks. Raises PluginError "plugin-hook" or "plugin-argument" for one that core lacks."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for name in dir(module):

@@ -128,10 +128,7 @@ class Plan:
         return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
 
     def build_named(self, kind: RecordKind, name: str, *args: Any) -> Any:
-        """Builds the record `name` with its defaults: for a field of a table that refers to a record.
-
-        Raises PluginError for a plugin's code that cannot be imported.
-        """
+        """Builds the record `name` with its defaults, for a field that refers to it. Raises PluginError "plugin-import"."""
         plugin = self.loader.load(name.partition(".")[0])
         record = self.loader.record(kind, name)
         return plugin.build_of(record)(record.config(), *args)

@@ -102,9 +102,7 @@ def _in_row(row: int, shape: Sequence[int], first: int, last: int) -> Iterator[R
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The part `rectangle` of the tensor `name`, whose full shape is `shape`; the name is the same in every layout. tensor: of
-    the rectangle's sizes, on the host or the device; often a view of live memory.
-    """
+    """The part `rectangle` of the tensor `name` of the full `shape`. tensor: often a view of live memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -190,10 +188,7 @@ class SavedRun:
         object.__setattr__(self, "lineage", lineage_of(self.lineage))  # JSON has lists in place of tuples
 
     def with_ranks(self, own: Sequence[Mapping[str, Any]]) -> Self:
-        """Returns the description completed by `TrainingState.rank_values()` of every rank, in their order.
-
-        Raises RunError "checkpoint-ranks" if ranks have different values under one name.
-        """
+        """Returns the description with every rank's `rank_values()`. Raises RunError "checkpoint-ranks" if they differ."""
         values, paths = (_union([one[part] for one in own]) for part in ("values", "paths"))
         return replace(self, values=values, paths=paths, ranks=[one["rank"] for one in own])
 

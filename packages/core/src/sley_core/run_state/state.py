@@ -76,9 +76,7 @@ class TrainingState:
         Agreement(self.parts.groups).begin(what).check()
 
     def all_or_none(self, work: Callable[[], T], what: str, code: str = "checkpoint-load") -> T:
-        """Returns `work()`, which each rank does alone; a collective of all ranks. Raises RunError with `code` on all ranks
-        alike if it fails on any. what: describes it, for errors.
-        """
+        """Returns `work()`, done by each rank alone; raises RunError `code` on all alike if any fails. what: describes it."""
         failed, result = "", None
         try:
             result = work()

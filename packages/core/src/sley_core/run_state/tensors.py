@@ -56,9 +56,7 @@ SHARED = "shared/"
 
 
 class RunTensors:
-    """Collects the tensors of one rank. per_rank: patterns of buffers that may differ from rank to rank. keepers: objects that
-    keep tensors of their own, by their place in the plan.
-    """
+    """Collects the tensors of one rank. per_rank: patterns of buffers that may differ. keepers: by their place in the plan."""
 
     def __init__(
         self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], keepers: Mapping[str, Keeps]
@@ -70,10 +68,7 @@ class RunTensors:
         self.keepers = keepers
 
     def pieces(self) -> list[TensorPiece]:
-        """Returns all tensors of this rank, which are live memory, with their places; equal pieces of ranks have the same bits.
-
-        Raises RunError `checkpoint-type` for a dtype that a file cannot hold.
-        """
+        """Returns all tensors of this rank, live memory, with their places. Raises RunError `checkpoint-type`."""
         self.memory.follow("a checkpoint")
         at_rest = self.memory.at_rest()
         pieces = [
@@ -402,9 +397,7 @@ def _by_parameter(saved: Saved) -> dict[str, list[tuple[str, tuple[tuple[str, st
 
 
 class SavedWeights:
-    """Gives the weights of the checkpoint `saved` by names of the registry, and its buffers: masters, where there were any. If
-    the optimizer of its `plan` has modes, the weights are those after `eval()`.
-    """
+    """The weights of the checkpoint `saved` by names of the registry, and its buffers: masters, and after `eval()`."""
 
     def __init__(self, saved: Saved, plan: Plan) -> None:
         self.saved = saved

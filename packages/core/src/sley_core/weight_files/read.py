@@ -99,10 +99,7 @@ class WeightFiles:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Returns the tensor `name` of `file` as a copy in memory; closes the file, so that none of its pages stays mapped.
-
-    Raises RunError "weight-files".
-    """
+    """Returns a copy of the tensor `name` in memory; no page of `file` stays mapped. Raises RunError "weight-files"."""
     with opened(file, "pt") as content:
         found: Tensor = content.get_tensor(name).clone()
     return found

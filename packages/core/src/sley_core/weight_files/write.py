@@ -196,10 +196,7 @@ def unfinished(folder: Path) -> Path:
 
 
 def begin(folder: Path, ours: Iterable[str] = OURS) -> Path:
-    """Makes the empty folder `unfinished(folder)`, and returns it.
-
-    Raises RunError "weights-folder" as `check_replaceable` does.
-    """
+    """Makes the empty folder `unfinished(folder)`, and returns it. Raises RunError "weights-folder"."""
     check_replaceable(folder, ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = unfinished(folder)

@@ -39,10 +39,7 @@ _BASE = 2.0**24
 
 
 def weight_digits(weights: Iterable[float]) -> list[float]:
-    """Returns the sum of the digits of `weights`, one per micro-batch: [NUM_DIGITS], to be added over ranks.
-
-    Bits below 2^-72 are dropped. A weight that is not finite is added to the first digit.
-    """
+    """Returns the summed digits of `weights` [NUM_DIGITS], to be added over ranks; one that is not finite is in the first."""
     sums = [0.0] * NUM_DIGITS
     for weight in weights:
         if not math.isfinite(weight):
@@ -127,9 +124,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 class ExactTotals(Totals):
-    """Computes the exact norm, and the loss from `loss`, float64 [micro-batches of all ranks]. Its construction is a collective
-    over all ranks, which finds the largest element.
-    """
+    """Computes the exact norm, and the loss from `loss`, float64 [micro-batches]. Made by a collective over all ranks."""
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
         self._kind = kind
