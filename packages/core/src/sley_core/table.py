@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -47,10 +48,6 @@ class Table(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
     )
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
@@ -92,7 +89,7 @@ class BasePath(NamedTuple):
     text: str
 
 
-def _in_folder(value: Any, info: ValidationInfo, quote: Callable[[str], str]) -> Any:
+def _in_folder(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
     """Returns a text as a path in the folder of its plan, if it is relative; other values as they are, for pydantic."""
     folder = (info.context or {}).get("folder")
     if isinstance(value, BasePath):
@@ -103,27 +100,11 @@ def _in_folder(value: Any, info: ValidationInfo, quote: Callable[[str], str]) ->
     return Path(quote(str(folder)), text) if folder else Path(text)
 
 
-def _path(value: Any, info: ValidationInfo) -> Any:
-    return _in_folder(value, info, str)
-
-
-def _pattern(value: Any, info: ValidationInfo) -> Any:
-    return _in_folder(value, info, escape)
-
-
-def _path_text(value: Path, info: SerializationInfo) -> str:
+def _relative(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
+    """Returns a path as a plan has it: relative to the plan's folder, if it lies there."""
     folder = (info.context or {}).get("folder")
-    return _relative(value, folder and str(folder))
-
-
-def _pattern_text(value: Path, info: SerializationInfo) -> str:
-    folder = (info.context or {}).get("folder")
-    return _relative(value, folder and escape(str(folder)))
-
-
-def _relative(value: Path, folder: str | None) -> str:
-    inside = folder and value.is_relative_to(folder)
-    return written(value.relative_to(folder).as_posix() if folder and inside else str(value))
+    inside = folder and value.is_relative_to(quote(str(folder)))
+    return written(value.relative_to(quote(str(folder))).as_posix() if inside else str(value))
 
 
 @dataclass(frozen=True)
@@ -133,13 +114,15 @@ class Words:
     text: str
 
 
-Array = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
+Array = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 """A TOML array, kept as a tuple: `Array[int]`."""
 
-PlanPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(_path_text)]
+PlanPath = Annotated[Path, BeforeValidator(_in_folder), PlainSerializer(_relative)]
 """A path, in which `~` and `$NAME` are expanded; a relative one is relative to the plan's folder, also when written back."""
 
-PlanPattern = Annotated[Path, BeforeValidator(_pattern), PlainSerializer(_pattern_text)]
+PlanPattern = Annotated[
+    Path, BeforeValidator(partial(_in_folder, quote=escape)), PlainSerializer(partial(_relative, quote=escape))
+]
 """As `PlanPath`, but `*`, `?`, `[...]` and `**` of the plan's own text match; in the folder and in what is expanded they stand
 for themselves, written as `glob.escape` writes them.
 """

@@ -35,14 +35,22 @@ def cut(
 ) -> Batch:
     """Returns part `index` of `num_parts` equal ones: a micro-batch for dim "batch", a sequence slice for "sequence".
 
-    The parts are views. Fields are in the order of `fields`; one without that dim (`sequence_dim = None`) is full in
-    every part. Raises RunError if the batch lacks a field, has an undeclared one, or does not divide.
-
-    Parts are views: no byte is copied, and writes to a part are writes to the batch.
+    Parts are views, in the order of `fields`; a field without that dim (`sequence_dim = None`) is full in every part. Raises
+    RunError if the batch lacks a field, has an undeclared one, or does not divide.
     """
     assert 0 <= index < num_parts, (index, num_parts)
     _check_fields(batch, fields)
-    return {name: _part(name, batch[name], field, index, num_parts, dim) for name, field in fields.items()}
+    part = {}
+    for name, field in fields.items():
+        part[name] = value = batch[name]
+        along = field.batch_dim if dim == "batch" else field.sequence_dim
+        if along is not None:
+            if along >= value.ndim or value.shape[along] % num_parts:
+                message = f"field `{name}` of shape {tuple(value.shape)} does not divide into {num_parts} along dim {along}"
+                raise RunError("batch-size", message)
+            size = value.shape[along] // num_parts
+            part[name] = value.narrow(along, index * size, size)
+    return part
 
 
 def count_micros(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
@@ -77,17 +85,6 @@ def _check_fields(batch: Mapping[str, Tensor], fields: Mapping[str, Field]) -> N
     if batch.keys() != fields.keys():
         message = f"a batch has the fields {sorted(batch)}; the data set declares {sorted(fields)}"
         raise RunError("batch-fields", message)
-
-
-def _part(name: str, value: Tensor, field: Field, index: int, num_parts: int, dim: Literal["batch", "sequence"]) -> Tensor:
-    along = field.batch_dim if dim == "batch" else field.sequence_dim
-    if along is None:
-        return value
-    if along >= value.ndim or value.shape[along] % num_parts:
-        message = f"field `{name}` of shape {tuple(value.shape)} does not divide into {num_parts} along dim {along}"
-        raise RunError("batch-size", message)
-    size = value.shape[along] // num_parts
-    return value.narrow(along, index * size, size)
 
 
 def collate_of(dataset: Any) -> Collate:

@@ -209,7 +209,7 @@ class Feed:
         """
         begin = time.perf_counter()
         if self._prefetch is None:
-            self._prefetch = PrefetchThread(self._checked(self._items(self._state)))
+            self._prefetch = PrefetchThread(self._items(self._state))
         item = self._prefetch.get(self._timeout_s)
         self.wait_s = time.perf_counter() - begin
         self.samples, self._state = item.samples, item.state
@@ -266,16 +266,16 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked(self, items: Iterator[_Item]) -> Iterator[_Item]:
+    def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
+        """Yields the batches from `state` on, each checked."""
+        if self._reader is not None:
+            items = self._walked(self._reader, state)
+        else:
+            items = self._indexed(cast(Dataset, self._dataset), state["samples"])
         for item in items:
             if self._check is not None:
                 self._check(item.batch, item.samples)
             yield item
-
-    def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
-        if self._reader is not None:
-            return self._walked(self._reader, state)
-        return self._indexed(cast(Dataset, self._dataset), state["samples"])
 
     def _indexed(self, dataset: Dataset, done: int) -> Iterator[_Item]:
         """Yields the batches of an indexed dataset after `done` samples, each rank reading only its own rows."""

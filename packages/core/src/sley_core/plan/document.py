@@ -87,13 +87,6 @@ class Document:
                 return place, owner.line(place.line)
         return Place(self.file), None
 
-    def located(self, diagnostic: Diagnostic) -> Diagnostic:
-        """Returns the diagnostic with a place, if it has a path and no place yet."""
-        if diagnostic.place or not diagnostic.path:
-            return diagnostic
-        place, line = self.place(diagnostic.path)
-        return replace(diagnostic, place=place, source_line=line)
-
     def line(self, number: int) -> str | None:
         """Returns the text of a line, counted from 1, for display: each character is one column wide."""
         return printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
@@ -123,8 +116,14 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 
 def locate(error: SleyError, document: Document) -> SleyError:
-    """Gives the diagnostics of `error` their places in `document`; returns the same error."""
-    error.diagnostics = tuple(document.located(diagnostic) for diagnostic in error.diagnostics)
+    """Gives the diagnostics of `error` that have a path their places in `document`; returns the same error."""
+    found = []
+    for diagnostic in error.diagnostics:
+        if diagnostic.path and not diagnostic.place:
+            place, line = document.place(diagnostic.path)
+            diagnostic = replace(diagnostic, place=place, source_line=line)
+        found.append(diagnostic)
+    error.diagnostics = tuple(found)
     error.args = ("\n".join(str(diagnostic) for diagnostic in error.diagnostics),)
     return error
 

@@ -66,59 +66,39 @@ def _diagnostic(
     """Returns one diagnostic for all pydantic errors `found` at the key path `inner` of a table."""
     kinds = {fault["type"] for fault in found}
     whole = (*path, *inner)
-    if "extra_forbidden" in kinds:
-        table = field_at(model, inner[:-1])
-        known = table[0].model_fields if table and hasattr(table[0], "model_fields") else ()
-        holder = owner if len(inner) == 1 else f"`{dotted(whole[:-1])}`"
-        return unknown_key(str(inner[-1]), known, whole, document, holder)
-    field = field_at(model, inner)
-    expected = takes(*field) if field else "something else"
-    if "missing" in kinds:
-        if isinstance(inner[-1], int):
-            whole, inner = whole[:-1], inner[:-1]
-            return _wrong("out-of-range", whole, takes(*(field_at(model, inner) or (Any, ()))), given, inner, document)
-        message = f"{owner} needs `{dotted(inner)}`, {expected}"
-        return document.diagnostic("missing-key", message, whole, hint=_description(model, inner), at="key")
-    own = [fault for fault in found if fault["type"] in OWN_WORDS]
-    if own:
-        prefix = f"`{dotted(whole)}`" if inner else owner
-        fault = own[0]
-        cause = fault.get("ctx", {}).get("error")
-        text = str(cause) if cause is not None else str(fault["msg"])
-        return document.diagnostic("wrong-value", f"{prefix}: {text.rstrip('.')}", whole)
-    return _wrong(_code(kinds, _at(given, inner)), whole, expected, given, inner, document)
-
-
-def _wrong(
-    code: str, whole: KeyPath, expected: str, given: Mapping[str, Any], inner: KeyPath, document: Document
-) -> Diagnostic:
-    value = _at(given, inner)
-    message = f"`{dotted(whole)}` must be {expected}, not {shown(value)}"
-    return document.diagnostic(code, message, whole, _hint(code, expected, value))
-
-
-def _code(kinds: set[str], value: Any) -> str:
-    if kinds & RANGE:
-        return "out-of-range"
-    return "wrong-value" if kinds & WRONG_VALUE and isinstance(value, str) else "wrong-type"
-
-
-def _hint(code: str, expected: str, value: Any) -> str | None:
-    if not isinstance(value, str):
-        return None
-    if code == "wrong-value":
-        return suggestion(value, expected.split('"')[1::2])
-    if code == "wrong-type" and expected.startswith(("an integer", "a number", "true or false")):
-        bare = value.strip().lower()
-        if bare in ("true", "false") or bare.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
-            return f"write {bare} without quotes"
-    return None
-
-
-def _description(model: type[Table], inner: KeyPath) -> str | None:
     table = field_at(model, inner[:-1])
     fields = getattr(table[0], "model_fields", {}) if table else {}
-    return fields[inner[-1]].description if inner[-1] in fields else None
+    if "extra_forbidden" in kinds:
+        return unknown_key(str(inner[-1]), fields, whole, document, owner if len(inner) == 1 else f"`{dotted(whole[:-1])}`")
+    is_missing = "missing" in kinds
+    if is_missing and not isinstance(inner[-1], int):
+        message = f"{owner} needs `{dotted(inner)}`, {_takes(model, inner)}"
+        hint = fields[inner[-1]].description if inner[-1] in fields else None
+        return document.diagnostic("missing-key", message, whole, hint, at="key")
+    if is_missing:  # an item of an array
+        whole, inner = whole[:-1], inner[:-1]
+    elif own := [fault for fault in found if fault["type"] in OWN_WORDS]:
+        text = str(own[0].get("ctx", {}).get("error") or own[0]["msg"])
+        return document.diagnostic("wrong-value", f"{f'`{dotted(whole)}`' if inner else owner}: {text.rstrip('.')}", whole)
+    value: Any = given
+    for part in inner:
+        value = value[part]
+    expected = _takes(model, inner)
+    code, hint = "wrong-type", None
+    if is_missing or kinds & RANGE:
+        code = "out-of-range"
+    elif kinds & WRONG_VALUE and isinstance(value, str):
+        code, hint = "wrong-value", suggestion(value, expected.split('"')[1::2])
+    elif isinstance(value, str) and expected.startswith(("an integer", "a number", "true or false")):
+        bare = value.strip().lower()
+        if bare in ("true", "false") or bare.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
+            hint = f"write {bare} without quotes"
+    return document.diagnostic(code, f"`{dotted(whole)}` must be {expected}, not {shown(value)}", whole, hint)
+
+
+def _takes(model: type[Table], path: KeyPath) -> str:
+    field = field_at(model, path)
+    return takes(*field) if field else "something else"
 
 
 def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath:
@@ -126,21 +106,10 @@ def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath
     path: KeyPath = ()
     here: Any = given
     for position, part in enumerate(location):
-        if _lies_in(here, part):
+        is_index = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
+        if is_index or (isinstance(here, Mapping) and part in here):
             here = here[part]
         elif kind != "missing" or position != len(location) - 1:
             continue
         path = (*path, part)
     return path
-
-
-def _lies_in(here: Any, part: str | int) -> bool:
-    if isinstance(here, list | tuple):
-        return isinstance(part, int) and part < len(here)
-    return isinstance(here, Mapping) and part in here
-
-
-def _at(given: Any, path: KeyPath) -> Any:
-    for part in path:
-        given = given[part]
-    return given

@@ -164,9 +164,6 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 }
 """The hooks that return records, and the class of what each may return."""
 
-RESERVED = ("use", "factory")
-"""Keys of every component table; a config must not have them."""
-
 
 def imported(found: Found) -> Any:
     """Imports the plugin's module. Raises PluginError "plugin-import" with the cause, also SystemExit."""
@@ -200,7 +197,8 @@ def hooks_of(module: Any, found: Found) -> Any:
             hint = suggestion(hook, HOOKS, f"it may need a newer core than {core_version()}")
             raise PluginError("plugin-hook", f"{found.label}: there is no hook `{hook}`", hint=hint)
         offered = inspect.signature(HOOKS[hook]).parameters
-        more = [key for key in _arguments(getattr(module, name)) if key not in offered]
+        wanted = inspect.signature(getattr(module, name)).parameters.values()  # pluggy passes those without a default
+        more = [one.name for one in wanted if one.default is one.empty and one.name not in ("self", *offered)]
         if more:
             gives = ", ".join(f"`{key}`" for key in offered) or "nothing"
             message = f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}"
@@ -252,11 +250,5 @@ def _wrong(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None
     base = BASES.get(kind, Table)
     if not (isinstance(record.config, type) and issubclass(record.config, base)):
         return f"gives `{record.name}` a config that is no subclass of {base.__name__}"
-    reserved = [key for key in RESERVED if key in record.config.model_fields]
+    reserved = [key for key in ("use", "factory") if key in record.config.model_fields]
     return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None
-
-
-def _arguments(implementation: Any) -> list[str]:
-    """Returns the arguments that pluggy would pass: those without a default."""
-    parameters = inspect.signature(implementation).parameters.values()
-    return [one.name for one in parameters if one.default is one.empty and one.name != "self"]

@@ -12,7 +12,7 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError, dotted
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
-from sley_core.table import NAMED_TABLES, written
+from sley_core.table import NAMED_TABLES, Table, written
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
@@ -22,22 +22,29 @@ def to_tables(plan: Plan) -> dict[str, Any]:
     """Returns the full plan as plain data for TOML. A key whose value is None is absent; paths are as they were given."""
     folder = plan.folder
     tables: dict[str, Any] = {"plan": FORMAT}
+
+    def dumped(table: Table) -> Any:
+        return plain(table.model_dump(exclude_none=True, context={"folder": folder}))
+
+    def component(one: Component) -> dict[str, Any]:
+        return {**({"use": one.name} if one.record else {}), **dumped(one.config)}
+
     if folder:
         tables["source_folder"] = written(str(folder))
     for name in (*TABLES, *OPTIONAL):
         table = getattr(plan, name)
         if table is not None:
-            tables[name] = _dump(table, plan)
+            tables[name] = dumped(table)
     for spec in COMPONENTS:
         found = getattr(plan, spec.key)
         if found is None:
             continue
         if spec.many:
-            tables[spec.key] = [_component(one, plan) for one in found]
+            tables[spec.key] = [component(one) for one in found]
         elif not spec.named:
-            tables[spec.key] = _component(found, plan)
+            tables[spec.key] = component(found)
         elif found:
-            tables[spec.key] = {name: _component(one, plan) for name, one in found.items()}
+            tables[spec.key] = {name: component(one) for name, one in found.items()}
     return tables
 
 
@@ -96,16 +103,6 @@ def inline(value: Any) -> str:
 
 def _key(key: str) -> str:
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
-
-
-def _component(component: Component, plan: Plan) -> Mapping[str, Any]:
-    name = {"use": component.name} if component.record else {}
-    return {**name, **_dump(component.config, plan)}
-
-
-def _dump(table: Any, plan: Plan) -> dict[str, Any]:
-    dumped: dict[str, Any] = plain(table.model_dump(exclude_none=True, context={"folder": plan.folder}))
-    return dumped
 
 
 NEEDED = (("model",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
