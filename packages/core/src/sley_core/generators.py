@@ -1,9 +1,7 @@
-"""Seeds the generators of this process for each use: torch's default one, those of `random` and numpy, and generators in
-modules.
+"""Seeds the generators of this process for each use: torch's default one, those of `random` and numpy, and those in modules.
 
 A use is a layer in a micro-batch, or a sample that is read. Each has a seed that no layout changes, so it draws the same
-numbers on every rank, and again in recomputation. The data set is read by another thread while a forward runs; one that draws
-from these generators takes turns with layers (`IN_USE`).
+numbers on every rank, and again in recomputation. A data set that draws, in another thread, takes turns with layers (`IN_USE`).
 """
 
 from __future__ import annotations

@@ -7,19 +7,15 @@
 
 `lower` refuses lists that are not a valid step, so that readers of lowered lists need not check them.
 
-Receives are posted early enough that no send waits for one, late enough that few buffers are in use.
-
 All transfers in one direction, up or down the stages, stand in one order, the same for all stages: that in which they would be
 sent if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend joins the
 ends (by tag, by order per pair of stages, or as one communicator on which everything waits for what was issued before), the
 first transfer of the order that is not done is the next one at both of its ends, and no two ends can wait for each other.
 
-For that a post must be reached without anything that comes later in the order: it stands before the first action that takes a
-later transfer in either direction. Otherwise a stage with several neighbours in one direction can deadlock: its late receive
-blocks a message for which it waits itself.
-
-Within that order a receive is posted `ahead` actions before the one that takes it, so that it is there before the message is
-sent. It is posted earlier only where it would else stand behind a later send in its direction, or too late to be reached.
+A post stands before the first action that takes a later transfer in either direction: otherwise a stage with several neighbours
+in one direction can deadlock, because its late receive blocks a message for which it waits itself. Within that order a receive
+is posted `ahead` actions before the one that takes it: early enough that no send waits, late enough that few buffers are in
+use.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 

@@ -82,10 +82,8 @@ class Backend(Transport):
 def can_coalesce(lane: dist.ProcessGroup) -> bool:
     """Returns whether the backend takes several tensors in one call, on any device that it serves.
 
-    gloo does not. In torch/csrc/distributed/c10d/ProcessGroupGloo.cpp `allgather` has a class for CUDA (AsyncAllgatherCUDAWork)
-    and `allreduce` one in its registry (GlooAllreduceRegistry, ProcessGroupGlooCuda.cpp): they copy to the host and back.
-    The coalesced gather is AsyncAllgatherCoalescedWork whatever the device, which would hand the device's addresses to
-    the host; the coalesced reduce-scatter is one `allreduce` per tensor too, each of a copy.
+    gloo does not: its coalesced gather hands a device's addresses to the host, and its coalesced reduce-scatter is one
+    all-reduce per tensor, each of a copy.
     """
     return bool(dist.get_backend(lane) != "gloo")
 

@@ -31,16 +31,13 @@ NUM_ROUNDS = 10
 class Order:
     """Permutes the samples of an epoch: `order[place]` is the sample at `place`, both in [0, num_samples).
 
-    It depends on (num_samples, seed, epoch) alone. With `shuffle = False` it is the identity.
+    It depends on (num_samples, seed, epoch) alone; with `shuffle = False` it is the identity. The place of a sample is
+    computed, not looked up: an epoch of any size needs no memory and can be entered at any place.
 
-    The place of a sample is computed, not looked up, so an epoch of any size needs no memory and can be entered at any place: a
-    rank computes only the rows it owns, and restoring a position is setting a number.
-
-    The permutation of [0, n) is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), applied again
-    while the result is not below n (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: a network is
-    bijective whatever its round function is, and so is following its cycles until a value is inside). As (a - 1)^2 < n, it is
-    applied a^2 / n times on average: 2 at n = 2, and close to 1 for large n. The round function is BLAKE2b, and there are ten
-    rounds, as in NIST SP 800-38G, because small domains need more than the four that suffice for large ones.
+    The permutation is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), applied again while the
+    result is not below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a^2 / n times on average,
+    close to 1 for large n. The round function is BLAKE2b. There are ten rounds, as in NIST SP 800-38G: small domains need more
+    than the four that suffice for large ones.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:

@@ -3,15 +3,14 @@
     begin ──> first action of the step ──> check ──> everything else
       └── one small sum over all ranks, on the hosts, beside that action; the loss weight of the batch is in it
 
-Ranks must agree on which parameters are frozen (it decides which gradients are summed with which), on the number of
-micro-batches (it decides how many messages are sent) and on the batch (it decides how long they are). A mismatch would give
-wrong numbers, end the process (gloo), or hang.
+Ranks must agree on which parameters are frozen, on the number of micro-batches and on the batch: they decide which gradients
+are summed with which, how many messages are sent, and how long they are. A mismatch would give wrong numbers, end the process
+(gloo), or hang.
 
-The check is one all-reduce over all ranks. Each rank hashes its view of each fact, once for each of its groups, and adds the
-hash times -1; the first rank of the group adds its hash times the group's size as well. The sum is 0 if all agree, whatever the
-groups are; if they do not, it is 0 with a chance of 2^-32. The hash includes the group, so that differences in two groups do
-not cancel. All ranks see the same sum; if it is not 0 they gather their views and raise the same error. If ranks wait for each
-other in the first action already, the check comes before it.
+Each rank hashes its view of each fact, once for each of its groups (the hash includes the group), and adds the hash times -1;
+the first rank of the group adds its hash times the group's size as well. The sum is 0 if all agree; if they do not, with a
+chance of 2^-32. All ranks see the same sum; if it is not 0 they gather their views and raise the same error. If ranks wait for
+each other in the first action already, the check comes before it.
 """
 
 from __future__ import annotations

@@ -172,9 +172,8 @@ class LayerCaller:
     """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
 
     slice_index: the slice of its sequences that this rank has; slices of one sample draw different random numbers.
-    step_progress: gets the name of each layer that is called. data_timeout_s: how long a
-    layer waits for a data set that draws from the same
-    generators. writes: watches the writes of layers. probe: asks whether layers mix positions.
+    step_progress: gets the name of each layer that is called. data_timeout_s: how long a layer waits for a data set that draws
+    from the same generators. writes: watches the writes of layers. probe: asks whether layers mix positions.
     """
 
     device: Device

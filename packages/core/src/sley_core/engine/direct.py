@@ -1,9 +1,8 @@
 """Weight gradients of linears and embeddings that are added to the gradient store without autograd, at once or deferred.
 
-Autograd allocates a result for the product g^T x, and the store then copies or adds it: one more write and one more pass than
-needed. Here the product accumulates into the gradient's view (`addmm`), as Megatron's fused weight gradients do. The order
-within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's gradient are added
-one by one in the store's dtype, in the order of the tokens: the dense table of autograd is never allocated.
+The product g^T x accumulates into the gradient's view (`addmm`), where autograd would allocate a result that the store then
+adds. The order within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's
+gradient are added one by one in the store's dtype, in the order of the tokens: the dense table is never allocated.
 
 A split backward is one traversal: while I runs, linears give (output gradient, input) to a queue instead of multiplying, and W
 multiplies them into the store. Other parameters get their gradient in I. Recomputation therefore runs once.

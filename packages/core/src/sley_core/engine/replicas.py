@@ -1,14 +1,13 @@
 """Keeps copies of a weight, buffer or batch field equal on the ranks that hold them: replicas that are apart stay apart.
 
-A forward sees the samples of its own rank, so a value that it writes differs between replicas, is written as often as the rank
-has micro-batches, and again in recomputation; a stage has its own copy of each field. `WriteWatch` refuses such writes. Version
-counters tell it in every step, of the first micro-batch. Writes that torch does not count (`.data`, numpy, running statistics)
-are found by hashes before and after a layer, in its first call and every `LOOK_EVERY` steps.
+A value that a forward writes differs between replicas, which see other samples, and is written once per micro-batch and
+recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first micro-batch. Writes that
+torch does not count (`.data`, numpy, running statistics) are found by hashes before and after a layer, in its first call and
+every `LOOK_EVERY` steps.
 
-`CopyComparison` compares values before the first step and again every `LOOK_EVERY` steps, on every rank that holds a copy,
-whatever reduces its gradients: parameters over their reduce group and, if several stages hold one, over its tie group; buffers
-over the stage. First values differ if a model draws from a generator that has another state on each rank; later ones, if a
-forward writes weights.
+`CopyComparison` compares values before the first step and every `LOOK_EVERY` steps, on every rank that holds a copy: parameters
+over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values differ if a
+model draws from a generator that has another state on each rank; later ones, if a forward writes weights.
 """
 
 from __future__ import annotations

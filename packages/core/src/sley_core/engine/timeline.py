@@ -4,11 +4,9 @@
      all ranks meet,              gathers all ranks' spans to rank 0, which simulates the same lists with measured costs,
      clocks start                 and writes `timeline.json` into the run's folder
 
-On CUDA a clock records events on the stream and reads them when the step is over; the host does not wait in between. The
-prediction uses for each action the median of what its kind took at its place in the measured step, and links that take no time.
-
-Ranks of one machine read one clock. On other machines clocks start when the rank leaves a gathering over `control`, so their
-rows are shifted by as much as ranks leave it apart: a fraction of a millisecond on an idle network.
+On CUDA a clock records events on the stream and reads them when the step is over. The prediction uses for each action the
+median of its kind at its place in the measured step, and links that take no time. Ranks of one machine read one clock; on other
+machines clocks start when the rank leaves a gathering over `control`, a fraction of a millisecond apart on an idle network.
 """
 
 from __future__ import annotations

@@ -8,17 +8,15 @@ The loss scale lifts gradients above fp16's smallest numbers, and is lowered whe
     an overflow on any rank of the world              ──> nobody steps; scale x backoff_factor, but not below min_scale
     an overflow at min_scale                          ──> RunError: the scale is not the cause
 
-The rule is that of torch.amp.GradScaler, which has no minimum and would skip for ever (Micikevicius et al., 2018, Mixed
-Precision Training, section 3.2). All ranks see the same votes, so all have the same scale without sending it.
+The rule is that of torch.amp.GradScaler, which has no minimum and would skip for ever. All ranks see the same votes, so all
+have the same scale without sending it.
 
 With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes neither weights nor masters nor optimizer
-states, and the learning-rate schedule does not count it:
+states, and the learning-rate schedule does not count it. On CUDA the optimizer's kernels skip it, and the host learns of it
+when the next step's forward and backward have been given to the device, before it sets the next learning rate:
 
     step n: update, totals ──> copy to the host ──┐
     step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
-
-On CUDA the optimizer's kernels skip it, and the host learns of it before it sets the next learning rate: meanwhile the device
-has a whole forward and backward to do, so it does not wait for the host. All ranks have the same totals, so all skip alike.
 """
 
 from __future__ import annotations

@@ -200,13 +200,12 @@ NOT_TOKENS = frozenset({"positions", "cu_seqlens"})
 
 
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignored: int) -> None:
-    """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
+    """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted: all labels that count equal
+    another field's integers at their positions, and differ from those one position later. Labels of fewer than 2 dims are not
+    checked.
 
-    That is, all labels that count equal another field's integers at their positions, and differ from those one position
-    later, which they would equal too if all tokens were alike. Labels of fewer than 2 dims are not checked.
-
-    A loss here compares the output at a position with the label at that position; it shifts nothing. Some libraries' models
-    shift labels themselves, so data made for those has `labels = tokens`.
+    A loss here compares the output at a position with the label at that position. Some libraries' models shift labels
+    themselves, so data made for those has `labels = tokens`.
     """
     labels = batch[labels_name]
     counts = (labels >= 0) & (labels != ignored)

@@ -91,9 +91,8 @@ class _Lease(AbstractContextManager[Tensor]):
 class DevicePool(MemoryPool):
     """Lends views of exact shape and dtype, aligned to 256 bytes, of blocks whose sizes are rounded up.
 
-    Blocks take at most twice the bytes that were ever lent at once, however many sizes there are: at that bound a larger free
-    block is lent, and those that have been free longest are freed. A lease that is lost without its end takes its block with
-    it.
+    Blocks take at most twice the bytes that were ever lent at once: at that bound a larger free block is lent, and those that
+    have been free longest are freed. A lease that is lost without its end takes its block with it.
 
     per_doubling: sizes of blocks between one power of two and the next. num_allocations, num_leases: since the beginning.
     """

@@ -234,13 +234,10 @@ class CountsOf:
 
 class MoveNumbers:
     """Adds numbers to each row of a run that has `[[offload]]`, since the row before: three over all parts, and three for each
-    of `parts` that has a copy on the host.
+    of `parts` that has a copy on the host; 0 if nothing moved. managers: those of the run.
 
     offload/gb, offload/weights_gb, ...: copied either way, the sum over ranks. offload/s, offload/weights_s, ...: the mean over
-    ranks, of copies whose end the host has seen; offload/gb_per_s, offload/weights_gb_per_s, ...: their mean rate. 0 if there
-    was none.
-
-    managers: those of the run.
+    ranks, of copies whose end the host has seen; offload/gb_per_s, offload/weights_gb_per_s, ...: their mean rate.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:

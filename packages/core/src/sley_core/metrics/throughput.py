@@ -143,13 +143,11 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
 def flops_per_token(num_matmul_parameters: int, attention_width: int, sequence: int) -> float:
     """Returns 6 N + 6 W S: the FLOPs of one token's forward and backward through a causal model.
 
-    Every parameter that multiplies a token costs 2 FLOPs forward and 4 backward. A layer of causal attention, whose
-    heads are W = heads x head_dim wide together, takes 2 W FLOPs for its scores and 2 W for its context per position
-    that is seen, S / 2 of them on average, and twice that backward. Source: PaLM (Chowdhery et al., 2022), appendix B,
-    which counts the whole square, 12 W S; halved for the causal mask.
+    Every parameter that multiplies a token costs 2 FLOPs forward and 4 backward. A layer of causal attention, W = heads x
+    head_dim wide, takes 2 W FLOPs for its scores and 2 W for its context per position that is seen, S / 2 of them on average,
+    and twice that backward: half of the 12 W S of PaLM (Chowdhery et al., 2022, appendix B), which counts the whole square.
 
-    attention_width: the sum of W over all layers. sequence: S, in tokens; of packed documents too, so that numbers of
-    runs with equal sequences compare.
+    attention_width: the sum of W over all layers. sequence: S, in tokens; of packed documents too, so that runs compare.
     """
     return 6.0 * num_matmul_parameters + 6.0 * attention_width * sequence
 

@@ -25,14 +25,10 @@ _COMPUTED: Any = WeakIdKeyDictionary()  # field -> {(version of the field, what)
 def once_per_field(field: Tensor, what: Hashable, compute: Callable[[], T]) -> T:
     """Returns `compute()`, or its cached result for the same field; it must depend on `field` and `what` alone.
 
-    The cache entry lives as long as the tensor object, so it ends with its micro-batch. It depends on the tensor's
-    version, so a field that is written to is computed anew. Recomputation gets the same tensor object and finds the
-    value; with a copy it would compute an equal one. `compute` runs without gradients. A compiled layer computes inside
-    its graph instead. In inference mode, whose tensors have no version and may not enter a graph later, every call
-    computes.
-
-    A mask from `cu_seqlens`, rotary tables from `positions`: the layers are called one by one with the same field, so the first
-    one computes the value and the others find it.
+    For what layers compute alike from a field: a mask from `cu_seqlens`, rotary tables from `positions`. The entry lives as
+    long as the tensor object, i.e. its micro-batch, and depends on the tensor's version, so a field that is written to is
+    computed anew. `compute` runs without gradients. A compiled layer computes inside its graph instead. In inference mode,
+    whose tensors have no version and may not enter a graph later, every call computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()

@@ -324,10 +324,9 @@ def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 class ForwardPatch:
     """Makes `module(...)` call `forward`, from its construction until `undo`.
 
-    The latest patch of a module is called; the forward below it is `module.forward` as read before patching, and may be called
-    from the patch. Patches are undone in any order, and after the last the module's `__dict__` is what it was before the first.
-    A forward that a program has assigned over a patch stays, and then has the module without the patch below it. A copy or
-    pickle of the module has the forward of the module without patches.
+    The latest patch of a module is called; `module.forward` as read before patching is the one below it. Patches are undone in
+    any order, and after the last the module's `__dict__` is as before the first. A forward that a program has assigned over a
+    patch stays. A copy or pickle of the module has the forward of the module without patches.
     """
 
     __slots__ = ("_below", "_forward", "module")

@@ -1,12 +1,10 @@
 """Gives the layers that a rank owns their first values, which are the same in every layout: those of plain PyTorch.
 
 The factory of a model on meta runs again, on the host, with generators as `torch.manual_seed(seed)` leaves them, and then
-`init_weights(module, name)` of the model, if it has one, is called for every module. The modules that they make replace those
-on meta in the layers that this rank owns, with parameters cut, cast and moved; the values of other layers are dropped. Layers
-with builders are made one after the other, so that one at a time has its whole values in memory.
-
-Meanwhile torch fills new memory with NaN, as under deterministic algorithms. A parameter that is NaN afterwards is refused by
-name: nothing has written it.
+`init_weights(module, name)` of the model, if it has one, for every module. The modules that they make replace those on meta in
+the layers that this rank owns, with parameters cut, cast and moved. Layers with builders are made one after the other, so that
+one at a time has its whole values in memory. Meanwhile torch fills new memory with NaN, and a parameter that is NaN afterwards
+is refused by name: nothing has written it.
 """
 
 from __future__ import annotations

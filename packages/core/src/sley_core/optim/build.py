@@ -214,10 +214,8 @@ def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig], 
 def with_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
 
-    A step hook moves them into a group of their own, with the same options. Other optimizers need nothing.
-
     torch's fused SGD makes the momentum of a group's parameters in one step, for all or for none, and fails with a TypeError
-    where some have it. Its other forms begin each where its first gradient comes, with that gradient as it is, undampened.
+    where some have it. A step hook moves late ones into a group of their own. Other optimizers need nothing.
     """
     if isinstance(optimizer, torch.optim.SGD):
         optimizer.register_step_pre_hook(_split_groups)
@@ -247,13 +245,12 @@ MARKED: tuple[Callable[..., Any], ...] = (
 
 def leave_compiler_out() -> None:
     """Lets the optimizer methods that a run calls work without importing the compiler; does nothing if torch marks them
-    differently.
+    otherwise.
 
-    torch marks what its compiler must not trace, such as an optimizer's `add_param_group`, with a wrapper that imports the
-    compiler, and with it sympy, at the first call: about 850 modules and a second of processor time in every rank. The function
-    that the wrapper then calls is cached as an attribute of the wrapped function. If the attribute is set beforehand to that
-    function, nothing is imported. Only compiled code would notice a difference, and the compiler traces none of these: a plan
-    compiles layers. Recomputation (torch.utils.checkpoint) and an optimizer by factory import the compiler all the same.
+    torch wraps what its compiler must not trace, such as `add_param_group`, in a function that imports the compiler at its
+    first call: about 850 modules and a second of processor time in every rank. The function that the wrapper then calls is
+    cached in an attribute of the wrapped one; if that is set beforehand, nothing is imported. Only compiled code would notice a
+    difference.
     """
     for function in MARKED:
         behind = getattr(function, "__wrapped__", None)

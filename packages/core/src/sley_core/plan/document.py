@@ -168,10 +168,8 @@ class Spot(NamedTuple):
 def index(text: str) -> dict[KeyPath, Spot]:
     """Returns the spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
 
-    A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them.
-
-    tomli reports only the position of a syntax error. `index` scans a document that tomli has already accepted, so it need not
-    validate: it only has to tell keys, headers and values apart.
+    A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them. tomli has no places of
+    keys, and has validated the text, so `index` only has to tell keys, headers and values apart.
     """
     scanner = _Scanner(text)
     scanner.document()

@@ -1,19 +1,16 @@
-"""Loss, loss weight and gradient norm of a step, bit for bit the same in every layout: what ranks sum for them, and the
-results.
+"""Loss, loss weight and gradient norm of a step, bit for bit the same in every layout: what ranks sum, and the results.
 
 The loss weight is a sum of digits, integers that float64 adds exactly in any order. The losses of micro-batches are summed in
 the order of the tree.
 
-The norm is the same however elements lie on ranks, in buffers, shards and slices. Adding multiples of one unit is exact as long
-as the sum fits, and so does not depend on the order. The unit comes from the largest element of the whole model, below 2^e:
-every (|g| / 2^e)^2 is below 1 and is cut into three digits of 24 bits, whose sums are integers.
+Adding multiples of one unit is exact as long as the sum fits, so the norm depends on no order. The unit comes from the largest
+element of the whole model, below 2^e: every (|g| / 2^e)^2 is below 1 and is cut into three digits of 24 bits.
 
     |g| / 2^e, squared  =  0.d1 d2 d3 | rest below 2^-72, dropped        sum of d1, sum of d2, sum of d3: int64, over all ranks
 
-The dropped rest depends on the element and on e only. It is below n 2^-72 of the largest square, for n elements: less than
-float64 shows. This is the pre-rounding of Demmel and Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum
-that is known beforehand, and digits as in Collange, Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the
-Parallel Reduction. The squares of float32 elements within 2^-24 of the largest are not rounded at all.
+The dropped rests of n elements are below n 2^-72 of the largest square: less than float64 shows. This is the pre-rounding of
+Demmel and Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum that is known beforehand, and digits as in
+Collange, Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the Parallel Reduction.
 """
 
 from __future__ import annotations
