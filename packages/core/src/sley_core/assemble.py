@@ -25,7 +25,7 @@ from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.load import WeightLoader, names_of
+from sley_core.engine.load import load_weights, names_of
 from sley_core.engine.parts import Parts, StepNumbers, Waits
 from sley_core.engine.reduction import reduction_class
 from sley_core.engine.refusals import check_hooks, refuse_left_over
@@ -121,8 +121,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         facts = AssemblyFacts(*sizes, notes, draft.plan_values)
         outputs = outputs_of(plan, world, stepper, topology, folder)
         state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
-        load_weights = WeightLoader(names, parts, stepper.update.masters)
-        run = Run(plan, parts, stepper, samples, outputs, memory, load_weights, state, facts)
+        load = partial(load_weights, names, parts, stepper.update.masters)
+        run = Run(plan, parts, stepper, samples, outputs, memory, load, state, facts)
         on_error.pop_all()
         return run
 

@@ -37,7 +37,7 @@ from sley_core.weight_files.write import FILE_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.engine.load import LoadedWeights, WeightLoader
+    from sley_core.engine.load import LoadedWeights
     from sley_core.engine.parts import Parts
     from sley_core.engine.stepper import Stepper
     from sley_core.memory.state import Part
@@ -63,7 +63,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         samples: Samples,
         outputs: RunOutputs,
         memory: RunMemory,
-        load_weights: WeightLoader,
+        load_weights: Callable[..., LoadedWeights],
         state: TrainingState,
         facts: AssemblyFacts,
     ) -> None:

@@ -61,30 +61,26 @@ def names_of(layers: Sequence[Layer]) -> Names:
     return Names(first, buffers | {name for name, _ in with_extra_state(layers)})
 
 
-class WeightLoader:
-    """Loads weights into this rank's `parts` of a model with these `names`, and into `masters`, for `Run.load_weights`."""
-
-    def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
-        self._names = names
-        self._parts = parts
-        self._masters = masters
-
-    def __call__(self, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
-        """Loads `state` as `Run.load_weights` describes. Every rank calls it: two blocking collectives over `control`."""
-        Agreement(self._parts.groups).begin("loading weights").check()
-        loading = _Loading(self._names, self._parts, self._masters)
-        if not isinstance(state, Mapping):
-            loading.look(state, writes=True)
-            return loading.agreed(strict)
-        loading.look(state.items())
-        found = loading.agreed(strict)
-        for name, value in state.items():
-            loading.write(name, value)
-        return found
+def load_weights(
+    names: Names, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
+) -> LoadedWeights:
+    """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
+    describes. Every rank calls it: two blocking collectives over `control`.
+    """
+    Agreement(parts.groups).begin("loading weights").check()
+    loading = _Loading(names, parts, masters)
+    if not isinstance(state, Mapping):
+        loading.look(state, writes=True)
+        return loading.agreed(strict)
+    loading.look(state.items())
+    found = loading.agreed(strict)
+    for name, value in state.items():
+        loading.write(name, value)
+    return found
 
 
 class _Loading:
-    """Holds the state of one call of `WeightLoader` on this rank."""
+    """Holds the state of one call of `load_weights` on this rank."""
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
         self.names = names

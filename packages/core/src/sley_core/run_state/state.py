@@ -179,7 +179,9 @@ class TrainingState:
             )
 
     def _check(self, restoring: Restoring) -> None:
-        """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer."""
+        """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer;
+        PlanError "data-changed" if the data differ for sure, a note if they may.
+        """
         saved, about = restoring.saved, restoring.saved.description
         report = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
         # All ranks: only together do they know all names of the model.
@@ -197,7 +199,11 @@ class TrainingState:
             hint = "`run.load_weights(..., strict=False)` takes those of its weights that the model has"
             raise RunError("checkpoint-mismatch", message, hint=hint)
         if changed := next((text for _, _, text in everyone if text), ""):
-            self._data_changed(changed, restoring.notes)
+            assert self._feed is not None, changed
+            if self._feed.is_digest_exact:
+                hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
+                raise PlanError("data-changed", changed, path=("data",), hint=hint)
+            restoring.notes.append(changed)  # samples may be drawn as they are read
 
     def _changed_data(self, state: Any) -> str:
         """Returns in words how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they do not."""
@@ -208,15 +214,6 @@ class TrainingState:
             return self._feed.changed_since(decode_value(state))
         except Exception as error:  # the other ranks wait for an answer
             return f"the data cannot be read: {cause(error)}"
-
-    def _data_changed(self, changed: str, notes: list[str]) -> None:
-        """Raises PlanError "data-changed", or appends a note about samples that may be drawn as they are read."""
-        assert self._feed is not None, changed
-        if not self._feed.is_digest_exact:
-            notes.append(changed)
-            return
-        hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
-        raise PlanError("data-changed", changed, path=("data",), hint=hint)
 
 
 AUTO = "auto"

@@ -175,13 +175,6 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_index(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
-    """Writes the index of several files: the file of each tensor, and the bytes of all of them."""
-    total = sum(spec.num_bytes for specs in files.values() for spec in specs)
-    weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
-    write_text(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a new file, and waits until it is on the disk."""
     with path.open("x", encoding="utf-8") as file:
@@ -216,27 +209,26 @@ def check_replaceable(folder: Path, ours: Iterable[str] = OURS) -> None:
 
 
 def complete(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
-    """Writes the index of `files`, if they are several, and gives `folder` its name, for good. Raises OSError."""
+    """Writes the index of `files`, if they are several: the file of each tensor, and the bytes of all. Then replaces `folder`
+    by `unfinished(folder)`; the previous content is kept until the new one is in place. Raises OSError.
+    """
+    scratch, before = unfinished(folder), folder.with_name(f".{folder.name}.before")
     if len(files) > 1:
-        _write_index(unfinished(folder), files)
-    _finish(folder)
+        total = sum(spec.num_bytes for specs in files.values() for spec in specs)
+        weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
+        write_text(scratch / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    shutil.rmtree(before, ignore_errors=True)
+    sync_names(scratch)
+    if folder.exists():
+        folder.rename(before)
+    scratch.rename(folder)
+    sync_names(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def unwritten(error: OSError, folder: Path) -> str:
     """Returns a sentence that says what could not be written, and why."""
     return f"cannot write `{error.filename or folder}`: {error.strerror or error}"
-
-
-def _finish(folder: Path) -> None:
-    """Replaces `folder` by `unfinished(folder)`; the previous content is kept until the new one is in place."""
-    before = folder.with_name(f".{folder.name}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    sync_names(unfinished(folder))
-    if folder.exists():
-        folder.rename(before)
-    unfinished(folder).rename(folder)
-    sync_names(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
