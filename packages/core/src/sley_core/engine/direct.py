@@ -232,10 +232,9 @@ def _is_special(input: Tensor) -> bool:
 def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
     """Patches plain layers of `parts` to add their weight gradients to the store themselves; returns a function that undoes it.
 
-    Linears do so if the plan says so, and weight and store have the same dtype: one call cannot
-    accumulate a bf16 product into fp32 on every device. splits: whether backwards are split: then all linears do, and the queue
-    takes the products while an I runs. If the order of sums is fixed, all linears with their biases and all embeddings do: the
-    same products in every layout.
+    Linears do so if the plan says so, and weight and store have the same dtype: one call cannot accumulate a bf16 product into
+    fp32 on every device. splits: whether backwards are split: then all linears do, and the queue takes the products while an I
+    runs. If the order of sums is fixed, all linears with their biases and all embeddings do, in every layout.
 
     Skips layers with a sharded parameter (its communicator handles them), and those whose weight is no parameter
     (`weight_norm`) or whose forward was replaced (autograd handles them).

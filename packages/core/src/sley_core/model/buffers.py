@@ -83,9 +83,6 @@ def refuse_written(found: Sequence[tuple[str, nn.Module]]) -> None:
     )
 
 
-MOST_NAMED = 3
-
-
 def train(model: Model) -> None:
     """Puts the layers of `model` into training mode, apart from modules that stay in evaluation mode.
 
@@ -108,8 +105,8 @@ def train(model: Model) -> None:
 def notes_of(layers: Sequence[Layer]) -> list[str]:
     """Returns a note for the user with the modules that are in evaluation mode; an empty list if there are none."""
     names = [name for layer in layers for name in _evaluated(layer.module, layer.name)]
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return [f"stays in evaluation mode, as the factory left it: {', '.join(names[:MOST_NAMED])}{more}"] if names else []
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return [f"stays in evaluation mode, as the factory left it: {', '.join(names[:NAMED])}{more}"] if names else []
 
 
 def _kept(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:

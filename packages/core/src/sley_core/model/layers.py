@@ -18,6 +18,7 @@ that no rank needs the memory of the whole model:
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,10 +68,10 @@ class Model:
     layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index. A builder
     may stand for a named module: (name, builder), or (name, builder, count) for `name.0`, `name.1`, ... . init_weights: called
     with every module, children before their parent, after the layers were made; its values win. Layers that it sets completely
-    may be made on meta. per_rank_buffers: patterns
-    (`"*.running_mean"`) of buffers that training may write, which then differ from rank to rank. All other buffers must stay as
-    they were built. ties: pairs of names of parameters, `("embed.table.weight", "head.output.weight")`, the first in an earlier
-    layer; the second becomes the first. Layers of builders can be tied by this only. Raises PlanError "model-factory".
+    may be made on meta. per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which then differ
+    from rank to rank; all others must stay as they were built. ties: pairs of names of parameters, `("embed.table.weight",
+    "head.output.weight")`, the first in an earlier layer; the second becomes the first. Layers of builders can be tied by this
+    only. Raises PlanError "model-factory".
     """
 
     def __init__(
@@ -234,9 +235,8 @@ def _check_unique(layers: Sequence[Layer]) -> None:
             message = f"the layers {first!r} and {layer.name!r} are one and the same module"
             hint = "make two modules; they may share their parameters or submodules"
             raise PlanError("model-factory", message, path=MODEL, hint=hint)
-    names = [layer.name for layer in layers]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(layer.name for layer in layers).items():
+        if count > 1:
             raise _unusable(f"two layers of the model are named {name!r}")
     for layer in layers:
         for parameter, _ in layer.module.named_parameters(layer.name, remove_duplicate=False):
@@ -296,15 +296,9 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
         elif parameter.name in data.fields and parameter.kind is not parameter.POSITIONAL_ONLY:
             yield parameter.name
         elif parameter.default is parameter.empty:
-            known = ", ".join(data.fields)
-            problems.append(
-                _misfit(
-                    layer,
-                    f"needs {parameter.name!r}, which the data does not have",
-                    f"the data's fields are {known}; "
-                    + ("every parameter of the first layer is a field" if is_first else "or give it a default"),
-                )
-            )
+            either = "every parameter of the first layer is a field" if is_first else "or give it a default"
+            hint = f"the data's fields are {', '.join(data.fields)}; {either}"
+            problems.append(_misfit(layer, f"needs {parameter.name!r}, which the data does not have", hint))
 
 
 def _misfit(layer: Layer, what: str, hint: str) -> Diagnostic:

@@ -230,7 +230,7 @@ def _check_memory(spans: Iterable[_Span]) -> None:
         before = [other for other in before if other.end > one.start]
         for other in before:
             if (one.is_trained or other.is_trained) and overlap(one.tensor, other.tensor):
-                raise _shared(other, one) if one.is_registered and other.is_registered else _alias(other, one)
+                raise _shared(other, one)
         before.append(one)
 
 
@@ -263,31 +263,25 @@ def _bytes(marks: Tensor, tensor: Tensor, at: int) -> Tensor:
 
 
 def _shared(one: _Span, other: _Span) -> PlanError:
-    """Returns the error for two registered tensors that share memory."""
+    """Returns the error for two tensors that share memory, one of them a parameter that is trained."""
     kinds = ["parameter" if isinstance(each.tensor, nn.Parameter) else "buffer" for each in (one, other)]
-    if kinds == ["parameter", "parameter"]:
+    if not (one.is_registered and other.is_registered):
+        held, parameter = (other, one) if one.is_registered else (one, other)
+        message = f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
+        hint = "`.clone()` it, or compute it in the forward"
+    elif kinds == ["parameter", "parameter"]:
         message = f"the parameters {one.name!r} and {other.name!r} share their memory, but are two parameters"
         hint = "tie them by giving both modules one and the same nn.Parameter, or `.clone()` one of them"
     else:
         message = f"the {kinds[0]} {one.name!r} and the {kinds[1]} {other.name!r} share their memory"
         hint = "`.clone()` the buffer, or compute it in the forward"
-    return _refused(message, hint)
-
-
-def _alias(one: _Span, other: _Span) -> PlanError:
-    held, parameter = (other, one) if one.is_registered else (one, other)
-    message = f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
-    return _refused(message, "`.clone()` it, or compute it in the forward")
+    return PlanError("model-init", message, path=("model",), hint=hint)
 
 
 def _kept(where: str, name: str) -> PlanError:
     """Returns the error for a parameter to which something other than a module refers."""
     message = f"`{where}` holds the parameter {name!r}, but not as a module's parameter: a run would train another tensor"
     hint = "let the forward ask the module that holds it (`self.linear.weight`), or give it to this module as well: a tie"
-    return _refused(message, hint)
-
-
-def _refused(message: str, hint: str) -> PlanError:
     return PlanError("model-init", message, path=("model",), hint=hint)
 
 
@@ -296,7 +290,9 @@ def _roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
     kinds: dict[type, None] = {}
     for prefix, module in layer.named_modules(prefix=name):
         for name, value in vars(module).items():
-            if name not in _REGISTERED and not _is_kept_up(module, name):
+            # What torch itself updates when a parameter is replaced, or before each forward, cannot be stale.
+            is_updated = (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
+            if name not in _REGISTERED and not is_updated:
                 yield f"{prefix}.{name}", value
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -309,11 +305,6 @@ def _roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
                 if name == "__init__":
                     continue  # its globals, such as a registry of instances, are not needed by any forward
                 yield f"{kind.__name__}.{name}", value
-
-
-def _is_kept_up(module: nn.Module, name: str) -> bool:
-    """Returns whether torch itself updates the attribute when a parameter is replaced, or before each forward."""
-    return (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
 
 
 def _is_torchs(one: Any) -> bool:
