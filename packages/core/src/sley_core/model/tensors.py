@@ -268,8 +268,8 @@ def _shared(one: _Span, other: _Span) -> PlanError:
     if not (one.is_registered and other.is_registered):
         held, parameter = (other, one) if one.is_registered else (one, other)
         message = f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
-        hint = "`.clone()` it, or compute it in the forward"
-    elif kinds == ["parameter", "parameter"]:
+        return PlanError("model-init", message, path=("model",), hint="`.clone()` it, or compute it in the forward")
+    if kinds == ["parameter", "parameter"]:
         message = f"the parameters {one.name!r} and {other.name!r} share their memory, but are two parameters"
         hint = "tie them by giving both modules one and the same nn.Parameter, or `.clone()` one of them"
     else:
