@@ -29,7 +29,8 @@ class StorageEntry(NamedTuple):
 
 class MemoryInventory:
     """The memory of one rank's run on `device`, by part. sources: what yields `(name, tensor)` of each part, asked anew each
-    time: optimizers make their states late, and pools grow.
+    time: optimizers make their states late, and pools grow. trim: frees what a part, "pools" or "messages", can allocate anew;
+    returns the bytes freed.
 
     A tensor that lies elsewhere (the step counts of AdamW, on the host) is not listed, nor is one of dim 0 among the
     optimizer's states: a few bytes that would cost a copy each.
@@ -47,11 +48,11 @@ class MemoryInventory:
         self.store = store
         self._sources = sources
         self._states_of = states_of
-        self._trim = trim
+        self.trim = trim
 
     def everything(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of all of `part`, also of what lies on the host or is a scalar."""
-        yield from self._sources[part]()
+        return iter(self._sources[part]())
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of what `part` holds on the device, also while it is away; of optimizer states no scalars."""
@@ -81,10 +82,6 @@ class MemoryInventory:
     def num_bytes(self, part: Part) -> int:
         """Returns the bytes of device memory that `part` has now; 0 while it is away."""
         return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
-
-    def trim(self, part: Part) -> int:
-        """Frees what `part`, "pools" or "messages", can allocate anew; returns the bytes freed, 0 for any other part."""
-        return self._trim(part)
 
     def _taken_before(self, part: Part) -> set[int]:
         """Returns what identifies (`storage_id`) each storage that the parts before `part` hold on the device."""

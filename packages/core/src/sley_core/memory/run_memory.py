@@ -191,9 +191,6 @@ class RunMemory:
         return [(part, of_part[part]) for part in PARTS if part in (parts or of_part)]
 
 
-def _nothing() -> None: ...
-
-
 def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
     """Returns a tensor's value on the host: the view of its copy if it is away, else a new copy."""
     found = _where_it_lies(copies, tensor, part)
