@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -20,10 +20,6 @@ from torch.optim import Optimizer
 from sley_core.errors import Diagnostic, PlanError
 from sley_core.factory import cause, import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
-
-if TYPE_CHECKING:
-    import torch
-
 
 Groups = Sequence[dict[str, Any]]
 """What `parameter_groups` returns."""
@@ -42,15 +38,8 @@ def adamw(config: AdamWConfig, groups: Groups, device: torch.device) -> torch.op
 
 def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
     """Builds torch.optim.SGD over `groups`; fused if `device` supports it (a CPU does), else foreach."""
-    return _fastest(
-        torch.optim.SGD,
-        groups,
-        device,
-        lr=config.lr,
-        momentum=config.momentum,
-        dampening=config.dampening,
-        nesterov=config.nesterov,
-    )
+    options = {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
+    return _fastest(torch.optim.SGD, groups, device, lr=config.lr, **options)
 
 
 def factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.device) -> torch.optim.Optimizer:

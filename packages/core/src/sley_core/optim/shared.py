@@ -11,17 +11,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sley_core.errors import RunError
-
-if TYPE_CHECKING:
-    import torch
-
 
 Shared: TypeAlias = dict[tuple[str, Any, Any], Any]
 """Values by place: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -36,6 +37,7 @@ RATES = (("run", "steps"), ("optimizer", "lr"))
 _SHOWN = 4
 
 
+@dataclass(eq=False)
 class TrainingState:
     """The state that one rank of a run keeps from step to step. All methods are called between two steps.
 
@@ -43,25 +45,17 @@ class TrainingState:
     values that only the run could determine, by their path in the plan. notes: for the user, about saves and loads.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        tensors: RunTensors,
-        feed: Feed | None,
-        attempt: RunAttempt,
-        folder: str | None,
-        plan_values: Mapping[KeyPath, Any],
-        notes: list[str],
-    ) -> None:
-        self.plan = plan
-        self.parts = tensors.parts
-        self.attempt = attempt
-        self.folder = folder
-        self.notes = notes
-        self._tensors = tensors
-        self._feed = feed
-        self._plan_values = plan_values
-        self._control = tensors.parts.groups["control"]
+    plan: Plan
+    _tensors: RunTensors
+    _feed: Feed | None
+    attempt: RunAttempt
+    folder: str | None
+    _plan_values: Mapping[KeyPath, Any]
+    notes: list[str]
+
+    def __post_init__(self) -> None:
+        self.parts = self._tensors.parts
+        self._control = self.parts.groups["control"]
 
     @property
     def resolved_plan(self) -> Plan:
