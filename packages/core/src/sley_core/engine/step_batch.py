@@ -108,35 +108,28 @@ class StepBatch:
         return len(self.micros)
 
 
+@dataclass(eq=False)
 class BatchSplitter:
     """Cuts samples into a `StepBatch`.
 
     info: the data's declaration of whole samples. slices: takes this rank's part of each sequence. loss: None for outputs
-    alone.
-    weighs: whether this rank has the model's last chunk, and calls the loss's `weight`; weighs_micros: for each micro-batch;
-    weighs_whole: of whole sequences, in place of this rank's slice.
+    alone. weighs: whether this rank has the model's last chunk, and calls the loss's `weight`; weighs_micros: for each
+    micro-batch; weighs_whole: of whole sequences, in place of this rank's slice.
     """
 
-    def __init__(
-        self,
-        info: DataInfo,
-        micro_size: int,
-        slices: Slices,
-        loss: Loss | None,
-        *,
-        weighs: bool = False,
-        weighs_micros: bool = False,
-        weighs_whole: bool = False,
-    ) -> None:
-        self.info = info
-        self.micro_size = micro_size
-        self.slices = slices
-        self.loss = loss
-        self.weighs = weighs and loss is not None
-        self.weighs_micros = weighs_micros
-        self.weighs_whole = weighs_whole
-        self._fields = sliced_info(info, slices.num_slices).fields
-        self._additive = None if loss is None else Additive(loss, info.fields if weighs_whole else self._fields)
+    info: DataInfo
+    micro_size: int
+    slices: Slices
+    loss: Loss | None
+    weighs: bool = field(default=False, kw_only=True)
+    weighs_micros: bool = field(default=False, kw_only=True)
+    weighs_whole: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.weighs = self.weighs and self.loss is not None
+        self._fields = sliced_info(self.info, self.slices.num_slices).fields
+        fields = self.info.fields if self.weighs_whole else self._fields
+        self._additive = None if self.loss is None else Additive(self.loss, fields)
 
     def given(self, batch: GivenBatch) -> StepBatch:
         """Checks and cuts the samples that a program gives a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,7 @@ class StorageEntry(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class MemoryInventory:
     """The memory of one rank's run on `device`, by part. sources: what yields `(name, tensor)` of each part, asked anew each
     time: optimizers make their states late, and pools grow. trim: frees what a part, "pools" or "messages", can allocate anew;
@@ -36,19 +38,11 @@ class MemoryInventory:
     optimizer's states: a few bytes that would cost a copy each.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        store: GradientStore,
-        sources: Mapping[Part, Held],
-        states_of: Callable[[Stepped], Iterable[tuple[str, Tensor]]],
-        trim: Callable[[Part], int],
-    ) -> None:
-        self.device = device
-        self.store = store
-        self._sources = sources
-        self._states_of = states_of
-        self.trim = trim
+    device: torch.device
+    store: GradientStore
+    _sources: Mapping[Part, Held]
+    _states_of: Callable[[Stepped], Iterable[tuple[str, Tensor]]]
+    trim: Callable[[Part], int]
 
     def everything(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of all of `part`, also of what lies on the host or is a scalar."""
