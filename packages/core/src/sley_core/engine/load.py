@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
-from sley_core.engine.registry import Param, ParameterRegistry
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import set_extra_state, with_extra_state
 from sley_core.errors import RunError
 from sley_core.factory import cause
@@ -107,7 +107,7 @@ class _Loading:
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
         """Copies `value` into the weight (its shard, if sharded) or buffer of this name, if this rank holds it."""
-        param, buffer = self._held(name)
+        param, buffer = self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
         if param is not None:
             own = value.detach() if param.shard is None else param.shard.cut(value.detach())
             self.masters.set(param, own)
@@ -142,16 +142,13 @@ class _Loading:
         unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
         return LoadedWeights(list(lacking), list(unknown))
 
-    def _held(self, name: str) -> tuple[Param | None, Tensor | None]:
-        return self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
-
     def _look(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares them."""
         first = self.names.first.get(name, name)
         self.given.add(first)
         if name not in self.names.first and name not in self.names.buffers:
             self.report.unknown.append(name)
-        param, buffer = self._held(name)
+        param, buffer = self.params.get(first), self.buffers.get(name)
         if param is not None:
             shape = param.shape
         elif buffer is not None:

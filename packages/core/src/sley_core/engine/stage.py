@@ -32,29 +32,23 @@ Generate = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class Lists:
-    """Generates, lowers and caches the lists; every stage lowers those of all stages, so that each detects a wrong schedule."""
+    """Generates, lowers and caches the lists; every stage lowers those of all stages, so that each detects a wrong schedule.
 
-    def __init__(self, generate: Generate, placement: Placement, stage: int) -> None:
+    computing: returns the compute actions of all stages, which are not lowered: much cheaper, and not kept.
+    """
+
+    def __init__(self, computing: Generate, placement: Placement, stage: int) -> None:
+        self.computing = computing
         self.placement = placement
         self.stage = stage
-        self._generate = generate
-        self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
+        self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(computing(micros), placement, micros))
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
-
-    @classmethod
-    def alone(cls) -> Lists:
-        """Returns the lists of a run without a pipeline: forward and backward of one micro-batch after the other."""
-        return cls(lambda micros: [sequential(micros)], loop(1), 0)
 
     def at(self, stage: int) -> Lists:
         """Returns the lists of another stage, sharing this one's cache."""
-        lists = Lists(self._generate, self.placement, stage)
+        lists = Lists(self.computing, self.placement, stage)
         lists.of_all_stages = self.of_all_stages
         return lists
-
-    def computing(self, micros: int) -> Sequence[Sequence[Action]]:
-        """Returns the compute actions of all stages, which are not lowered: much cheaper, and not kept."""
-        return self._generate(micros)
 
     def splits_backward(self, micros: int) -> bool:
         """Returns whether this stage's training list has split backwards (I and W)."""
@@ -65,7 +59,7 @@ class Lists:
         return self.of_all_stages(micros)[self.stage]
 
     def _evaluation(self, micros: int) -> Lowered:
-        lists = [forward_only(actions) for actions in self._generate(micros)]
+        lists = [forward_only(actions) for actions in self.computing(micros)]
         return lower(lists, self.placement, micros, training=False)[self.stage]
 
 
@@ -122,8 +116,8 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
 
 def lists_of(plan: Plan, topology: Topology, stage: int) -> Lists:
     """Returns the lists of a stage, by its number; those of a plan without a pipeline are of one stage."""
-    if plan.pipeline is None:
-        return Lists.alone()
+    if plan.pipeline is None:  # forward and backward of one micro-batch after the other
+        return Lists(lambda micros: [sequential(micros)], loop(1), 0)
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
     return Lists(lambda micros: schedule.lists(topology.pp, micros), placement, stage)
