@@ -243,10 +243,8 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Draft:
-    """The parts of a run before anything has memory. The model, on meta, and the dataset are for one run only.
-
-    stage: of any rank. notes: for the user. plan_values: values of the plan that only a run could determine, by
-    their path.
+    """The parts of a run, of any rank, before anything has memory: a dataset, and a model on meta, for one run only. notes: for
+    the user. plan_values: values of the plan that only a run could determine, by their path.
     """
 
     dataset: AnyDataset

@@ -146,9 +146,7 @@ def seed_own(generators: Iterable[Any], seed: int) -> None:
 
 def own_generators(module: nn.Module, name: str) -> list[Any]:
     """Returns the generators of a module and its submodules: in attributes, in containers and plain objects there, and those
-    that their functions name.
-
-    Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
+    that their functions name. Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
     """
     generators: dict[int, Any] = {}
     visited: set[int] = set()
@@ -254,9 +252,7 @@ def _checked(generator: Any, owner: str, table: str) -> Any:
 
 def derive(seed: int, *parts: int | str) -> int:
     """Returns a seed in [0, 2**63) that depends on `seed` and on every part, its type and position; the same in every version.
-
-    SHA-256 of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc"), and 1 and "1", differ. Python's
-    own `hash` is salted per process.
+    By SHA-256: Python's own `hash` is salted per process.
     """
     digest = sha256()
     for part in (seed, *parts):

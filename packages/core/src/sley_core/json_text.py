@@ -31,10 +31,8 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file, which replaces `path` when the block ends, and is on the disk then: on a full disk, or if the block
-    raises or this process is killed, the old file stays.
-
-    Raises OSError, naming the file, if it cannot be written.
+    """Yields a new file, which replaces `path` when the block ends, and is on the disk then; if the block raises, or this
+    process is killed, the old file stays. Raises OSError, naming the file, if it cannot be written.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.unlink(missing_ok=True)  # of a process that was killed; or a link, which must not say where this writes

@@ -201,11 +201,7 @@ class Placement:
         return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk whose output this chunk takes, and which gets its input gradient; None at the first
-        position.
-
-        It may be another chunk of the same stage: then nothing is sent.
-        """
+        """Returns the chunk whose output this one takes, maybe of the same stage; None at the first position."""
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 

@@ -36,11 +36,7 @@ LEAST_ROOM = 16
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Returns rows of at most `width` columns, one per stage, with each stage's idle share, and a legend. Ends with a
-    newline.
-
-    With three chunks or more a stage has a row per chunk.
-    """
+    """Returns rows of at most `width` columns, one per stage, or with three chunks or more per chunk; and a legend."""
     chunks = 1 + max((span.action.chunk for span in timeline.spans), default=0)
     own_rows: list[int | None] = [None] if chunks <= 2 else list(range(chunks))
     rows = [(stage, chunk) for stage in range(timeline.stages) for chunk in own_rows]
@@ -70,10 +66,8 @@ def _name(stage: int, chunk: int | None) -> str:
 
 
 def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """Returns the scale that fits into `room` columns, or that of a drawing whose middle must be cut out.
-
-    The shortest action gets a whole number of columns if it gets one at all, so that equal actions look equal. Where it
-    gets none, actions are drawn to scale if the others are much longer, and else at one column each.
+    """Returns the scale that fits into `room` columns, or that of a drawing whose middle must be cut out. The shortest action
+    gets a whole number of columns if it gets any, so that equal actions look equal.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:

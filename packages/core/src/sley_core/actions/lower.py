@@ -153,10 +153,9 @@ def send_of(action: Action, made: Delivery | None, stage: int, placement: Placem
 
 
 def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
-    """Returns the global order of all transfers: by the time at which they are sent. All stages use the same one.
-
-    Of several sent at the same time, the one earlier along its flow is first: a stage then posts the receive of what
-    its neighbour is about to send before it sends its own value.
+    """Returns the global order of all transfers, the same for all stages: by the time at which they are sent, then by their
+    place along the flow, so that a stage posts the receive of what its neighbour is about to send before it sends its own
+    value.
     """
 
     def place(delivery: Delivery) -> tuple[float, Flow, int, int]:
@@ -187,10 +186,8 @@ def posts_of(
     order: Mapping[Delivery, int],
     ahead: int,
 ) -> dict[int, list[Transfer]]:
-    """Returns the posts of `stage`, by the number of the action in its list before which they stand.
-
-    made_by: what each action makes for a neighbouring chunk. order: of all transfers. ahead: how many actions before its taker
-    a receive is posted, where the order allows that.
+    """Returns the posts of `stage`, by the number of the action in its list before which they stand. made_by: what each action
+    makes for a neighbouring chunk. order: of all transfers. ahead: by how many actions, where the order allows that.
     """
     issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []

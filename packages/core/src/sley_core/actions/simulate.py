@@ -332,10 +332,8 @@ class Costs:
 
     @classmethod
     def measured(cls, timelines: Iterable[Timeline], placement: Placement) -> Costs:
-        """Returns the median time of each kind of action at each position, over `timelines` of one schedule; links take
-        no time.
-
-        A kind that never ran has no entry; one that did not run at a position takes no time there.
+        """Returns the median time of each kind of action at each position, over `timelines` of one schedule; links take no
+        time. A kind that never ran has no entry; one that did not run at a position takes no time there.
         """
         found: dict[Kind, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for timeline in timelines:

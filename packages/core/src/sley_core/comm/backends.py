@@ -285,9 +285,7 @@ def connected(
     members: Members, lanes: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
 ) -> dict[str, Transport]:
     """Connects `members` by the first of `records` that can, for tensors on the host; returns a transport for each of `lanes`,
-    or {} on all ranks. All members call it, with equal records.
-
-    timeout_s: of every wait.
+    or {} on all ranks. All members call it, with equal records. timeout_s: of every wait.
     """
     for record in records:
         connect = partial(record.load(record.connect), members, lanes, timeout_s)

@@ -28,11 +28,8 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 
 class Pending:
-    """Is the handle of a collective in flight. After `wait` the result is there (on CUDA: ordered before later work on this
-    stream).
-
-    Without `work` it is complete.
-    """
+    """The handle of a collective. After `wait` the result is there (on CUDA: for later work on this stream); done without
+    `work`."""
 
     __slots__ = ("_turn", "_work")
 
@@ -156,10 +153,8 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
-    """Gathers every rank's `value` (small, serialisable as JSON); returns them in the order of the group's ranks. Blocks. For
-    the group `control` only.
-
-    Where the other members do not exist, the values of all ranks are this one's.
+    """Gathers every rank's `value`, small and JSON, in the order of the ranks of the group, which is `control`. Blocks. Where
+    the other members do not exist, the values of all ranks are this one's.
     """
     if not group.has_peers:
         return [value] * group.size
@@ -230,20 +225,16 @@ def exchanges_of(groups: Iterable[Group]) -> Exchanges:
 
 
 def exchanges_differ(groups: Iterable[Group]) -> int:
-    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group have exchanged the same.
-
-    In each group one rank adds size - 1 times a hash of its number, and the others subtract theirs: one sum for any number of
-    groups, which is 0 if all agree.
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group have exchanged the same: in each
+    group one rank adds size - 1 times a hash of its number, and the others subtract theirs.
     """
     noted = ((group, group.log.exchanged(group.ranks)) for group in groups)
     return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
 
 
 def exchanges_error(when: str, own: Exchanges, control: Group) -> RunError:
-    """Gathers how many exchanges each rank counted in each of its groups, and returns the error `ranks-differ`, which names the
-    first group in which they differ, and who; the same on all ranks. For ranks that are known to differ: asserts that they do.
-
-    A blocking collective on `control`. own: this rank's counts.
+    """Returns the error `ranks-differ` of ranks that are known to differ, the same on all: it names the first group in which
+    they exchanged other numbers, and who. A blocking collective on `control`. own: this rank's counts.
     """
     views = gather_objects(own, control, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}

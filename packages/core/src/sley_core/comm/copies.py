@@ -92,10 +92,8 @@ class HostStream:
 
 
 class _CudaEvent:
-    """An event that the stream `main` of the run waits for, whatever the current device and stream of the thread that asks are.
-
-    Each thread begins with device 0: a thread that saves, or collects garbage, would hold that one's stream, and take some
-    hundred MiB of it for a context.
+    """An event that the stream `main` of the run waits for, whatever the current device and stream of the asking thread: one
+    that saves, or collects garbage, would begin with device 0, and take some hundred MiB of it for a context.
     """
 
     def __init__(self, event: torch.cuda.Event, main: torch.cuda.Stream) -> None:

@@ -148,9 +148,7 @@ class Waiting(NamedTuple):
 
 def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
     """Returns a circle of ranks, each of which waits for the next and the last for the first, the lowest first; [] if there is
-    none.
-
-    The result is the same on all ranks with the same input. waiting: by rank.
+    none. The same on all ranks with the same input. waiting: by rank.
     """
     left = dict(waiting)
     while free := [rank for rank, one in left.items() if not any(map(one.is_for, left.values()))]:

@@ -27,10 +27,8 @@ _LENGTH = 8
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers every rank's `value`; returns them in the order of the group's ranks. Blocks. Uses the default group if none is
-    given.
-
-    value: serialisable as JSON; tuples come back as lists, and keys of mappings as strings.
+    """Gathers every rank's `value`, by default over the default group, in the order of ranks. Blocks. value: serialisable as
+    JSON; tuples come back as lists, and keys of mappings as strings.
     """
     mine = _encoded(value, group)
     length = torch.tensor([mine.numel()], dtype=torch.int64, device=mine.device).view(torch.uint8)
@@ -97,9 +95,7 @@ def store_at(environ: Mapping[str, str], rank: int, size: int, timeout: timedelt
 
 
 def fresh(store: Store, environ: Mapping[str, str], what: str) -> PrefixStore:
-    """Returns a part of `store` that nobody has used, the same one on all ranks, provided that all call this equally often for
-    `what`.
-
+    """Returns a part of `store` that nobody has used, the same one on all ranks if all call this equally often for `what`.
     environ: the launcher's, which identifies the store.
     """
     place = (what, *(environ.get(name) for name in _PLACE))

@@ -54,10 +54,8 @@ def cut(
 
 
 def count_micros(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
-    """Returns how many micro-batches of `micro_size` samples `batch` contains, at least one.
-
-    Raises RunError if the batch lacks a field or has an undeclared one, if its fields have different numbers of
-    samples, or if that number is not a multiple of `micro_size`.
+    """Returns how many micro-batches of `micro_size` samples `batch` contains, at least one. Raises RunError if it lacks a
+    field, has an undeclared one, or different numbers of samples, or if that number is not a multiple of `micro_size`.
     """
     _check_fields(batch, fields)
     sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
@@ -171,10 +169,8 @@ def adds_up(parts: Sequence[float], whole: float) -> bool:
 
 
 def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
-    """Returns the data's info for a model whose sequences are split over `num_slices` ranks: with a field `positions`.
-
-    Raises PlanError "sequence-field" if no field, or `positions` itself, declares no sequence dim, and
-    "sequence-does-not-divide".
+    """Returns the data's info for a model whose sequences `num_slices` ranks share: with a field `positions`. Raises PlanError
+    "sequence-field" if no field, or `positions` itself, declares no sequence dim, and "sequence-does-not-divide".
     """
     if num_slices == 1:
         return info
@@ -192,10 +188,8 @@ def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
 
 
 class Slices:
-    """Cuts full batches to slice `index` of `num_slices`.
-
-    fields: as the data declares a full batch. loss: given on the rank that computes it; its weight of the first batch
-    is checked to add up over slices.
+    """Cuts full batches to slice `index` of `num_slices`. fields: as the data declares a full batch. loss: given on the rank
+    that computes it; its weight of the first batch is checked to add up over slices.
     """
 
     def __init__(self, fields: Mapping[str, Field], num_slices: int, index: int, loss: Loss | None = None) -> None:

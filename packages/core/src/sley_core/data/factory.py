@@ -76,9 +76,7 @@ def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
 
 
 def declared(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
-    """Wraps `dataset` with an `info` taken from `config`, the dataset and its first sample. name: the factory's, for
-    errors.
-
+    """Wraps `dataset` with an `info` taken from `config`, the dataset and its first sample. name: the factory's, for errors.
     Raises PlanError "data-factory" for an object that is neither a dataset nor a stream that can start over.
     """
     if is_stream(dataset):

@@ -1,8 +1,7 @@
 """The feed gives a rank its rows of each global batch; its state does not depend on the layout.
 
-Samples form one endless sequence: epoch after epoch, each in its own order, none dropped between them. Batch b holds
-the samples [b * G, (b + 1) * G) of that sequence, so a batch may span epochs, and concatenating the rows of all ranks
-gives the same global batch in every layout.
+Samples form one endless sequence: epoch after epoch, each in its own order. Batch b holds the samples [b * G, (b + 1) * G) of
+it, so a batch may span epochs, and the rows of all ranks together are the same global batch in every layout.
 """
 
 from __future__ import annotations

@@ -56,10 +56,8 @@ View = tuple[Any, int]
 
 
 class Agreement:
-    """Compares the ranks of `groups` in a step, and sums the loss weight of the global batch.
-
-    store: the store whose trained parameters are compared; None compares none. first: called once, after the first check has
-    passed. weight: the loss weight of the global batch, valid after `check`.
+    """Compares the ranks of `groups` in a step, and sums the loss weight of the global batch: `weight`, valid after `check`.
+    store: whose trained parameters are compared, or None. first: called once, after the first check has passed.
     """
 
     def __init__(self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None) -> None:

@@ -272,10 +272,8 @@ def gradients_of(description: Description) -> Description:
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Returns the structure of `part`, and appends its tensors to `leaves`.
-
-    Not a closure within `flatten`: a recursive closure is a reference cycle, which would keep the tensors alive until the next
-    garbage collection.
+    """Returns the structure of `part`, and appends its tensors to `leaves`. Not a closure within `flatten`: that would be a
+    reference cycle, which keeps the tensors alive until the next garbage collection.
     """
     if part is None:
         return None

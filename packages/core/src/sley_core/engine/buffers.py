@@ -186,10 +186,8 @@ def by_reduce_group(params: list[Param]) -> Layout:
 
 
 class GradientBuffer(FlatBuffer):
-    """Holds the gradients of some parameters of one family, side by side in `memory`.
-
-    shard: the part whose sum this rank gets; None for all of it. is_whole: whether `data` holds this rank's own contributions
-    or the whole sum; false once a reducer has begun to sum a buffer that is sharded.
+    """Holds the gradients of some parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets;
+    None for all of it. is_whole: false once a reducer has begun to sum a buffer that is sharded.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -260,10 +258,8 @@ def _spacing(shard: BufferShard | None) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """Holds the memory of all buffers of a layout in one tensor, which the next layout takes over if it has the same size.
-
-    Buffers in another order take as many bytes. If memory were freed and allocated anew, it would be page-faulted in again, and
-    malloc would leave a gap where it was.
+    """Holds the memory of all buffers of a layout in one tensor, which the next layout takes over if it has the same size:
+    memory that is freed and allocated anew would be page-faulted in again, and malloc would leave a gap.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

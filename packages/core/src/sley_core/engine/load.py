@@ -1,8 +1,7 @@
 """Loads weights into a run: whole tensors by names that no layout changes, of which each rank takes what it holds.
 
 Every rank knows the names of the whole model, so that it can tell a misspelt name from one that another stage holds. Ranks
-exchange no values, only their faults and a checksum of each value: replicas that were given different values would stay
-different.
+exchange their faults and a checksum of each value, since replicas that were given different values would stay different.
 """
 
 from __future__ import annotations

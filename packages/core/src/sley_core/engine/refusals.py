@@ -52,10 +52,7 @@ class LeftResult(_Refusing, Tensor):
 
 def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
     """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
-    "weight-unregistered" when they are used.
-
-    A layer may hold such a module without registering it, in a list or a function. Whether a forward uses it cannot be known
-    before.
+    "weight-unregistered" when they are used: whether a forward uses what a layer holds unregistered cannot be known before.
     """
     hint = "register it in the layer that uses it: `self.weight = other.weight` or `self.part = part`, a tie"
 

@@ -206,10 +206,8 @@ GRADIENT = {T.grad.__get__, T.grad.__set__}
 
 
 class StandIn(nn.Parameter):
-    """Stands for a parameter of the full shape of `param`, of which this rank holds `shard`; has no memory of its own.
-
-    Raises RunError `sharded-weight-read`, with the name, for any operation that needs values, in training and evaluation; after
-    the run, RunError `weights-sharded`.
+    """Stands for a parameter of the full shape of `param`, of which this rank holds `shard`; has no memory of its own. Any
+    operation that needs values raises RunError `sharded-weight-read`, with the name; after the run, `weights-sharded`.
     """
 
     param: Param

@@ -86,10 +86,8 @@ class Stage:
 
 
 def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
-    """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Does not communicate.
-
-    Raises PlanError: errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its
-    gradients.
+    """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Raises PlanError:
+    errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its gradients.
     """
     number = topology.coordinates(rank).stage
     lists = lists_of(plan, topology, number)

@@ -1,7 +1,6 @@
 """Computes cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut.
 
-Labels mean the same in every layout: `ignore_index` and negative labels are ignored, the others are classes or an
-error.
+`ignore_index` and negative labels are ignored in every layout; the others are classes or an error.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ class CrossEntropy(Loss):
         self._is_first = not config.copying
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns how many labels of these samples are not ignored; reads the labels alone, on the host. Also notes the highest
-        label, which `loss` compares with the number of classes.
-
-        Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
+        """Returns how many labels of these samples are not ignored; reads the labels alone, on the host, and notes the highest
+        for `loss`. Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
         """
         labels = self._labels(batch)
         lowest, highest = self._bounds_of(labels)
@@ -121,10 +118,8 @@ class CrossEntropy(Loss):
 
 
 def plain_sum(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    """Returns torch's own sum of cross-entropies of logits [n, classes] and labels int64 [n]; the softmax is fp32 at
-    least.
-
-    The fastest way for few logits, and the oracle of `SumOfCrossEntropies`.
+    """Returns torch's own sum of cross-entropies of logits [n, classes] and labels int64 [n], the fastest way for few logits,
+    and the oracle of `SumOfCrossEntropies`. The softmax is fp32 at least.
     """
     return F.cross_entropy(
         logits.to(wide(logits)), labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"

@@ -103,10 +103,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def same_place(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Returns the view of `memory`, a copy of the storage of `tensor`, that lies there as `tensor` does in its storage: with
-    its dtype, shape and strides.
-
-    memory: uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
+    """Returns the view of `memory` that lies there as `tensor` does in its storage, of its dtype, shape and strides. memory: a
+    copy of that storage, uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
     """
     import torch
 

@@ -102,10 +102,8 @@ class RunMemory:
 
     @on_stream
     def onload(self, *parts: Part) -> Move:
-        """Starts to bring `parts`, or all, back to the device; returns what waits for that. Parts that are here stay so.
-
-        Raises RunError `step-running` within a step, and UsageError `no-offload` for a part that no `[[offload]]` of the plan
-        moves, `no-part` for one that there is not.
+        """Starts to bring `parts`, or all, back to the device; returns what waits for that. Parts that are here stay so. Raises
+        RunError `step-running` within a step, and UsageError as `offload`.
         """
         self.settle()
         waits = []

@@ -17,10 +17,8 @@ NAME = "metrics.jsonl"
 
 
 class JsonlWriter(MetricsWriter):
-    """The writer `core.jsonl`: every row is in the file when `write` returns, so a killed run keeps its rows.
-
-    Appends to an existing file and never truncates it. An incomplete last line, as after a power cut, is ended first,
-    so that it corrupts no other. Numbers that are not finite are null.
+    """The writer `core.jsonl`: every row is in the file when `write` returns, so a killed run keeps its rows. Appends to an
+    existing file; ends an incomplete last line, as after a power cut, first. Numbers that are not finite are null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
@@ -35,11 +33,7 @@ class JsonlWriter(MetricsWriter):
             raise RunError("metrics-file", message, hint="name a folder that can be written in `[run] folder`") from error
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Appends one line in a single system call.
-
-        Raises RunError if that fails, as on a full disk, and if the file has been deleted, so that its rows would be
-        lost.
-        """
+        """Appends one line in a single system call. Raises RunError if that fails, or if the file was deleted."""
         line = (to_json(row) + "\n").encode()
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:

@@ -19,10 +19,8 @@ NAMED = 3
 
 
 class BufferWatch:
-    """Remembers the values of layers' buffers; `written` names the buffers that have changed since.
-
-    Keeps a copy of every buffer, so use it in the first steps and drop it. Tensor versions would be cheaper, but torch's own
-    batch norm writes its running statistics without incrementing them.
+    """Remembers copies of the values of layers' buffers, for the first steps; `written` names those that have changed since.
+    (torch's own batch norm writes its running statistics without incrementing their versions.)
     """
 
     def __init__(self, layers: Iterable[Layer], per_rank: Sequence[str] = ()) -> None:

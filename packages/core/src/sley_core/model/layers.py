@@ -121,11 +121,9 @@ class Model:
                 self._initialise(layer.module, layer.name, done)
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
-        """Calls the layer's builder, if it has one; it and `init_weights` draw from torch's, Python's and numpy's generators,
-        seeded by `derive(seed, layer.name)`.
-
-        initialises: whether `init_weights` is called. Raises PlanError "model-factory" for a builder that fails or returns no
-        module, "model-init" if `init_weights` fails.
+        """Calls the layer's builder, if it has one, with generators seeded by `derive(seed, layer.name)`, and `init_weights`
+        unless `initialises` is False. Raises PlanError "model-factory" for a builder that fails or returns no module,
+        "model-init" if `init_weights` fails.
         """
         if layer.builder is None:
             return

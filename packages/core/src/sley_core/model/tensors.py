@@ -115,10 +115,8 @@ def standing_for(kind: str) -> Iterator[None]:
 
 
 def alike(pieces: Iterable[T]) -> Iterator[T]:
-    """Yields `pieces`, each of which runs the same operations on the same shapes; the last may be smaller.
-
-    While bytes are estimated (`counted`), stops once a piece leaves as many bytes in use as the one before: later ones add
-    nothing.
+    """Yields `pieces`, each of which runs the same operations on the same shapes; the last may be smaller. While bytes are
+    estimated (`counted`), stops once a piece leaves as many bytes in use as the one before.
     """
     before = None
     for piece in pieces:

@@ -221,10 +221,8 @@ def _take_modes(before: nn.Module, module: nn.Module) -> None:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`, in their formats beside parameters of `dtype`; shared buffers stay shared.
-
-    moved: (old, new) buffer by id of the old one, across layers; the old one is kept so that its id is not reused. Raises
-    PlanError "model-buffer" for a buffer on meta.
+    """Moves the layer's buffers to `device`, in their formats beside parameters of `dtype`; shared buffers stay shared. moved:
+    (old, new) buffer by id of the old one, kept so that no other gets its id. Raises PlanError "model-buffer" for one on meta.
     """
     for path, module in layer.named_modules(prefix=name):
         for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

@@ -78,10 +78,8 @@ class Plugin:
 
 
 class Loader:
-    """Loads plugins by name, each once.
-
-    plugins: modules or objects with hooks to use instead of the installed ones, for tests and programs; core's own is always
-    there, unless this has a `core` too.
+    """Loads plugins by name, each once. plugins: modules or objects with hooks to use instead of the installed ones; core's own
+    is always there, unless this has a `core` too.
     """
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
@@ -212,10 +210,9 @@ def hooks_of(module: Any, found: Found) -> Any:
 
 
 def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Record]]:
-    """Returns the plugin's records by kind and name.
-
-    Raises PluginError "plugin-invalid": a hook that fails, something that is no record, or none of the hook's kind, a name that
-    is used twice or cannot be written in a plan, a config that is not of its kind's base or has a reserved key.
+    """Returns the plugin's records by kind and name. Raises PluginError "plugin-invalid": a hook that fails, something that is
+    no record, or none of the hook's kind, a name that is used twice or cannot be written in a plan, a config that is not of its
+    kind's base or has a reserved key.
     """
     records: dict[RecordKind, dict[str, Record]] = {kind: {} for kind in RECORDS}
     for hook, types in RECORD_HOOKS.items():

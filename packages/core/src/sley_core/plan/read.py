@@ -29,10 +29,8 @@ LARGEST = 2**63
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan at `path`.
-
-    Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "too-deep",
-    "out-of-range" (an integer beyond 64 bits), "set-invalid" for an override that cannot be applied, and those of `extended`.
+    """Returns the document of the plan at `path`. Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable",
+    "plan-not-utf8", "syntax", "too-deep", "out-of-range" (an integer beyond 64 bits), "set-invalid", and those of `extended`.
     """
     return _overridden(extended(_read(path), _read), overrides)
 

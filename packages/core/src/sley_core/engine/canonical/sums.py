@@ -29,9 +29,7 @@ MAX_UNDER_WAY = 2
 
 class TreeSums(Sums):
     """Sums buffers of `store` over their groups; of a sharded buffer, this rank's part. sent: counts bytes. lane: of the
-    groups.
-
-    Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
+    groups. Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
     """
 
     def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, lane: str) -> None:
