@@ -207,10 +207,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-if __name__ == "__main__":
-    sys.stdout.write({"hooks": hooks_page, "plan": plan_page}[sys.argv[1]]())
-
-
 def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
     """Returns the table inside a field, and how a key path enters it: "" for the table itself, ".N" for one of an array."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -224,3 +220,7 @@ def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
         found = inner_table(args[0] if origin is tuple else args[1])
         return (found[0], (".N" if origin is tuple else ".NAME") + found[1]) if found else None
     return None
+
+
+if __name__ == "__main__":
+    sys.stdout.write({"hooks": hooks_page, "plan": plan_page}[sys.argv[1]]())
