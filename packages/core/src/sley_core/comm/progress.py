@@ -66,10 +66,15 @@ class ActionProgress:
             self.follow(entry)
 
     def calls(self, layer: str) -> None:
-        """Records that the call of `layer` begins; "": that those of a chunk are over, and `layer` stays the last one."""
-        self.layer = layer or self.layer
+        """Records that the call of `layer` begins."""
+        self.layer = layer
         if self.follow_layer is not None:
             self.follow_layer(layer)
+
+    def has_called(self) -> None:
+        """Records that a chunk's layer calls are over; `layer` stays the last one."""
+        if self.follow_layer is not None:
+            self.follow_layer("")
 
 
 class Wait(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, StageChunk, Transfer, actions_of
+from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
 from sley_core.engine.boundary import Description, Leaf, flatten, gradients_of, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
@@ -29,9 +29,10 @@ from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import RunError, note_origin
 from sley_core.generators import IN_USE
 from sley_core.model.tensors import version_of
-from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
+from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:
+    from sley_core.actions.action import Placement, StageChunk
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
     from sley_core.engine.gradients import GradientStore
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.engine.timeline import ActionClock
     from sley_core.model.layers import Layer
+    from sley_core.protocols import Loss, SchedulerHook, StageLink, WeightCommunicator
 
 
 @dataclass(eq=False)
@@ -206,7 +208,7 @@ class Executor:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
             check_fields(layers, fields, before)
-        self.caller.step_progress.calls("")
+        self.caller.step_progress.has_called()
         (output,) = args
         flight.check_unwritten(layers[0].name)
         tell_hooks(self.hooks, "after_forward", micro, output)
@@ -307,7 +309,7 @@ class Input:
         return entered
 
     def take_gradient(self) -> Tensor:
-        """Returns zeros if the backward did not reach the input, and drops the reference."""
+        """Returns the gradient, and drops the reference; zeros if the backward did not reach the input."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -366,7 +368,9 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another where it was made."""
+        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that overlapped with another where it was
+        made.
+        """
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
             raise RunError(
@@ -382,9 +386,11 @@ class InFlight:
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
-                message = "the loss of a micro-batch depends on no parameter that is trained"
-                hint = "a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen"
-                raise RunError("no-gradient", message, hint=hint)
+                raise RunError(
+                    "no-gradient",
+                    "the loss of a micro-batch depends on no parameter that is trained",
+                    hint="a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen",
+                )
             if self.loss.ndim:
                 torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error
             # `torch.autograd.backward` would check the shape, which imports sympy: a third of a second.
@@ -416,6 +422,7 @@ def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[Gradie
 
 Payload = tuple[Description, list[Tensor]]
 Spot = tuple[Flow, int, int]
+"""Flow, chunk of this stage, micro-batch."""
 
 
 class Crossing:
@@ -467,6 +474,7 @@ class Crossing:
             self._outgoing[flow, chunk, micro] = payload
 
     def end(self) -> None:
+        """Waits until everything is sent."""
         assert not self._outgoing, f"made and never sent: {list(self._outgoing)}"
         if self.link is not None:
             self.link.drain()
