@@ -109,6 +109,9 @@ def test_safetensors_opens_each_file(texts, tmp_path, ranks):
                 names.add(name)
                 assert torch.equal(opened.get_tensor(name), found[name]), name
     assert names == set(found)
+    weights = dict(found.weights())
+    assert {f"weights/{name}" for name in weights} == {name for name in names if name.startswith("weights/")}
+    assert all(torch.equal(value, found[f"weights/{name}"]) for name, value in weights.items())
 
 
 def test_each_rank_writes_about_half_and_nothing_is_there_twice(texts, tmp_path, ranks):

@@ -138,20 +138,26 @@ def test_memory_that_is_free_is_let_go(ranks, is_shared):
     assert ranks(2)(let_go, is_shared) == [[True, False]] * 2
 
 
-def nobody_comes() -> str:
-    group = wp(timedelta(seconds=1))
+def nobody_comes(sums: bool) -> str:
+    limit, what = timedelta(seconds=1), "the weights of block.3"
+    group = groups(limit)["stage"] if sums else wp(limit)
     if group.coord == 1:
         time.sleep(2.5)
         return ""
-    exchange = group.transport(GATHER).all_gather([torch.empty(4)], [torch.ones(2)], what="the weights of block.3")
+    if sums:
+        wait = group.transport().all_reduce(torch.ones(4), what=what).wait_sent
+    else:
+        wait = group.transport(GATHER).all_gather([torch.empty(4)], [torch.ones(2)], what=what).wait
     with pytest.raises(RunError) as raised:
-        exchange.wait()
+        wait()
     return str(raised.value)
 
 
-def test_a_peer_that_does_not_come(ranks):
-    said, _ = ranks(2)(nobody_comes)
-    assert "the weights of block.3 with rank 1 failed on rank 0: it did not come within 1 s" in said
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_peer_that_does_not_come(ranks, sums):
+    said, _ = ranks(2)(nobody_comes, sums)
+    assert "the weights of block.3" in said
+    assert "with rank 1 failed on rank 0: it did not come within 1 s" in said
 
 
 def stranger() -> list[int]:
