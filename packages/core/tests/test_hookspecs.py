@@ -108,21 +108,16 @@ def test_every_hook_is_called_with_what_it_promises(texts: Path) -> None:
         assert told.called.count(name) == 1, name
 
 
-def refused(plugin: SimpleNamespace) -> tuple[str, str | None]:
-    with pytest.raises(PluginError) as caught:
-        loader_of({"all": plugin}).load("all")
-    (found,) = caught.value.diagnostics
-    assert found.code == "plugin-hook"
-    return found.message, found.hint
-
-
 def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
     """pluggy would pass it over, and the plan would run without its check."""
     plugin = everything(Everything())
     plugin.sley_check_plan = lambda plan: ()
-    message, hint = refused(plugin)
-    assert message.endswith("its `sley_check_plan` would never be called: it is not marked as a hook")
-    assert hint == "write `@hookimpl` above it, of `sley_core.hookspecs`"
+    with pytest.raises(PluginError) as caught:
+        loader_of({"all": plugin}).load("all")
+    (found,) = caught.value.diagnostics
+    assert found.code == "plugin-hook"
+    assert found.message.endswith("its `sley_check_plan` would never be called: it is not marked as a hook")
+    assert found.hint == "write `@hookimpl` above it, of `sley_core.hookspecs`"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")
