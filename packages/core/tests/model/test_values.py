@@ -57,14 +57,6 @@ class Noise(nn.Module):
         self.noise.normal_()
 
 
-class Shared(nn.Module):
-    noise: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-
 class Head(nn.Module):
     """Holds the embedding's matrix, and a bias of its own."""
 
@@ -78,7 +70,7 @@ class Head(nn.Module):
 
 
 def layers(_: DataInfo) -> list[tuple[str, nn.Module]]:
-    embed, shared, noise = Embed(), Shared(), Noise()
+    embed, shared, noise = Embed(), nn.ModuleDict({"linear": nn.Linear(8, 8)}), Noise()
     mixed = [Mixed(shared, noise), Mixed(shared, noise)]
     return [("embed", embed), ("first", mixed[0]), ("second", mixed[1]), ("head", Head(embed))]
 
@@ -176,7 +168,7 @@ class Uses(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -245,19 +237,10 @@ class OnMeta(Scale):
             self.gain = nn.Parameter(torch.ones(3))
 
 
-class Scaled(nn.Module):
-    def __init__(self, scale: nn.Module) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("scale", [Scale, Half, OnMeta])
 def test_a_module_that_nobody_initialises_is_refused_by_name(scale: type[nn.Module]) -> None:
-    with pytest.raises(PlanError, match=r"the parameter '0.scale.gain' has no first value") as raised:
-        with_values(lambda _: [Scaled(scale())])
+    with pytest.raises(PlanError, match=r"the parameter '0.parts.0.gain' has no first value") as raised:
+        with_values(lambda _: [Uses(scale())])
     assert raised.value.diagnostics[0].code == "model-init"
 
 
