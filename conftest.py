@@ -8,6 +8,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,9 +19,14 @@ _stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps the way to the terminal: a test's own standard error is captured."""
+    """Keeps the way to the terminal: a test's own standard error is captured. Switches hypothesis' deadlines off, where it is."""
     if sys.__stderr__ is not None:
         config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
+    if find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        settings.register_profile("sley", deadline=None)  # a loaded machine is slow, not wrong
+        settings.load_profile("sley")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
