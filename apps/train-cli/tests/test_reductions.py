@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.update import states_of
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
@@ -21,7 +24,7 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import BF16_SUMS, GRADIENTS, assert_parity_of_parts, record, weights
 
-OWN = Path(__file__).parent / "own"
+FOLDER = Path(__file__).parent
 BUCKETED = {"use": "dp.bucketed", "bucket_mb": 0.0005}
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.005}
 TIES = {"use": "pp.shared_modules"}
@@ -93,21 +96,61 @@ def test_ties_are_summed_after_the_reducer(texts: Path) -> None:
     assert [handler.name for handler in plan_from_dict(plan, texts).gradient_handlers] == ["core.each", "pp.shared_modules"]
 
 
+VOCAB, LENGTH, HIDDEN = 16, 6, 8
+
+
+class Rows:
+    """Tokens, and the tokens after them as labels."""
+
+    info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone()}
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+class Pair(nn.Module):
+    """Two linears, in the order of their names or in the opposite one."""
+
+    def __init__(self, one: nn.Linear, two: nn.Linear, turned: bool) -> None:
+        super().__init__()
+        linears = {"one": one, "two": two}
+        for name in sorted(linears, reverse=turned):
+            self.add_module(name, linears[name])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.two(F.gelu(self.one(hidden)))
+
+
+def layers() -> list[tuple[str, nn.Module]]:
+    """The second and third share both linears, and declare them in opposite orders."""
+    one, two = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    blocks = [(f"blocks.{at}", Pair(one, two, turned=bool(at))) for at in range(2)]
+    return [("embed", Embed(VOCAB, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCAB, bias=False))]
+
+
 @pytest.mark.parametrize("bucket_mb", [0.001, 25.0])
-def test_ties_that_stages_declare_in_opposite_orders(ranks: Any, monkeypatch: Any, bucket_mb: float) -> None:
+def test_ties_that_stages_declare_in_opposite_orders(ranks: Any, bucket_mb: float) -> None:
     """They are laid out by name on both stages, in one bucket or in several, so that the summed parts are the same elements."""
-    monkeypatch.syspath_prepend(OWN)
     alone = {
         "run": {"name": "ties", "steps": 3, "device": "cpu", "seed": 11},
-        "model": {"factory": "tied_pairs:layers"},
-        "data": {"factory": "tied_pairs:Rows"},
+        "model": {"factory": "test_reductions:layers"},
+        "data": {"factory": "test_reductions:Rows"},
         "batch": {"global_size": 8, "micro_size": 2},
         "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5},
         "precision": {"compute": "fp64"},
     }
     layout = alone | piped("pp.one_f_one_b", SHARDED | {"bucket_mb": bucket_mb}, TIES | {"drift_check_steps": 1}, dp=2)
-    found = ranks(4, 120)(record, layout, 3, folder=OWN)
-    assert_parity_of_parts(record(alone, 3, folder=OWN), found, "fp64")
+    found = ranks(4, 120)(record, layout, 3, folder=FOLDER)
+    assert_parity_of_parts(record(alone, 3, folder=FOLDER), found, "fp64")
     for name in ("blocks.0.one.weight", "blocks.0.two.bias"):
         assert all(torch.equal(found[0].weights[name], other.weights[name]) for other in found[1:])
 
