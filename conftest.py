@@ -19,7 +19,7 @@ _stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps the way to the terminal: a test's own standard error is captured. Switches hypothesis' deadlines off, where it is."""
+    """Keeps the way to the terminal, since a test's own standard error is captured; switches hypothesis' deadlines off."""
     if sys.__stderr__ is not None:
         config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
     if find_spec("hypothesis") is not None:
