@@ -19,8 +19,7 @@ from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.checkpointer_contract import assert_same_stretch, stretch
-from sley_testing.contract import SQUARES, contract_plan
-from sley_testing.optimizer_contract import WIDTH
+from sley_testing.contract import SQUARES, WIDTH, contract_plan
 
 
 class Scaled(nn.Linear):
@@ -49,7 +48,7 @@ def layers(refused: bool = False) -> list[nn.Module]:
 
 def tables(**more: Any) -> dict[str, Any]:
     return contract_plan(
-        "sley_testing.optimizer_contract",
+        "sley_testing.contract",
         loss=SQUARES,
         batch={"global_size": 4, "micro_size": 2},
         optimizer={"use": "core.sgd", "lr": 0.1},
