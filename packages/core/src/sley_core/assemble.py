@@ -44,6 +44,7 @@ from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import is_kept
 from sley_core.model.values import HostModel
 from sley_core.optim.build import frozen, leave_compiler_out
+from sley_core.optim.learning_rate import rate_of, shares_digest
 from sley_core.plan.check import check_plan
 from sley_core.plan.write import digested
 from sley_core.process import keep_freed_memory
@@ -202,6 +203,8 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
     control = groups["control"]
     if control.size > 1 and hasattr(dataset, "data_digest"):
         facts["data with the digest"] = str(dataset.data_digest)
+    if plan.learning_rate.record is None:
+        facts["learning rates with the digest"] = shares_digest(rate_of(plan), plan.run.steps)
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
     agree(facts, control, {"the plan": partial(digested, plan)})  # over all ranks; blocks
     return groups

@@ -30,13 +30,14 @@ from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
-from sley_core.errors import KeyPath, dotted
+from sley_core.errors import KeyPath, PlanError, dotted
 from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.run_memory import CountsOf, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
+from sley_core.optim.learning_rate import rate_of
 from sley_core.optim.shared import PLAIN
 from sley_core.optimizer_probe import traits_of
 from sley_core.protocols import (
@@ -174,7 +175,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     # A fixed order on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
     is_alike = parts.store.reduction.fixed_order and plan.optimizer.record is not None and place.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
-    factor = plan.learning_rate.build(plan.run.steps)
+    factor = rate_of(plan)
     is_tried = checks and not plan.optimizer.name.startswith("core.")
     traits = traits_of(plan, parts, model, factor, masters.wide, place) if is_tried else PLAIN
     return Update(
@@ -316,11 +317,20 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     )
 
 
+def writer_of(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
+    """Returns the writer of one table of `metrics`; raises PlanError "metrics-writer" if a factory gives something else."""
+    writer = component.build(folder)
+    if not isinstance(writer, MetricsWriter):
+        message = f"`{component.name}` gave a {type(writer).__name__}, which has no `write(row)` and `close()`"
+        raise plan.located(PlanError("metrics-writer", message, path=(*component.path, "factory")))
+    return writer
+
+
 def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> RunOutputs:
     """Returns the writers into `folder`, the run's; none if it is None. Metrics writers are on rank 0 only."""
     if folder is None:
         return RunOutputs()
-    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
+    writers = [writer_of(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
     timeline = profiler = None
     if plan.timeline is not None or plan.profile is not None:
         from sley_core.engine.timeline import StepProfiler, StepTimeline  # few runs draw a step

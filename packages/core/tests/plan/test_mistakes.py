@@ -47,7 +47,7 @@ LLAMA, LR, STEPS = 'use = "models.llama"', "lr = 3e-3", "steps = 20"
         (LLAMA, 'use = "pp.llama"', "plugin-missing 8:7"),
         (f"{LLAMA}\n", "", "missing-key 7:1"),
         (LLAMA, f'{LLAMA}\nfactory = "a:b"', "use-and-factory 9:1"),
-        ("[parallel]", '[learning_rate]\nfactory = "own:rate"\n\n[parallel]', "no-factory 27:1"),
+        ("[parallel]", '[activations]\nfactory = "own:kept"\n\n[parallel]', "no-factory 27:1"),
         ('source = "python-stdlib"\n', "", "wrong-value 13:1"),
         ("plan = 1", "plan = true", "plan-format 1:8"),
         ("plan = 1", "source_folder = 1", "wrong-type 1:17"),

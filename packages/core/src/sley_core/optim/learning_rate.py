@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, SleyError
 from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
 from sley_core.records import Problem
 
@@ -88,6 +89,42 @@ def _fall(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min
 
 def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def rate_of(plan: Plan) -> Factor:
+    """Returns the plan's learning rate, as a share of the full rate.
+
+    Raises PlanError "learning-rate" for a factory that gives no function; the function raises it for a share that is
+    negative or not finite.
+    """
+    factor: Factor = plan.learning_rate.build(plan.run.steps)
+    if plan.learning_rate.record is not None:
+        return factor
+    name = plan.learning_rate.name
+
+    def checked(step: int) -> float:
+        share = factor(step)
+        try:
+            value = float(share)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise _bad_rate(plan, f"`{name}` gives {share!r} at step {step}, which is no share of the rate")
+        return value
+
+    if not callable(factor):
+        raise _bad_rate(plan, f"`{name}` gave a {type(factor).__name__}, not a function from the step to a share of the rate")
+    return checked
+
+
+def _bad_rate(plan: Plan, message: str) -> SleyError:
+    return plan.located(PlanError("learning-rate", message, path=("learning_rate", "factory")))
+
+
+def shares_digest(factor: Factor, num_steps: int) -> str:
+    """Returns a digest of the shares at up to 65 steps, which ranks compare."""
+    steps = sorted({num_steps * part // 64 for part in range(65)})
+    return sha256(repr([factor(step) for step in steps]).encode()).hexdigest()
 
 
 def check_learning_rate(plan: Plan) -> Iterable[Problem]:

@@ -78,6 +78,18 @@ class LossFactory(Factory):
     """
 
 
+class RateFactory(Factory):
+    """A learning rate of your own: a function that gives a function from the step, 0 at first, to the share of the full rate;
+    it is given `num_steps` too, if it names it.
+    """
+
+
+class WriterFactory(Factory):
+    """A writer of your own: a function or class that gives an object with `write(row)` and `close()`; it is given `folder`, the
+    run's, too, if it names it.
+    """
+
+
 @dataclass(frozen=True)
 class ComponentTable:
     """Describes one table whose content a record or factory decides.
@@ -124,7 +136,14 @@ COMPONENTS = (
         factory=FactoryOptimizerConfig,
         build="sley_core.optim.build:factory",
     ),
-    ComponentTable("learning_rate", "lr_schedules", "The learning rate from step to step.", default="core.constant"),
+    ComponentTable(
+        "learning_rate",
+        "lr_schedules",
+        "The learning rate from step to step.",
+        default="core.constant",
+        factory=RateFactory,
+        given="num_steps",
+    ),
     ComponentTable("activations", "activation_policies", "What a layer keeps for its backward.", default="core.keep"),
     ComponentTable(
         "pipeline",
@@ -184,6 +203,8 @@ COMPONENTS = (
         "metrics_writers",
         "Where the numbers of each step are written; left out, `core.jsonl`. A list replaces it: name it too to keep it.",
         many=True,
+        factory=WriterFactory,
+        given="folder",
     ),
 )
 

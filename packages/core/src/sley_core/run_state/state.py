@@ -15,6 +15,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError
 from sley_core.factory import cause
 from sley_core.json_text import decode_value, encode_value
+from sley_core.optim.learning_rate import rate_of
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import plan_from_text, with_values
 from sley_core.plan.write import changes, refuse_changes
@@ -141,7 +142,7 @@ class TrainingState:
             with suppress(SleyError):
                 before, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
                 then, now, last = (
-                    plan.learning_rate.build(plan.run.steps)(at) * float(cast("Any", plan.optimizer.config).lr)
+                    rate_of(plan)(at) * float(cast("Any", plan.optimizer.config).lr)
                     for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
                 )
                 rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
