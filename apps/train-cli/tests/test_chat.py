@@ -148,6 +148,26 @@ def test_data_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixt
     assert "conversations are left out" in said
 
 
+def test_data_export_writes_what_data_tokens_reads(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (folder / "words.txt").write_text("\n\n".join(f"word {number} of many" for number in range(90)), "utf-8")
+    text = 'data={use="data.text", files=["words.txt"], sequence=16, separator="\\n\\n", held_out=0.2, documents="cut"}'
+    path, out = str(folder / "plan.toml"), tmp_path / "out"
+    assert main(["data", "export", path, "--out", str(out), "--set", text]) == 0
+    assert "vocab_size = 256" in capsys.readouterr().err
+    tokens = (
+        f'data={{use="data.tokens", files=["{out}/train.bin"], held_out_files=["{out}/val.bin"], vocab_size=256, sequence=16}}'
+    )
+    for split in ("train", "held_out"):
+        shown = []
+        for change in (text, tokens):
+            options = ["--split", split, "--sample", "1", "--format", "json", "--set", change]
+            assert main(["data", "show", path, *options]) == 0
+            shown.append(json.loads(capsys.readouterr().out))
+        assert shown[0]["sample"] == shown[1]["sample"]
+        assert shown[0]["samples"] == shown[1]["samples"]
+    assert main(["data", "export", path, "--out", str(out)]) == 2, "chats have no stream"
+
+
 def test_data_show_counts_any_data_set_of_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.txt").write_text("hello world, " * 20, "utf-8")
     changes = ['data={use="data.text", files=["a.txt"], sequence=16, held_out=0.0, documents="cut"}']

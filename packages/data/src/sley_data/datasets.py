@@ -65,6 +65,11 @@ class TokenDataset:
         tokens, offsets = self.load()
         return tokens, torch.tensor([0, len(tokens)]) if offsets is None else offsets
 
+    @property
+    def token_parts(self) -> Sequence[Tensor]:
+        """The tokens of all documents, in order, as one or more tensors [n] of uint8, uint16 or uint32; loads the data."""
+        return self._data[0].parts
+
     @cached_property
     def _ends(self) -> Tensor:
         return packing.chunk_ends(self._data[1], self._sequence)

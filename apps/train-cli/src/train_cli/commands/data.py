@@ -1,4 +1,4 @@
-"""`train-cli data show PLAN`: counts of a plan's data, and samples as the model sees them; `data prepare` reads them once."""
+"""`train-cli data show PLAN`: counts of a plan's data, and samples as the model sees them; `prepare`, `export`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from sley_core.data.dataset import IGNORED, DataContext, DataRows, Split
 from sley_core.errors import UsageError
+from sley_core.json_text import appearing
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
 from train_cli.console import say
@@ -86,6 +88,35 @@ def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
         say(f"{split}: {len(cast('Dataset', dataset))} samples")
         for note in getattr(dataset, "data_notes", ()):
             say(note)
+
+
+@data.command()
+def export(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for train.bin and val.bin.")],
+    overrides: SetOption = None,
+) -> None:
+    """Write the plan's tokens as nanoGPT does: raw little-endian uint16, or uint32 for a large vocabulary."""
+    import torch
+
+    from sley_core.data.factory import open_dataset
+
+    resolved = load_plan(plan, overrides or [])
+    config = resolved.data.config
+    has_held_out = getattr(config, "held_out", 0) or getattr(config, "held_out_files", ())
+    for split, name in (("train", "train.bin"), *([("held_out", "val.bin")] if has_held_out else [])):
+        dataset = open_dataset(resolved.data, DataContext(resolved.run.seed, cast(Split, split)))
+        if not hasattr(dataset, "token_parts"):
+            raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="`data.text` has one")
+        is_small = (dataset.info.vocab_size or 0) <= 1 << 16
+        count = 0
+        out.mkdir(parents=True, exist_ok=True)
+        with appearing(out / name) as file:
+            for part in dataset.token_parts:
+                wide = part.to(torch.uint16 if is_small else torch.uint32)
+                file.write(wide.numpy().data)
+                count += len(wide)
+        say(f"{out / name}: {count} tokens, {'uint16' if is_small else 'uint32'}, vocab_size = {dataset.info.vocab_size}")
 
 
 def _has_color() -> bool:
