@@ -127,11 +127,12 @@ def test_layers_of_slices_take_what_was_timed_of_them() -> None:
         tables = measure_layers(plan, Device(torch.device("cpu")))
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     times = ("forward", "backward", "input_gradient", "weight_gradient")
-    slower = [{**table, **dict.fromkeys(times, 1.0)} for table in tables]
-    found = [estimate_seconds(plan, 2, machine(layers=some)) for some in (tables, slower)]
+    scaled = [[{**table, **dict.fromkeys(times, seconds)} for table in tables] for seconds in (0.5, 1.0)]
+    found = [estimate_seconds(plan, 2, machine(layers=some)) for some in scaled]
     assert [layer.source for layer in found[0].layers] == ["measured"] * 4
     num_micros = plan.num_micros(plan.topology(2))
-    assert found[1].step.computing_s[0] == pytest.approx(num_micros * 4 * 2.0, rel=1e-3)
+    for one, seconds in zip(found, (0.5, 1.0), strict=True):
+        assert one.step.computing_s[0] == pytest.approx(num_micros * 4 * 2 * seconds, rel=1e-3)
     assert found[0].step.updating_s == pytest.approx(found[1].step.updating_s)
     swaps = [one.step.exposed_s(0)["swap"] for one in found]
     assert swaps[0] == pytest.approx(swaps[1])
