@@ -120,7 +120,7 @@ def test_data_show_prints_what_the_model_will_see(folder: Path, capsys: pytest.C
     shown = json.loads(capsys.readouterr().out)
     assert shown["documents"] + json.loads(_held_out(path, capsys))["documents"] == 120
     assert shown["trained"] < shown["tokens"]
-    assert shown["packing"] == shown["tokens"] / (shown["tokens"] + shown["padding"])
+    assert shown["packing"] == 1 - shown["padding"] / (160 * shown["samples"])
     assert shown["dropped"] == {}
     assert {name: len(shown["sample"][name]) for name in ("tokens", "labels")} == {"tokens": 160, "labels": 160}
 
@@ -145,7 +145,7 @@ def test_data_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "train: " in said
     assert "held_out: " in said
-    assert "conversations are left out" in said
+    assert "samples are left out" in said
 
 
 def test_data_export_writes_what_data_tokens_reads(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -129,6 +129,31 @@ def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[
     assert len(list((tmp_path / "mine").iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["00001.tokens", "00001.lengths", "complete.json"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "short", "odd"])
+def test_a_damaged_part_is_made_again(table: TextConfig, encoded: list[int], tmp_path: Path, name: str, damage: str) -> None:
+    wanted = samples(table)
+    (folder,) = (tmp_path / "home" / "sley" / "data").iterdir()
+    content = (folder / name).read_bytes()
+    if damage == "gone":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes({"empty": b"", "short": content[:-16], "odd": content[:-1]}[damage])
+    assert samples(table) == wanted
+    encoded.clear()
+    assert samples(table) == wanted
+    assert not encoded
+
+
+def test_a_change_in_the_middle_of_a_file_is_seen(table: TextConfig, encoded: list[int]) -> None:
+    """Though the time of change is kept, as tar and rsync keep it."""
+    old, stat = samples(table), table.files[1].stat()
+    text = table.files[1].read_text("utf-8")
+    table.files[1].write_text(text[:250] + "XXXXX" + text[255:], "utf-8")
+    os.utime(table.files[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert samples(table) == samples(table.model_copy(update={"cache": "none"})) != old
+
+
 def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     dataset = TextDataset(table.model_copy(update={"cache": tmp_path / "file"}), DataContext())

@@ -129,7 +129,7 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
     rows = ChatRows(table([chat("a"), chat("a", "b")]), "train")
-    assert rows.fates.notes() == [f"1 of 2 conversations are left out, `chats.jsonl#1` first: {NOT_TRAINED}"]
+    assert rows.fates.notes() == [f"1 samples are left out, `chats.jsonl#1` first: {NOT_TRAINED}"]
 
 
 def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
@@ -149,6 +149,25 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
         "2 conversations of `files` are in `held_out_files` too: they are not trained on"
     ]
     assert ChatRows(config, "held_out").counts["documents"] == 1
+
+
+def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) -> None:
+    """A system message and tools of several kB are the same in each conversation."""
+    tools = [{"type": "function", "function": {"name": "area", "description": "d" * 5000}}]
+    rows = [
+        {"messages": [{"role": "system", "content": "s" * 5000}, *chat(text, "b")["messages"]], "tools": tools}
+        for text in "xyz"
+    ]
+    (tmp_path / "evaluated.jsonl").write_text(json.dumps(rows[0]), "utf-8")
+    config = table(rows, held_out_files=[str(tmp_path / "evaluated.jsonl")], sequence=8000)
+    kept, num_copied = read_conversations(config, "train")
+    assert (len(kept), num_copied) == (2, 1)
+
+
+def test_check_of_large_files_sees_masks_and_splits(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sley_data.check.ALWAYS_READ", 10)
+    assert list(check_chat(table([chat("a", "b")]), evaluates=False)) == []
+    assert [problem.code for problem in check_chat(table([chat("a")]), evaluates=True)] == ["chat-mask", "held-out"]
 
 
 def test_check_says_what_a_run_would(table: Any, tmp_path: Path) -> None:

@@ -171,6 +171,61 @@ def test_there_is_one_bos_and_no_dropout(tmp_path: Path) -> None:
     assert ids[0].count(0) == 1
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_the_last_turn_is_the_assistants_last_though_it_has_no_block(folder: Path, tmp_path: Path, name: str) -> None:
+    text = template_of(name, blocks=True).replace("{% generation %}", "{% if m.content %}{% generation %}")
+    file = tmp_path / "some.jinja"
+    file.write_text(
+        text.replace("{% endgeneration %}", "{% endgeneration %}{% else %}" + end_of_turn(name) + "{% endif %}"), "utf-8"
+    )
+    some = ChatTemplate(folder, file)
+    messages = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", ""), strict=True)
+    ]
+    ((_, (sample,), _),) = some.encode([Conversation("x", messages)], table(folder, train_on="last"))
+    assert [some.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == [end_of_turn(name)]
+
+
+def test_a_token_across_the_border_of_a_block_is_not_trained_on(folder: Path, tmp_path: Path) -> None:
+    chatml = template(folder, tmp_path, "chatml", blocks=True)
+    messages = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", "\nd"), strict=True)
+    ]
+    ((_, (sample,), reason),) = chatml.encode([Conversation("x", messages)], table(folder))
+    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == ["b<|im_end|>"]
+    assert "crosses the border" in reason
+
+
+def test_a_template_writes_the_same_date_every_day(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "dated.jinja"
+    file.write_text("{{ strftime_now('%d %b %Y, %H') }}" + template_of("chatml", blocks=False), "utf-8")
+    assert ChatTemplate(folder, file).text([{"role": "user", "content": "a"}], None).startswith("26 Jul 2024, 00")
+
+
+def test_what_a_template_does_not_do_is_said(folder: Path, tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    texts = {
+        "no special token": plain + "{% if add_generation_prompt %}assistant: {% endif %}",
+        "no generation prompt": plain.replace("\n", "<|im_end|>"),
+    }
+    for words, text in texts.items():
+        file = tmp_path / "some.jinja"
+        file.write_text(text, "utf-8")
+        (remark,) = ChatTemplate(folder, file).remarks()
+        assert words in remark
+    headed = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    file.write_text(headed, "utf-8")
+    assert ChatTemplate(folder, file).end_of_turn is None, "the token is before the answer"
+
+
+def test_an_answer_that_nothing_asks_for_is_left_out_alone(folder: Path, tmp_path: Path) -> None:
+    chatml = template(folder, tmp_path, "chatml", blocks=False)
+    messages = [{"role": role, "content": text} for role, text in zip(("assistant", "user") * 2, "abcd", strict=True)]
+    ((_, (sample,), reason),) = chatml.encode([Conversation("x", messages)], table(folder))
+    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == ["c<|im_end|>"]
+    assert not reason
+
+
 def test_what_a_template_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}]
     for blocks in (False, True):

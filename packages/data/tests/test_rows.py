@@ -126,6 +126,8 @@ def test_forms_of_a_conversation(tmp_path: Path, row: dict[str, Any], roles: str
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "`from` 'narrator'"),
         ({"messages": [], "tools": {"a": 1}}, "`tools` that are not a list"),
         ({"prompt": "a"}, "has no `messages`"),
+        ({"messages": [{"role": "user", "content": "x\ud83dy"}]}, "surrogates not allowed"),
+        ({"messages": "[" * 100_000}, "recursion"),
     ],
 )
 def test_what_is_no_conversation_is_named(tmp_path: Path, row: dict[str, Any], why: str) -> None:
@@ -133,6 +135,19 @@ def test_what_is_no_conversation_is_named(tmp_path: Path, row: dict[str, Any], w
         read(written(tmp_path / "a.jsonl", [ROWS[0], row]))
     assert f"row 2 of `{tmp_path / 'a.jsonl'}`" in str(caught.value)
     assert why in str(caught.value)
+
+
+def test_keys_that_users_have(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "area", "arguments": '{"r": 2}'}}
+    rows = [
+        {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}]},
+        {"messages": [{"role": "assistant", "content": "a", "weight": 0}, {"role": "assistant", "content": "b", "weight": 1}]},
+    ]
+    system, called, weighed = read(written(tmp_path / "a.jsonl", rows))
+    assert [message["content"] for message in system.messages] == ["s", "a", "b"]
+    assert called.messages == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert weighed.trained_turns == [1]
 
 
 def damaged(content: bytes, random: Random) -> bytes:

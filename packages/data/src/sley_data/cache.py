@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sley_core.api.state import appearing
-from sley_data.files import File
+from sley_data.files import File, sample_of
 
 PART_BYTES = 1 << 25
 """Bytes of text in a part."""
@@ -31,7 +31,6 @@ PART_BYTES = 1 << 25
 WORTH_BYTES = 1 << 23
 """Less text than this is tokenized anew each time: it takes about a second."""
 
-_END = 1 << 12
 _TELL_S = 5.0
 """Seconds between two lines about progress."""
 
@@ -44,20 +43,20 @@ _COMPLETE = "complete.json"
 def folder_of(cache: Path | str, files: Sequence[File], settings: object) -> Path | None:
     """Returns where the tokens of `files` lie; None if they are not kept.
 
-    cache: the plan's. settings: all else that decides the tokens. Files are told apart by their names, sizes, times of change,
-    and first and last bytes.
+    cache: the plan's. files: those that tokens depend on. settings: all else that decides the tokens. Files are told apart by
+    their names, sizes, times of change, and 16 blocks of bytes of each.
     """
     if cache == "none" or sum(file.num_bytes for file in files) < WORTH_BYTES:
         return None
-    digest = blake2b(repr(settings).encode(), digest_size=16)
+    digest = blake2b(repr((settings, PART_BYTES)).encode(), digest_size=16)
     for file in files:
-        with file.path.open("rb") as content:
-            stat = os.fstat(content.fileno())
-            digest.update(f"{file.name}/{stat.st_size}/{stat.st_mtime_ns}/".encode() + content.read(_END))
-            content.seek(max(0, stat.st_size - _END))
-            digest.update(content.read(_END))
+        digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + sample_of(file.path))
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(home).expanduser() / "sley" / "data" if cache == "auto" else Path(cache)) / digest.hexdigest()
+    try:
+        folder = Path(home).expanduser() / "sley" / "data" if cache == "auto" else Path(cache)
+    except RuntimeError:  # there is no home
+        return None
+    return folder / digest.hexdigest()
 
 
 def prepare(
@@ -73,7 +72,7 @@ def prepare(
         with _locked(folder):
             if (complete := _read(folder)) is None:
                 count = _write_parts(folder, parts, num_bytes)
-                complete = {"parts": count, **facts(count)}
+                complete = {"parts": count, "sizes": _sizes(folder, count), **facts(count)}
                 with appearing(folder / _COMPLETE) as file:
                     file.write(json.dumps(complete).encode())
     return complete
@@ -85,11 +84,27 @@ def part_files(folder: Path, count: int) -> list[tuple[Path, Path]]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
+    """Returns what `complete.json` says; None if it is missing or damaged, or if a part has not the size that it says."""
     try:
         complete: dict[str, Any] = json.loads((folder / _COMPLETE).read_text("utf-8"))
-    except FileNotFoundError:
+        return complete if complete["sizes"] == _sizes(folder, complete["parts"]) else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return complete
+
+
+def _sizes(folder: Path, count: int) -> list[int]:
+    return [path.stat().st_size for pair in part_files(folder, count) for path in pair]
+
+
+def _is_whole(tokens: Path, lengths: Path) -> bool:
+    """Returns whether a part is there, with as many tokens as its lengths say."""
+    if not tokens.exists() or not lengths.exists():
+        return False
+    stored = lengths.read_bytes()
+    if len(stored) % 8:
+        return False
+    count = sum(array("q", stored))
+    return tokens.stat().st_size in (2 * count, 4 * count)
 
 
 def _write_parts(folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], num_bytes: int) -> int:
@@ -98,7 +113,7 @@ def _write_parts(folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], 
     count = num_read = num_done = 0
     for size, make in parts:
         ((tokens, lengths),) = part_files(folder, count + 1)[count:]
-        if not lengths.exists():
+        if not _is_whole(tokens, lengths):
             values = make()
             for path, value in zip((tokens, lengths), values, strict=True):
                 with appearing(path) as file:

@@ -31,6 +31,7 @@ class Fates:
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
     copied: int = 0
+    remarks: list[str] = field(default_factory=list)
 
     def drop(self, reason: str, name: str) -> None:
         """Counts one conversation."""
@@ -39,13 +40,12 @@ class Fates:
 
     def notes(self) -> list[str]:
         """Returns sentences for the user."""
-        notes = [f"{self.copied} conversations of `files` are in `held_out_files` too: they are not trained on"] * bool(
-            self.copied
-        )
+        notes = list(self.remarks)
+        if self.copied:
+            notes.append(f"{self.copied} conversations of `files` are in `held_out_files` too: they are not trained on")
         for reason, count in self.dropped.items():
             first = self.first_dropped[reason]
-            fate = "cut" if reason == CUT else "left out"
-            notes.append(f"{count} of {self.documents} conversations are {fate}, `{first}` first: {reason}")
+            notes.append(f"{count} samples are {'cut' if reason == CUT else 'left out'}, `{first}` first: {reason}")
         return notes
 
 
@@ -74,6 +74,7 @@ class ChatRows:
         self.fates.documents = len(conversations)
         for conversation, samples, reason in self.template.encode(conversations, config):
             self._take(conversation, samples, reason, config)
+        self.fates.remarks = self.template.remarks()
         if not conversations:
             raise nothing_left(config, split)
         if not self.fates.samples or (config.train_on != "all" and self._has_one_mask()):
@@ -167,6 +168,7 @@ class ChatRows:
             "documents": fates.documents,
             "tokens": fates.tokens,
             "trained": fates.trained,
+            "positions": len(self.rows) * self.sequence,
             "padding": len(self.rows) * self.sequence - (fates.tokens - fates.samples),
             "longest": fates.longest,
             "dropped": dict(fates.dropped),

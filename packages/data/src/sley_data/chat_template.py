@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +35,12 @@ BATCH = 64
 """Conversations whose texts are tokenized in one call, on all cores."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_DATE = date(2024, 7, 26)
+"""The date that Llama 3.1's template has as its default."""
+
+_PROMPT = "the template's generation prompt is not how it begins that turn"
+_FIRST = "it begins with the assistant, and nothing asks for that turn"
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
@@ -64,15 +71,11 @@ class ChatTemplate:
                 message = f"`{template}` cannot be read: {error}"
                 raise PlanError("chat-template", message, path=("data", "template")) from None
         text = self.tokenizer.chat_template
-        if not isinstance(text, str):  # none, or several by name
-            try:
-                text = self.tokenizer.get_chat_template()
-            except ValueError:
-                hint = 'name a file with one: `template = "chat.jinja"`'
-                raise PlanError(
-                    "chat-template", f"`{path}` has no chat template", path=("data", "tokenizer"), hint=hint
-                ) from None
-        self._has_generation = _GENERATION.search(text) is not None
+        if not text:
+            message, hint = f"`{path}` has no chat template", 'name a file with one: `template = "chat.jinja"`'
+            raise PlanError("chat-template", message, path=("data", "tokenizer"), hint=hint)
+        is_alone = isinstance(text, str)  # else several, by name
+        self.tokenizer.chat_template = _dated(text) if is_alone else {name: _dated(each) for name, each in text.items()}
 
     @cached_property
     def vocab_size(self) -> int:
@@ -82,18 +85,33 @@ class ChatTemplate:
     @cached_property
     def end_of_turn(self) -> int | None:
         """The special token with which the template ends a turn of the assistant; None if there is none."""
-        try:
-            before = self._ids([self.text(_PROBE[:1], None, prompt=True)])[0]
-            whole = self._ids([self.text(_PROBE, None)])[0]
-        except ValueError:  # a template may want other turns
-            return self._eos
-        special = [token for token in whole[len(before) :] if token in self._special]
-        return special[-1] if special else self._eos
+        after: list[int] = []
+        for token in self._probe[1]:
+            after = [*after, token] if token in self._special else [] if self.tokenizer.decode([token]).strip() else after
+        return after[-1] if after else None
 
     @cached_property
-    def _eos(self) -> int | None:
-        token: int | None = self.tokenizer.eos_token_id
-        return token
+    def _probe(self) -> tuple[list[int], list[int], bool]:
+        """The ids of a question, those of its answer with what the template writes around it, and whether there is a generation
+        prompt; all empty for a template that wants other turns.
+        """
+        try:
+            bare, asked, whole = self._ids(
+                [self.text(_PROBE[:1], None), self.text(_PROBE[:1], None, prompt=True), self.text(_PROBE, None)]
+            )
+        except ValueError:
+            return [], [], True
+        return asked, whole[len(asked) :], asked != bare
+
+    def remarks(self) -> list[str]:
+        """Returns sentences for the user about what the template does not do."""
+        _, answer, has_prompt = self._probe
+        remarks = []
+        if answer and self.end_of_turn is None:
+            remarks.append("the chat template writes no special token at the end of a turn: a model will not learn to stop")
+        if answer and not has_prompt and not self.tokenizer.decode(answer).strip().startswith(_PROBE[1]["content"]):
+            remarks.append("the chat template has no generation prompt: what it writes before an answer is trained on, too")
+        return remarks
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -104,29 +122,55 @@ class ChatTemplate:
         """Yields the outcome of each conversation, in order."""
         pending = iter(conversations)
         while batch := list(islice(pending, BATCH)):
-            yield from self._by_generation(batch, config) if self._uses_blocks(config) else self._by_prefixes(batch, config)
+            for has_blocks, group in groupby(batch, lambda each: self._has_blocks(each, config)):
+                some = list(group)
+                yield from self._by_blocks(some, config) if has_blocks else self._by_prefixes(some, config)
 
-    def _uses_blocks(self, config: ChatConfig) -> bool:
-        return self._has_generation and config.train_on != "all"
+    def _has_blocks(self, conversation: Conversation, config: ChatConfig) -> bool:
+        template: str = self.tokenizer.get_chat_template(tools=conversation.tools)
+        return config.train_on != "all" and _GENERATION.search(template) is not None
 
-    def _by_generation(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+    def _by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+        """As `encode`, for conversations whose template has `{% generation %}` blocks.
+
+        If there are not as many blocks as turns of the assistant, which block is whose is found by prefixes.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         for each in batch:
             try:
-                encoded = self.tokenizer.apply_chat_template(
-                    list(each.messages), tools=each.tools, return_dict=True, return_assistant_tokens_mask=True
+                rendered: Any = render_jinja_template(
+                    conversations=[list(each.messages)],
+                    tools=list(each.tools) if each.tools is not None else None,
+                    chat_template=self.tokenizer.get_chat_template(tools=each.tools),
+                    return_assistant_tokens_mask=True,
+                    **self.tokenizer.special_tokens_map,
                 )
             except Exception as error:  # a template raises what it likes
                 yield each, [], _reason(error)
                 continue
-            ids = list(encoded["input_ids"])
-            turns = [self._trimmed(ids, turn) for turn in _runs(encoded["assistant_masks"])]
-            num_turns = sum(message["role"] == "assistant" for message in each.messages)
-            if each.first_trained and len(turns) != num_turns:
+            (text,), (blocks,) = rendered
+            if len(blocks) != len(each.assistants):
                 yield from self._by_prefixes([each], config)
                 continue
-            if each.first_trained:
-                turns = turns[num_turns - len(each.trained_turns) :]
-            yield each, [Encoded(ids, turns[-1:] if config.train_on == "last" else turns)], ""
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+            wanted = each.trained_turns[-1:] if config.train_on == "last" else each.trained_turns
+            chosen = [block for block, number in zip(blocks, each.assistants, strict=True) if number in wanted]
+            turns = [self._tokens_of(ids, offsets, block) for block in chosen]
+            kept = [turn for turn in turns if turn is not None]
+            yield each, [Encoded(ids, kept)], "" if len(kept) == len(turns) else "a token crosses the border of a turn"
+
+    def _tokens_of(
+        self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """Returns the range of the tokens of a block of text; None if a token begins before it and ends within."""
+        first = next((place for place, (_, stop) in enumerate(offsets) if stop > block[0]), len(ids))
+        last = next((place for place in range(first, len(ids)) if offsets[place][0] >= block[1]), len(ids))
+        if first < len(ids) and offsets[first][0] < block[0] and block[0] < block[1]:
+            return None
+        turn = self._trimmed(ids, (first, last))
+        return turn if turn[0] < turn[1] else None
 
     def _by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """As `encode`, for conversations whose texts are tokenized together."""
@@ -136,9 +180,12 @@ class ChatTemplate:
             turns = (
                 [] if config.train_on == "all" else each.trained_turns[-1:] if config.train_on == "last" else each.trained_turns
             )
-            start, places = len(texts), []
+            start, places, begins_with_answer = len(texts), [], False
             try:
                 texts.append(self.text(each.messages, each.tools))
+                if turns[:1] == [0]:  # no template renders nothing
+                    turns = turns[1:]
+                    begins_with_answer = True
                 for turn in turns:
                     texts.append(self.text(each.messages[:turn], each.tools, prompt=True))
                     is_last = turn + 1 == len(each.messages)
@@ -148,7 +195,7 @@ class ChatTemplate:
                 del texts[start:]
                 plans.append((each, [], str(error)))
                 continue
-            plans.append((each, [(start, start), *places], ""))
+            plans.append((each, [(start, start), *places], _FIRST if begins_with_answer and not places else ""))
         ids = self._ids(texts)
         for each, places, reason in plans:
             if reason:
@@ -158,7 +205,7 @@ class ChatTemplate:
                 yield each, [Encoded(whole, [(0, len(whole))])], ""
             else:
                 samples, num_lost = self._samples(ids[places[0][0]], [(ids[before], ids[upto]) for before, upto in places[1:]])
-                yield each, samples, "its template writes a turn otherwise than it asks for it" if num_lost else ""
+                yield each, samples, _PROMPT if num_lost else ""
 
     def _samples(self, whole: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
         """Returns the samples of a conversation, and how many of its turns are in none.
@@ -212,10 +259,9 @@ def _reason(error: Exception) -> str:
     return f"its template refuses it: {str(error) or type(error).__name__}"
 
 
-def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the ranges of ones."""
-    ends = [place for place in range(len(mask) + 1) if (place < len(mask) and mask[place]) != (place > 0 and mask[place - 1])]
-    return list(zip(ends[::2], ends[1::2], strict=True))
+def _dated(template: str) -> str:
+    """Returns a template that writes one date, not today's: the tokens must be the same on every day."""
+    return _NOW.sub(lambda match: repr(_DATE.strftime(match[2])), template)
 
 
 def _tokenizer(path: Path) -> Any:

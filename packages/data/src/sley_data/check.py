@@ -12,7 +12,7 @@ from sley_core.records import Problem
 from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, TextConfig, TokensConfig
-from sley_data.conversations import chat_files, conversations_in
+from sley_data.conversations import chat_files, conversations_in, nothing_left
 from sley_data.documents import ALWAYS_READ, copied_tokens, count_samples, documents_inside, of_split
 from sley_data.files import File, Found, text_files, token_files
 
@@ -27,6 +27,10 @@ def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None)
         return  # reported already
     if vocab_size is not None and vocab_size < count:
         yield _too_few_ids(vocab_size, count)
+
+
+_MOST_CHECKED = 64
+"""Conversations of large files that are rendered before a run."""
 
 
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
@@ -47,8 +51,14 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
         if vocab_size is not None and vocab_size < template.vocab_size:
             yield _too_few_ids(vocab_size, template.vocab_size)
         if sum(file.num_bytes for file in files) > ALWAYS_READ:
-            first = islice(conversations_in(files[0], config.field), 8)
-            list(template.encode(first, config))
+            first = islice(conversations_in(files[0], config.field), _MOST_CHECKED)
+            outcomes = list(template.encode(first, config))
+            if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
+                reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
+                message = f"the first {len(outcomes)} conversations have nothing to train on{f': {reasons}' if reasons else ''}"
+                yield Problem(("data", "train_on"), message, None, "chat-mask")
+            if evaluates and not config.held_out and not config.held_out_files:
+                yield from _problems_of(nothing_left(config, "held_out"))
             return
         for split in splits:
             count = len(ChatRows(config, split))

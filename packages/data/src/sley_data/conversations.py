@@ -12,19 +12,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import compress
 from typing import Any
 
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
-from sley_data.documents import Content, among, content_of, in_share
+from sley_data.documents import Content, among, in_share
 from sley_data.files import File, Found, as_error, row_files
 from sley_data.rows import bad_row, rows_of
 
 Message = dict[str, Any]
 
-KEYS = ("messages", "conversations", "prompt", "completion", "tools")
+KEYS = ("messages", "conversations", "prompt", "completion", "system", "tools")
 
 SHAREGPT = {
     "system": "system",
@@ -54,13 +55,20 @@ class Conversation:
 
     @property
     def trained_turns(self) -> list[int]:
-        """The numbers of the assistant's messages that may be trained on."""
-        messages = enumerate(self.messages)
-        return [number for number, each in messages if each["role"] == "assistant" and number >= self.first_trained]
+        """The numbers of the assistant's messages that may be trained on: not those of `weight` 0."""
+        wanted = (number for number in self.assistants if number >= self.first_trained)
+        return [number for number in wanted if self.messages[number].get("weight") != 0]
+
+    @property
+    def assistants(self) -> list[int]:
+        """The numbers of the assistant's messages."""
+        return [number for number, each in enumerate(self.messages) if each["role"] == "assistant"]
 
     def content(self) -> Content:
-        """Returns what identifies it: its messages and tools."""
-        return content_of(json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
+        """Returns what identifies it: all of its messages and tools."""
+        text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
+        digest = blake2b(text, digest_size=8).digest()
+        return Content(len(text), lambda: digest)
 
 
 def chat_files(config: ChatConfig, split: Split) -> Found:
@@ -98,11 +106,11 @@ def conversations_in(file: File, field: str | None) -> Iterator[Conversation]:
 
     Raises PlanError "data-json" for a row that is no conversation, with what its keys are.
     """
-    columns = KEYS if field is None else (field, "tools")
+    columns = KEYS if field is None else (field, "system", "tools")
     for number, row in rows_of(file, columns if file.is_table else None):
         try:
             yield _conversation(row, field, f"{file.name}#{number}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad_row(file, number, str(error)) from None
 
 
@@ -116,7 +124,10 @@ def _conversation(row: dict[str, Any], field: str | None, name: str) -> Conversa
         raise ValueError("has `tools` that are not a list")
     key = field if field is not None else next((key for key in ("messages", "conversations") if key in row), None)
     if key is not None and key in row:
-        return Conversation(name, _messages(row[key], key), tools)
+        messages = _messages(row[key], key)
+        if isinstance(row.get("system"), str) and row["system"] and (not messages or messages[0]["role"] != "system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        return Conversation(name, messages, tools)
     if field is None and "prompt" in row and "completion" in row:
         prompt = _messages(row["prompt"], "prompt", role="user")
         return Conversation(name, [*prompt, *_messages(row["completion"], "completion", role="assistant")], tools, len(prompt))
@@ -141,7 +152,7 @@ def _messages(value: Any, key: str, role: str | None = None) -> list[Message]:
 def _message(value: Any, number: int) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"has as message {number} no object with `role` and `content`")
-    message = dict(value)
+    message = {key: inner for key, inner in value.items() if inner is not None}
     if "role" not in message and isinstance(message.get("from"), str):
         name = message.pop("from")
         if name not in SHAREGPT:
@@ -157,7 +168,22 @@ def _message(value: Any, number: int) -> Message:
         message["content"] = ""
     elif not isinstance(content, str):
         raise ValueError(f"has no text as `content` of message {number}")
+    for call in message.get("tool_calls") or ():
+        _parse_arguments(call)
+    json.dumps(message, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is a ValueError
     return message
+
+
+def _parse_arguments(call: Any) -> None:
+    """Turns the arguments of a tool call from JSON, which OpenAI's are, into the object that templates write."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            return
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
 
 
 def _text_of(part: Any, number: int) -> str:

@@ -168,7 +168,8 @@ class TextDataset(TokenDataset):
         if self._tokenizer is None:
             text, lengths = _join(documents)
             return TokenArray([as_tensor(text)]), _offsets(lengths)
-        folder = cache.folder_of(self._config.cache, files, self._decisive())
+        held_out = text_files(self._config, "held_out")[0] if self._config.held_out_files and self._split == "train" else []
+        folder = cache.folder_of(self._config.cache, [*files, *held_out], self._decisive(len(held_out)))
         if folder is not None:
             try:
                 return self._mapped(folder, documents, sum(file.num_bytes for file in files))
@@ -178,14 +179,12 @@ class TextDataset(TokenDataset):
         ids, lengths = self._tokenizer.encode(documents)
         return TokenArray([as_tensor(ids)]), _offsets(lengths)
 
-    def _decisive(self) -> tuple[object, ...]:
-        """Returns all that decides the tokens of given files."""
+    def _decisive(self, num_held_out: int) -> tuple[object, ...]:
+        """Returns all that decides the tokens of given files, of which the last ones are held out."""
         config = self._config
         assert self._tokenizer is not None
-        held_out = text_files(config, "held_out")[0] if config.held_out_files and self._split == "train" else ()
-        contents = [(file.name, file.num_bytes, file.path.stat().st_mtime_ns) for file in held_out]
         options = (config.separator, config.field, config.end_of_document, config.held_out, self._split)
-        return (1, self._tokenizer.digest, *options, *contents)
+        return (1, self._tokenizer.digest, num_held_out, *options)
 
     def _mapped(self, folder: Path, documents: Iterable[tuple[str, bytes]], num_bytes: int) -> tuple[TokenArray, Tensor]:
         """Returns the tokens that are kept in `folder`, mapped; tokenizes them first if no process has."""

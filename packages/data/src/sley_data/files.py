@@ -158,7 +158,7 @@ def wrong_ids(path: Path, dtype: Literal["uint16", "uint32"], vocab_size: int) -
     Reads at most 128 KiB of the file, spread over it; None if nothing shows it, or if the file cannot be read.
     """
     try:
-        sample = _sample(path)
+        sample = sample_of(path)
     except OSError:
         return None  # the code that opens it later reports the error
     if sample[:4] == _LLM_C:
@@ -193,7 +193,7 @@ def _beyond(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[s
     return f"has the id {largest} as {dtype}, and `vocab_size` is {vocab_size}", hint
 
 
-def _sample(path: Path) -> bytes:
+def sample_of(path: Path) -> bytes:
     """Returns the file's first bytes, and blocks from places that are spread over it, each at a multiple of 8 bytes."""
     with path.open("rb") as file:
         size = file.seek(0, 2)

@@ -89,7 +89,7 @@ def _of_table(file: File, columns: Sequence[str] | None) -> Iterator[tuple[int, 
                 for row in batch.select(chosen).slice(start, _BATCH).to_pylist():
                     number += 1
                     yield number, _without_nulls(row)
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pyarrow.ArrowException, KeyError, ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's; pyarrow gives none for bad content
             raise
         message = f"`{file.path}` is damaged or incomplete after row {number}: {error}"

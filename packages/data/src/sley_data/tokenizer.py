@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +58,8 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """Differs if the tokens of some text, or what is put before and after it, may differ."""
-        return blake2b(f"{self._implementation.to_str()}{self._begin}{self._end}".encode(), digest_size=16).hexdigest()
+        text = f"{version('tokenizers')}{self._implementation.to_str()}{self._begin}{self._end}"
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:

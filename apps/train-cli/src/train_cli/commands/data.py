@@ -125,8 +125,8 @@ def _has_color() -> bool:
 
 def _with_packing(rows: DataRows) -> dict[str, Any]:
     counts = dict(rows.counts)
-    positions = counts["tokens"] + counts["padding"]
-    counts["packing"] = counts["tokens"] / positions if positions else None
+    known = counts["padding"] is not None and counts["positions"]
+    counts["packing"] = 1 - counts["padding"] / counts["positions"] if known else None
     return counts
 
 
@@ -162,7 +162,8 @@ class _Samples:
             tokens += len(row["tokens"])
             trained += sum(label >= 0 for label in row["labels"])
         dropped = {f"not counted: samples after the first {_MOST}": len(self) - _MOST} if len(self) > _MOST else {}
-        return {"documents": None, "tokens": tokens, "trained": trained, "padding": 0, "longest": None, "dropped": dropped}
+        unknown = dict.fromkeys(("documents", "padding", "longest"))
+        return {**unknown, "tokens": tokens, "trained": trained, "positions": tokens, "dropped": dropped}
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -132,8 +132,8 @@ def is_stream(dataset: Any) -> bool:
 class DataRows(Protocol):
     """The samples of one split as lists of numbers, without torch, for `train-cli data show`.
 
-    counts: `documents`, `tokens` and `trained` (those that a label asks for), `padding` (positions without a token), `longest`
-    (the tokens of a document), `dropped` (documents left out or cut, by reason).
+    counts: `documents`, `tokens` and `trained` (those that a label asks for), `positions` of all samples, `padding` (those
+    without a token), `longest` (the tokens of a document), `dropped` (samples left out or cut, by reason).
     """
 
     @property
