@@ -113,6 +113,8 @@ def leave(code: int) -> NoReturn:
 
 def _kill_workers() -> None:
     if "multiprocessing" in sys.modules:
+        with suppress(ValueError):  # not the main thread, which alone runs handlers
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's for loaders raises when a worker is killed
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()
 
