@@ -14,6 +14,7 @@ from sley_core.errors import PlanError
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation
+from sley_data.tokenizer import Tokenized, Tokenizer
 
 NUM_CASES = 500
 PIECES = (
@@ -224,6 +225,19 @@ def test_an_answer_that_nothing_asks_for_is_left_out_alone(folder: Path, tmp_pat
     ((_, (sample,), reason),) = chatml.encode([Conversation("x", messages)], table(folder))
     assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == ["c<|im_end|>"]
     assert not reason
+
+
+def test_text_comes_token_by_token_as_from_the_whole(folder: Path) -> None:
+    """In time that is linear: of 4,000 tokens no more than the last ones are decoded again."""
+    tokenizer = Tokenizer(folder, None)
+    known, sizes = Tokenized(tokenizer), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: (sizes.append(len(ids)), decode(ids))[1]  # type: ignore[method-assign]
+    text = "schön 東京 🙂  it returns\n\n the name <|im_end|>" * 100
+    parts = list(known.decode(known.encode(text)))
+    assert "".join(parts) == text
+    assert len(parts) > 1000
+    assert max(sizes) < 12
 
 
 def test_what_a_template_refuses_is_said(folder: Path, tmp_path: Path) -> None:

@@ -197,17 +197,20 @@ class Tokenized(TextIds):
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that each token id adds, once its characters are complete."""
-        so_far: list[int] = []
-        yielded = ""
+        """Yields the text that each token id adds, once its characters are complete.
+
+        Each is decoded behind the tokens of the text before it, since a token may begin with a space only behind others.
+        """
+        known: list[int] = []
+        start = stop = 0  # of the tokens of the last text
         for token in ids:
-            so_far.append(token)
-            text = self._tokenizer.decode(so_far)
+            known.append(token)
+            before, text = self._tokenizer.decode(known[start:stop]), self._tokenizer.decode(known[start:])
             # Later tokens may complete a character; the text before it does not change.
-            if text.startswith(yielded) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(yielded) :]
-                yielded = text
-        yield self._tokenizer.decode(so_far).removeprefix(yielded)
+            if text.startswith(before) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(before) :]
+                start, stop = stop, len(known)
+        yield self._tokenizer.decode(known[start:]).removeprefix(self._tokenizer.decode(known[start:stop]))
 
 
 def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
