@@ -96,14 +96,14 @@ def test_two_that_prepare_at_once_do_it_once(
     wanted, _ = TextDataset(table.model_copy(update={"cache": "none"}), DataContext()).load()
     (whole,) = encoded
     encoded.clear()
-    encode, say, waiting = Tokenizer.encode, cache._say, threading.Event()
+    encode, say, waiting = Tokenizer.encode, cache.say, threading.Event()
 
     def slowly(self: Tokenizer, documents: Any) -> Any:
         assert waiting.wait(30)
         return encode(self, documents)
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
-    monkeypatch.setattr(cache, "_say", lambda text: (say(text), waiting.set()))
+    monkeypatch.setattr(cache, "say", lambda text: (say(text), waiting.set()))
     with ThreadPoolExecutor(2) as pool:
         loaded = [pool.submit(TextDataset(table, DataContext()).load) for _ in range(2)]
         tokens = [each.result(60)[0] for each in loaded]

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORED, DataContext
 from sley_core.errors import PlanError
+from sley_data import cache
 from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, best_fit
+from sley_data.chat_template import ChatTemplate
 from sley_data.check import check_chat
 from sley_data.config import ChatConfig
 from sley_data.conversations import read_conversations, trained_on
@@ -162,6 +164,34 @@ def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) ->
     config = table(rows, held_out_files=[str(tmp_path / "evaluated.jsonl")], sequence=8000)
     kept, num_copied = read_conversations(config, "train")
     assert (len(kept), num_copied) == (2, 1)
+
+
+def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once, again if a process was killed before it had said what it left out, and apart for each table."""
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
+    wanted = ChatRows(table(rows, cache="none"), "train")
+    config, calls = table(rows, cache=str(tmp_path / "kept")), []
+    encode = ChatTemplate.encode
+    monkeypatch.setattr(ChatTemplate, "encode", lambda *args: (calls.append(args), encode(*args))[1])
+
+    def check(num_calls: int) -> None:
+        kept = ChatRows(config, "train")
+        assert [kept.row(number) for number in range(len(kept))] == [wanted.row(number) for number in range(len(wanted))]
+        assert (kept.counts, kept.fates.notes(), kept.digest) == (wanted.counts, wanted.fates.notes(), wanted.digest)
+        assert len(calls) == num_calls
+
+    assert wanted.counts["dropped"]
+    check(1)
+    check(1)
+    (folder,) = (tmp_path / "kept").iterdir()
+    (folder / "complete.json").unlink()
+    check(2)
+    (folder / "00000.tokens").write_bytes(b"")
+    check(3)
+    ChatRows(config.model_copy(update={"too_long": "cut"}), "train")
+    ChatRows(config.model_copy(update={"train_on": "last"}), "train")
+    assert len(list((tmp_path / "kept").iterdir())) == 3
 
 
 def test_check_of_large_files_sees_masks_and_splits(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 from sley_core.api.comm import one_line
-from sley_core.api.state import appearing, sync_names
+from sley_core.api.files import appearing, sync_names
 from sley_core.errors import RunError, UsageError
 
 

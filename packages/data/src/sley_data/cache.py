@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sley_core.api.state import appearing
+from sley_core.api.files import appearing
 from sley_data.files import File, sample_of
 
 PART_BYTES = 1 << 25
@@ -123,7 +123,7 @@ def _write_parts(folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], 
         if now - last > _TELL_S and num_done:
             last, speed = now, num_done / (now - begun)
             left = max(0, num_bytes - num_read) / speed
-            _say(f"tokenized {num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left")
+            say(f"tokenized {num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left")
     return count
 
 
@@ -134,10 +134,11 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"waits for another process of this host, which tokenizes the same text into {folder}")
+            say(f"waits for another process of this host, which tokenizes the same text into {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line for the user, from whichever rank."""
     print(f"data: {text}", file=sys.stderr, flush=True)

@@ -6,13 +6,17 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+from mmap import ACCESS_READ, mmap
 from typing import Any
 
 from sley_core.api.data import IGNORED, Split
 from sley_core.errors import PlanError
+from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
-from sley_data.conversations import Conversation, nothing_left, read_conversations
+from sley_data.conversations import Conversation, chat_files, nothing_left, read_conversations
 
 
 @dataclass
@@ -49,6 +53,9 @@ class Fates:
         return notes
 
 
+_TRAINED = 1 << 31
+"""Is added to a token that is trained on."""
+
 TOO_LONG = "longer than `sequence`"
 CUT = "longer than `sequence`, and cut there"
 NOT_TRAINED = "nothing in it is trained on"
@@ -57,34 +64,73 @@ NOT_TRAINED = "nothing in it is trained on"
 class ChatRows:
     """The rows of a split: whole conversations, packed by best fit into `sequence` positions each.
 
-    A conversation of n tokens takes n - 1 positions: its last token is a label only. `ids` and `is_trained` hold those of all
-    conversations joined, `rows[r]` the numbers of the conversations of row r, in the order in which they lie in it.
-    Construction reads, renders and tokenizes all. Raises PlanError "data-short" without a conversation, "data-too-long" for one
-    that the plan refuses, and "chat-mask" if no token is trained on, or if all are.
+    A conversation of n tokens takes n - 1 positions: its last token is a label only. `ids` holds the tokens of all
+    conversations, with `_TRAINED` added to those that are trained on, and `rows[r]` the numbers of the conversations of row r.
+    Construction reads, renders and tokenizes all, or maps what is kept of that (see `cache`). Raises PlanError "data-short"
+    without a conversation, "data-too-long" for one that the plan refuses, and "chat-mask" if no token, or each, is trained on.
     """
 
     def __init__(self, config: ChatConfig, split: Split) -> None:
         self.sequence = config.sequence
         self.template = ChatTemplate(config.tokenizer, config.template)
         self.fates = Fates()
-        self.ids = array("H" if self.template.vocab_size <= 1 << 16 else "I")
-        self.is_trained = bytearray()
-        self.offsets = array("q", [0])
-        conversations, self.fates.copied = read_conversations(config, split)
-        self.fates.documents = len(conversations)
-        for conversation, samples, reason in self.template.encode(conversations, config):
-            self._take(conversation, samples, reason, config)
-        self.fates.remarks = self.template.remarks()
-        if not conversations:
-            raise nothing_left(config, split)
-        if not self.fates.samples or (config.train_on != "all" and self._has_one_mask()):
-            raise self._no_mask(config, conversations[0])
-        lengths = [stop - start - 1 for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
-        self.rows = best_fit(lengths, config.sequence)
+        self._config, self._split = config, split
+        self.ids: Sequence[int]
+        self.ids, lengths = self._kept() or self._tokenized()
+        self.offsets = array("q", [0, *accumulate(lengths)])
+        self.rows = best_fit([length - 1 for length in lengths], config.sequence)
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
-    def _take(self, conversation: Conversation, samples: Sequence[Encoded], reason: str, config: ChatConfig) -> None:
+    def _kept(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Returns the tokens that are kept, mapped, and their conversations' lengths; None if none are."""
+        config = self._config
+        files, held_out = chat_files(config, self._split)[0], []
+        if config.held_out_files and self._split == "train":
+            held_out = chat_files(config, "held_out")[0]
+        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, self._split)
+        digest = self.template.digest
+        settings = ("chat", 1, digest, len(held_out), *options)
+        folder = cache.folder_of(config.cache if digest else "none", [*files, *held_out], settings)
+        if folder is None:
+            return None
+        num_bytes = sum(file.num_bytes for file in files)
+
+        def facts(_count: int) -> dict[str, Any]:
+            if not self.fates.documents:  # the part is that of a process that was killed since
+                self._tokenized()
+            return {"fates": dict(vars(self.fates))}
+
+        try:
+            complete = cache.prepare(folder, [(num_bytes, self._tokenized)], num_bytes, facts)
+            ((tokens, lengths),) = cache.part_files(folder, 1)
+            with tokens.open("rb") as file:
+                ids = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast("I")
+            stored = array("q", lengths.read_bytes())
+        except OSError as error:
+            cache.say(f"the tokens are not kept in {folder}: {error}")
+            return None
+        self.fates = Fates(**{**complete["fates"], "dropped": Counter(complete["fates"]["dropped"])})
+        return ids, stored
+
+    def _tokenized(self) -> tuple[array[int], array[int]]:
+        """Returns the tokens of all conversations, and the length of each; counts their fates."""
+        config, self.fates = self._config, Fates(remarks=self.template.remarks())
+        conversations, self.fates.copied = read_conversations(config, self._split)
+        self.fates.documents = len(conversations)
+        ids, lengths = array("I"), array("q")
+        for conversation, samples, reason in self.template.encode(conversations, config):
+            self._take(conversation, samples, reason, ids, lengths)
+        if not conversations:
+            raise nothing_left(config, self._split)
+        if not self.fates.samples or (config.train_on != "all" and self._has_one_mask()):
+            raise self._no_mask(config, conversations[0])
+        return ids, lengths
+
+    def _take(
+        self, conversation: Conversation, samples: Sequence[Encoded], reason: str, ids: array[int], lengths: array[int]
+    ) -> None:
         """Appends the samples of one conversation, or counts why they are left out."""
+        config = self._config
         fates = self.fates
         if reason:
             fates.drop(reason, conversation.name)
@@ -99,16 +145,15 @@ class ChatRows:
                 fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
                 if config.too_long == "drop":
                     continue
-            is_trained = bytearray(len(sample.ids))
+            marked = list(sample.ids)
             for start, stop in sample.trained:
-                is_trained[start:stop] = b"\x01" * (stop - start)
-            num_trained = sum(is_trained[1:limit])  # the first token is no label
+                marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
+            num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
             if not num_trained:
                 fates.drop(NOT_TRAINED, conversation.name)
                 continue
-            self.ids.extend(sample.ids[:limit])
-            self.is_trained += is_trained[:limit]
-            self.offsets.append(len(self.ids))
+            ids.extend(marked[:limit])
+            lengths.append(len(marked[:limit]))
             fates.samples += 1
             fates.tokens += min(len(sample.ids), limit)
             fates.trained += num_trained
@@ -144,10 +189,8 @@ class ChatRows:
             start, stop = self.offsets[number], self.offsets[number + 1]
             starts.append(len(tokens))
             ids = self.ids[start:stop]
-            tokens += ids[:-1]
-            labels += [
-                token if kept else IGNORED for token, kept in zip(ids[1:], self.is_trained[start + 1 : stop], strict=True)
-            ]
+            tokens += [token % _TRAINED for token in ids[:-1]]
+            labels += [token - _TRAINED if token >= _TRAINED else IGNORED for token in ids[1:]]
             positions += range(stop - start - 1)
         left = self.sequence - len(tokens)
         starts.append(len(tokens))
@@ -159,6 +202,13 @@ class ChatRows:
             "positions": [*positions, *padding[2]],
             "cu_seqlens": starts,
         }
+
+    @property
+    def digest(self) -> str:
+        """Differs if a token, what is trained on, or where a conversation ends differs."""
+        digest = blake2b(memoryview(self.ids), digest_size=16)  # type: ignore[arg-type]  # an array, or a view of one
+        digest.update(memoryview(self.offsets))
+        return digest.hexdigest()
 
     @property
     def counts(self) -> dict[str, Any]:

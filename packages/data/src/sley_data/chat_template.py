@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
+from hashlib import blake2b
+from importlib.metadata import version
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,6 +83,16 @@ class ChatTemplate:
     def vocab_size(self) -> int:
         """One above the highest token id, added tokens included."""
         return int(max(self.tokenizer.get_vocab().values())) + 1
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Differs if the tokens of some conversation may differ; None for a tokenizer that cannot be written as text."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        versions = (version("transformers"), version("tokenizers"), version("jinja2"))
+        text = repr((versions, backend.to_str(), self.tokenizer.chat_template, self.tokenizer.special_tokens_map))
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def end_of_turn(self) -> int | None:

@@ -124,6 +124,9 @@ class ChatConfig(DataConfig):
     are `held_out_files`.
     """
 
+    cache: Literal["auto", "none"] | PlanPath = "auto"
+    """Where the tokens are kept for the next start, as in `data.text`."""
+
     @model_validator(mode="after")
     def _possible(self) -> ChatConfig:
         """Raises ValueError for options that exclude each other."""

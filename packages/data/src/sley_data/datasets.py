@@ -274,9 +274,7 @@ class ChatDataset:
     @cached_property
     def data_digest(self) -> str:
         """A digest of every token, of what is trained on, and of the conversations' lengths."""
-        rows = self._rows
-        mask = torch.frombuffer(rows.is_trained, dtype=torch.uint8)
-        return digest_of([[as_tensor(rows.ids)], [mask], [torch.tensor(rows.offsets)]])
+        return self._rows.digest
 
     def __len__(self) -> int:
         return len(self._rows)

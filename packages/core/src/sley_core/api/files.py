@@ -1,5 +1,6 @@
-"""Files of weights and tokenizers, read one tensor at a time. Imports no torch before a tensor is read."""
+"""Files that appear whole; weights, read one tensor at a time; tokenizers. Imports no torch before a tensor is read."""
 
+from sley_core.json_text import appearing, sync_names
 from sley_core.weight_files.read import (
     FLOATS,
     RANDOM_SETTINGS,
@@ -11,4 +12,15 @@ from sley_core.weight_files.read import (
     without_settings,
 )
 
-__all__ = ["FLOATS", "RANDOM_SETTINGS", "TOKENIZER", "TensorKind", "Tensors", "WeightFiles", "read_tensor", "without_settings"]
+__all__ = [
+    "FLOATS",
+    "RANDOM_SETTINGS",
+    "TOKENIZER",
+    "TensorKind",
+    "Tensors",
+    "WeightFiles",
+    "appearing",
+    "read_tensor",
+    "sync_names",
+    "without_settings",
+]

@@ -1,7 +1,6 @@
 """Gives checkpointers what a run keeps, the means to restore it, and the attempts of a run."""
 
 from sley_core.attempt import Attempt, Lineage, shortened
-from sley_core.json_text import appearing, sync_names
 from sley_core.run_state.pieces import WEIGHTS, Rectangle, Saved, SavedRun, TensorPiece, WholeTensors
 from sley_core.run_state.state import TrainingState
 from sley_core.weight_files.write import BY_NAME, DTYPES, Spec, bytes_of, header_of
@@ -19,9 +18,7 @@ __all__ = [
     "TensorPiece",
     "TrainingState",
     "WholeTensors",
-    "appearing",
     "bytes_of",
     "header_of",
     "shortened",
-    "sync_names",
 ]
