@@ -18,10 +18,11 @@ from sley_core.assemble import assemble
 from sley_core.attempt import WEIGHTS
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyError
-from sley_core.json_text import write_json, write_whole
+from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.load import load_plan
 from sley_core.process import uncollected
+from sley_core.whole_files import write_whole
 from train_cli.console import say
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note

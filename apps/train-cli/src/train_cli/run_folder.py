@@ -23,9 +23,9 @@ import tomli
 from sley_core.attempt import NAME as ATTEMPT
 from sley_core.attempt import PLAN, torchrun
 from sley_core.errors import PlanError, PluginError, SleyError
-from sley_core.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
+from sley_core.whole_files import write_whole
 from train_cli.saved import can_go_on, run_folder
 from train_cli.surroundings import START
 

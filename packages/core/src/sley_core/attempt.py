@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError
-from sley_core.json_text import write_whole
 from sley_core.metrics.jsonl import rows
+from sley_core.whole_files import write_whole
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document

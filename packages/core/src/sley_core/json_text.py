@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from sley_core.whole_files import write_whole
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -21,41 +21,6 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` to `path`, indented and atomically. Raises OSError, naming the file, if it cannot be written."""
     write_whole(path, to_json(value, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically, as `appearing` does."""
-    with appearing(path) as file:
-        file.write(text.encode())
-
-
-@contextmanager
-def appearing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file, which replaces `path` when the block ends, and is on the disk then; if the block raises, or this
-    process is killed, the old file stays. Raises OSError, naming the file, if it cannot be written.
-    """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)  # of a process that was killed; or a link, which must not say where this writes
-    try:
-        with scratch.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
-    finally:
-        scratch.unlink(missing_ok=True)  # frees the space on a full disk
-
-
-def sync_names(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _finite(value: Any) -> Any:

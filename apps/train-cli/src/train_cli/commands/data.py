@@ -14,9 +14,9 @@ import typer
 
 from sley_core.data.dataset import IGNORED, DataContext, DataRows, Split
 from sley_core.errors import UsageError
-from sley_core.json_text import appearing
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
+from sley_core.whole_files import appearing
 from train_cli.console import say
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
 

@@ -1,6 +1,5 @@
 """Files that appear whole; weights, read one tensor at a time; tokenizers. Imports no torch before a tensor is read."""
 
-from sley_core.json_text import appearing, sync_names
 from sley_core.weight_files.read import (
     FLOATS,
     RANDOM_SETTINGS,
@@ -11,6 +10,7 @@ from sley_core.weight_files.read import (
     read_tensor,
     without_settings,
 )
+from sley_core.whole_files import appearing, sync_names
 
 __all__ = [
     "FLOATS",

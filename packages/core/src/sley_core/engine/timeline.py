@@ -26,7 +26,7 @@ from sley_core.actions.draw import chrome_trace
 from sley_core.actions.simulate import Costs, TimedAction, Timeline, simulate
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import Device, Moment
-from sley_core.json_text import write_whole
+from sley_core.whole_files import write_whole
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups

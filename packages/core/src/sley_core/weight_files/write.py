@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.json_text import sync_names
 from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, SINGLE, Tensors
+from sley_core.whole_files import sync_names
 
 FILE_BYTES = 5 * 10**9
 """The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""

@@ -10,7 +10,7 @@ import typer
 
 from sley_core.discovery import to_install
 from sley_core.errors import PluginError, UsageError
-from sley_core.json_text import write_whole
+from sley_core.whole_files import write_whole
 from train_cli.console import say
 
 NAME = "report.html"

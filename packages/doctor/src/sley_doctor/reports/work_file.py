@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from sley_core.json_text import write_whole
+from sley_core.whole_files import write_whole
 from sley_doctor.reports.work_record import (
     NOTHING,
     Queue,
