@@ -1,4 +1,4 @@
-"""JSON that every reader accepts, values that survive it unchanged, and files that appear complete or not at all. No torch."""
+"""JSON that every reader accepts, and values that survive it unchanged. Imports no torch by itself."""
 
 from __future__ import annotations
 
