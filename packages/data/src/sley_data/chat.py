@@ -70,9 +70,10 @@ class ChatRows:
     without a conversation, "data-too-long" for one that the plan refuses, and "chat-mask" if no token, or each, is trained on.
     """
 
-    def __init__(self, config: ChatConfig, split: Split) -> None:
+    def __init__(self, config: ChatConfig, split: Split, template: ChatTemplate | None = None) -> None:
+        """template: the table's, if it is loaded already."""
         self.sequence = config.sequence
-        self.template = ChatTemplate(config.tokenizer, config.template)
+        self.template = template or ChatTemplate(config.tokenizer, config.template)
         self.fates = Fates()
         self._config, self._split = config, split
         self.ids: Sequence[int]

@@ -14,6 +14,7 @@ out, and counted.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -167,7 +168,7 @@ class ChatTemplate:
                 continue
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-            wanted = each.trained_turns[-1:] if config.train_on == "last" else each.trained_turns
+            wanted = _wanted(each, config)
             chosen = [block for block, number in zip(blocks, each.assistants, strict=True) if number in wanted]
             turns = [self._tokens_of(ids, offsets, block) for block in chosen]
             kept = [turn for turn in turns if turn is not None]
@@ -177,21 +178,18 @@ class ChatTemplate:
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
         """Returns the range of the tokens of a block of text; None if a token begins before it and ends within."""
-        first = next((place for place, (_, stop) in enumerate(offsets) if stop > block[0]), len(ids))
-        last = next((place for place in range(first, len(ids)) if offsets[place][0] >= block[1]), len(ids))
-        if first < len(ids) and offsets[first][0] < block[0] and block[0] < block[1]:
+        first = bisect_right(offsets, block[0], key=lambda offset: offset[1])
+        last = bisect_left(offsets, block[1], lo=first, key=lambda offset: offset[0])
+        if first < len(ids) and offsets[first][0] < block[0] < block[1]:
             return None
-        turn = self._trimmed(ids, (first, last))
-        return turn if turn[0] < turn[1] else None
+        return self._trimmed(ids, (first, last))
 
     def _by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """As `encode`, for conversations whose texts are tokenized together."""
         texts: list[str] = []
         plans: list[tuple[Conversation, list[tuple[int, int]], str]] = []  # a turn's texts are (before, up to)
         for each in batch:
-            turns = (
-                [] if config.train_on == "all" else each.trained_turns[-1:] if config.train_on == "last" else each.trained_turns
-            )
+            turns = [] if config.train_on == "all" else _wanted(each, config)
             start, places, begins_with_answer = len(texts), [], False
             try:
                 texts.append(self.text(each.messages, each.tools))
@@ -265,6 +263,11 @@ class ChatTemplate:
         """Returns the ids of texts that have their special tokens already."""
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return ids
+
+
+def _wanted(conversation: Conversation, config: ChatConfig) -> list[int]:
+    """Returns the numbers of the messages to train on."""
+    return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 
 def _reason(error: Exception) -> str:

@@ -61,7 +61,7 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
                 yield from _problems_of(nothing_left(config, "held_out"))
             return
         for split in splits:
-            count = len(ChatRows(config, split))
+            count = len(ChatRows(config, split, template))
             if split == "train" and (problem := config.changed(count)):
                 yield problem
     except SleyError as error:

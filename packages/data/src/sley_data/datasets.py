@@ -262,12 +262,15 @@ class ChatDataset:
     @cached_property
     def info(self) -> DataInfo:
         """The fields, vocabulary and sequence length; loads the tokenizer alone."""
-        template = ChatTemplate(self._config.tokenizer, self._config.template)
-        return DataInfo(packing.token_fields("pack"), template.vocab_size, self._config.sequence)
+        return DataInfo(packing.token_fields("pack"), self._template.vocab_size, self._config.sequence)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._config.tokenizer, self._config.template)
 
     @cached_property
     def _rows(self) -> ChatRows:
-        rows = ChatRows(self._config, self._split)
+        rows = ChatRows(self._config, self._split, self._template)
         self.data_notes += rows.fates.notes()
         return rows
 
