@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from sley_core.data.dataset import IGNORED, DataContext, DataRows, Split
+from sley_core.data.dataset import IGNORED, AnyDataset, DataContext, DataRows, Split, is_stream
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
@@ -76,13 +76,10 @@ def show(
 @data.command()
 def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
     """Read the plan's data once, so that a run finds what it keeps of them, such as tokens, on this host."""
-    from sley_core.data.dataset import is_stream
-    from sley_core.data.factory import open_dataset
-
     resolved = load_plan(plan, overrides or [])
     splits: tuple[Split, ...] = ("train", "held_out") if resolved.evaluation is not None else ("train",)
     for split in splits:
-        dataset = open_dataset(resolved.data, DataContext(resolved.run.seed, split))
+        dataset = _opened(resolved, split)
         if is_stream(dataset):
             raise UsageError("no-tokens", f"`{resolved.data.name}` is a stream, of which nothing is kept")
         say(f"{split}: {len(cast('Dataset', dataset))} samples")
@@ -99,13 +96,11 @@ def export(
     """Write the plan's tokens as nanoGPT does: raw little-endian uint16, or uint32 for a large vocabulary."""
     import torch
 
-    from sley_core.data.factory import open_dataset
-
     resolved = load_plan(plan, overrides or [])
     config = resolved.data.config
     has_held_out = getattr(config, "held_out", 0) or getattr(config, "held_out_files", ())
     for split, name in (("train", "train.bin"), *([("held_out", "val.bin")] if has_held_out else [])):
-        dataset = open_dataset(resolved.data, DataContext(resolved.run.seed, cast(Split, split)))
+        dataset = _opened(resolved, cast(Split, split))
         if not hasattr(dataset, "token_parts"):
             raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="`data.text` has one")
         is_small = (dataset.info.vocab_size or 0) <= 1 << 16
@@ -117,6 +112,13 @@ def export(
                 file.write(wide.numpy().data)
                 count += len(wide)
         say(f"{out / name}: {count} tokens, {'uint16' if is_small else 'uint32'}, vocab_size = {dataset.info.vocab_size}")
+
+
+def _opened(plan: Plan, split: Split) -> AnyDataset:
+    """Returns the plan's data set, which may import torch."""
+    from sley_core.data.factory import open_dataset
+
+    return open_dataset(plan.data, DataContext(plan.run.seed, split))
 
 
 def _has_color() -> bool:
@@ -145,10 +147,7 @@ class _Samples:
     """
 
     def __init__(self, plan: Plan, split: Split) -> None:
-        from sley_core.data.dataset import is_stream
-        from sley_core.data.factory import open_dataset
-
-        dataset = open_dataset(plan.data, DataContext(plan.run.seed, split))
+        dataset = _opened(plan, split)
         if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
             hint = "it shows data sets with a length whose samples have `tokens` and `labels`"
             raise UsageError("no-tokens", f"`{plan.data.name}` gives no tokens by number", hint=hint)
