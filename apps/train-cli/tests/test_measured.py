@@ -118,12 +118,14 @@ def look(plan):
 
 
 def test_slow_layers_count_for_what_they_take(ranks):
-    (first, costs), (second, others) = ranks(2)(look, tables())
-    assert (len(first), len(second)) == (3, 1)
-    assert costs == others
-    taken = [cost / SLOW_S for cost in costs]  # a loaded machine adds to each
-    assert all(cost >= least for cost, least in zip(taken, [1, 2, 2, 6], strict=True))
-    assert taken[0] < 2, "nothing asks for a gradient of the first one's input"
+    measured = []
+    for _ in range(3):  # a loaded machine only adds, so the least of three is what a layer takes
+        (first, costs), (second, others) = ranks(2)(look, tables())
+        assert (len(first), len(second)) == (3, 1)
+        assert costs == others
+        measured.append(costs)
+    least = [round(min(each) / SLOW_S) for each in zip(*measured, strict=True)]
+    assert least == [1, 2, 2, 6], "nothing asks for a gradient of the first one's input"
 
 
 def test_timing_leaves_no_trace(ranks):
