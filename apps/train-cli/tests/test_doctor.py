@@ -143,7 +143,7 @@ def is_found(fault: Fault, told: Verdict, hit: str, number: int) -> bool:
         is_there = fault.kind in ("stopped", "killed") or told.layer == hit
         return told.kind == NAMED[fault.kind] and told.ranks == (fault.rank,) and is_there
     if fault.layout == "dp 2, sockets" and told.kind == "killed":
-        # Gloo has ended one process, and what the other was in may be a sum beside that one, as several are under way.
+        # Gloo has ended one process. The other may be in another sum, since several are under way.
         return any(abs(one.number - number) <= UNDER_WAY for one in told.exchanges if one.queue == "stage main")
     names = [one.what.removesuffix(", again") for one in told.exchanges]
     return any(_is_one(hit, name) for name in names)
@@ -192,7 +192,7 @@ def run(start: Start, folder: Path, fault: Fault) -> tuple[str, Verdict | None]:
 
 
 def check_all(start: Start, folder: Path, faults: list[Fault]) -> None:
-    """Runs all, prints each with what was said of it, and fails if one was missed."""
+    """Runs every fault, prints it with the verdict, and fails if a verdict names another fault."""
     missed = []
     for fault in faults:
         outcome, seen = run(start, folder, fault)

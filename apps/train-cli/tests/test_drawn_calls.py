@@ -71,7 +71,7 @@ OPTIMIZERS = (
     {"use": "core.adamw", "lr": 5e-3, "eps": 1e-3, "weight_decay": 0.0, "clip_norm": 0.7},
 )
 REFUSALS = ("memory-away", "weights-unsaved", "checkpoint-failed")
-"""Of a call while a part is away: of a step, an evaluation or a load; of a save of weights; of a checkpoint."""
+"""The error codes of calls while a part is away: a step, an evaluation or a load; a save of weights; a checkpoint."""
 
 PATTERNS = ("blocks.0.*", "*.norm*", "head.*")
 NUM_CALLS = 9

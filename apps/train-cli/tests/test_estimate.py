@@ -1,4 +1,4 @@
-"""`estimate`, `run --dry-run` and `calibrate`: what a user is told of a run before it runs, and the machine file."""
+"""`estimate`, `run --dry-run` and `calibrate`: what they print before a run, and the machine file."""
 
 from __future__ import annotations
 

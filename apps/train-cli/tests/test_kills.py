@@ -91,7 +91,7 @@ def start(folder: Path, tables: Tables, number: int) -> Ranks:
     }
     life = Ranks()
     attempt = read_attempt(folder / "runs" / NAME)
-    # What has saved nothing is begun anew by whoever starts it, and not by `auto`.
+    # A run that has saved nothing starts from the beginning only if the user asks for it; `auto` does not.
     how = ["--overwrite"] if attempt is not None and attempt.saved < 0 else ["--resume", "auto"]
     for rank in range(world):
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -149,7 +149,7 @@ def live(life: Ranks, draw: random.Random, is_time: Callable[[float], bool]) -> 
 
 @dataclass(frozen=True)
 class End:
-    """What a finished run has. rows: without what is measured. tensors: of its newest checkpoint, with optimizer states."""
+    """The results of a finished run. rows: without measured times. tensors: its newest checkpoint, with optimizer states."""
 
     rows: list[dict[str, Any]]
     tensors: dict[str, Any]

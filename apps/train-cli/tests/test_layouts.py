@@ -210,7 +210,7 @@ ACTIVATIONS: dict[str, Tables] = {
 
 
 def watched(tables: Tables, folder: Path) -> tuple[Recorded, dict[str, dict[str, float]], bool]:
-    """What a run of this rank recorded, its counts by who counts, those of the first step under "first", and whether memory
+    """Returns this rank's recorded run; its counts by counter, with those of the first step under "first"; and whether memory
     of a pool was moved.
     """
     counts: dict[str, dict[str, float]] = {}
