@@ -55,13 +55,13 @@ def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: boo
     """Returns the text to print, ending in a newline, in the order given; the last line counts the problems if there are
     several.
     """
-    found = list(diagnostics)
+    problems = list(diagnostics)
     if form is MessageFormat.json:
-        return "".join(f"{json.dumps(_fields(each), ensure_ascii=False)}\n" for each in found)
+        return "".join(f"{json.dumps(_fields(each), ensure_ascii=False)}\n" for each in problems)
     if form is MessageFormat.short:
-        parts = [_short(each) for each in found]
+        parts = [_short(each) for each in problems]
     else:
-        parts = ["\n".join(_picture(each, color)) + "\n" for each in found]
+        parts = ["\n".join(_picture(each, color)) + "\n" for each in problems]
     if len(parts) > 1:
         parts.append(f"found {len(parts)} errors")
     return "".join(f"{part}\n" for part in parts)

@@ -171,9 +171,9 @@ def write_late_report() -> Diagnostic:
     waits = bool(ours) and ours[-1].startswith("sley_core.comm.")  # the innermost: a device calls a run's methods
     place, line = _place_of(frames, [each.f_lineno for each in frames])
     where = f"it was at {place.file}:{place.line}" if place else "it was busy"
-    found = Diagnostic(_WAITING if waits else _LATE, where, place=place, source_line=line)
-    write_report(Fault((found,), EXIT_RUN_FAILED, trace))
-    return found
+    diagnostic = Diagnostic(_WAITING if waits else _LATE, where, place=place, source_line=line)
+    write_report(Fault((diagnostic,), EXIT_RUN_FAILED, trace))
+    return diagnostic
 
 
 def _is_aftermath(fault: Fault) -> bool:
@@ -288,5 +288,5 @@ def _hung(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiti
     if waiting is not None and waiting.fault is not None:
         hint = f"rank {waiting.rank} waited for it: {waiting.fault.diagnostics[0].message}"
     where = next((fault.diagnostics[0] for fault in busy.values()), Diagnostic("rank-hung", ""))
-    found = Diagnostic("rank-hung", message, place=where.place, source_line=where.source_line, hint=hint)
-    return Fault((found,), EXIT_RUN_FAILED, "".join(fault.trace for fault in busy.values()))
+    diagnostic = Diagnostic("rank-hung", message, place=where.place, source_line=where.source_line, hint=hint)
+    return Fault((diagnostic,), EXIT_RUN_FAILED, "".join(fault.trace for fault in busy.values()))

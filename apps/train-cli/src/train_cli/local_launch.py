@@ -143,19 +143,19 @@ class Agent(LocalElasticAgent):
         send(self._started, signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        found: dict[int, Any] = super()._start_workers(worker_group)
-        self._started += [pid for pid in found.values() if isinstance(pid, int)]
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._started += [pid for pid in pids.values() if isinstance(pid, int)]
         context = self._pcontext
         assert context is not None, "workers without a context"
         # All ways to end ranks lead through it; elastic calls it itself where it sees the first failure.
         self._close = context.close
         context.close = self._end  # type: ignore[method-assign]
-        return found
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._watch()
-        found: RunResult = super()._monitor_workers(worker_group)
-        return found
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _end(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """Ends all ranks: a signal, then SIGKILL after a while for those still alive, whose states go to `silent`."""

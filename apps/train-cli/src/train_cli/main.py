@@ -239,10 +239,10 @@ def module_of(package: str, module: str, what: str) -> Any:
 @cache
 def foreign() -> dict[str, tuple[EntryPoint, ...]]:
     """Returns the entry points of each command of other packages; several if packages claim the same name."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        found[point.name] = (*found.get(point.name, ()), point)
-    return found
+        commands[point.name] = (*commands.get(point.name, ()), point)
+    return commands
 
 
 def foreign_summary(name: str) -> str:

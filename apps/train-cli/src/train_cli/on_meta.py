@@ -133,12 +133,12 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
         lengths |= {name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths}  # its start and end
-        found = {}
+        fields = {}
         for name, length in lengths.items():
-            found[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
+            fields[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
             if name in BOUNDARY_FIELDS:  # positions count up; the boundaries of one document are 0 and its length
-                found[name] += torch.arange(length) if length != 2 else torch.tensor([0, info.sequence])
-        return found
+                fields[name] += torch.arange(length) if length != 2 else torch.tensor([0, info.sequence])
+        return fields
     if is_stream(dataset):
         raise ValueError("a stream is not opened for it")
     return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
@@ -195,9 +195,9 @@ def check_layers(
                 if not is_per_rank(name, model.per_rank_buffers)
             ]
         except SleyError as error:
-            found = error.diagnostics[0]
-            if found.code == "boundary-type":
-                raise PlanError(found.code, found.message, path=MODEL, hint=found.hint) from None
+            diagnostic = error.diagnostics[0]
+            if diagnostic.code == "boundary-type":
+                raise PlanError(diagnostic.code, diagnostic.message, path=MODEL, hint=diagnostic.hint) from None
             raise
         except Exception as error:
             if not calls_all or not _is_certain(error, _CERTAIN):
@@ -236,8 +236,8 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
         with torch.device("meta"):
             loss.loss(output, fields)
     except SleyError as error:
-        found = error.diagnostics[0]
-        raise PlanError(found.code, found.message, path=found.path or ("loss",), hint=found.hint) from None
+        diagnostic = error.diagnostics[0]
+        raise PlanError(diagnostic.code, diagnostic.message, path=diagnostic.path or ("loss",), hint=diagnostic.hint) from None
     except Exception as error:
         if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_OF_LOSS):
             return f"the loss was not looked at: {_first_line(error)}"

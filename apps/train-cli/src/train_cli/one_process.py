@@ -100,9 +100,9 @@ def trained_run(folder: Path, plan: Plan, *, evaluates: bool = False, batches: i
             weights: Any = WeightFiles(path)
             which = f"the weights{'' if step is None else f' of step {step}'} in {path}"
         else:
-            found = files_of(plan).open(path)
-            assert found is not None, path
-            _, weights = plan_and_weights(found)
+            checkpoint = files_of(plan).open(path)
+            assert checkpoint is not None, path
+            _, weights = plan_and_weights(checkpoint)
             which = f"the checkpoint of step {step} in {path}"
         run.load_weights((name, weights.tensor(name)) for name in weights.names)
         yield run, which

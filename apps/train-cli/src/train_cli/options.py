@@ -38,11 +38,11 @@ def _complete_set(incomplete: str) -> Iterator[str]:
 
     key, equals, _ = incomplete.partition("=")
     table, _, last = key.rpartition(".")
-    found = list(_table_keys())
+    completions = list(_table_keys())
     if equals and last == "use":
         kind = next((spec.kind for spec in COMPONENTS if spec.key == table.partition(".")[0]), None)
-        found = [f"{key}={name}" for name in plugin_ids(kind)] if kind else []
-    yield from (text for text in found if text.startswith(incomplete))
+        completions = [f"{key}={name}" for name in plugin_ids(kind)] if kind else []
+    yield from (text for text in completions if text.startswith(incomplete))
 
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a TOML file.")]
@@ -107,9 +107,9 @@ def plugin_ids(kind: RecordKind | None = None) -> list[str]:
     from sley_core.plan.loader import Loader
 
     loader = Loader()
-    found: set[str] = set()
+    names: set[str] = set()
     for name in loader.names():
         with suppress(PluginError):
             for each, records in loader.load(name).records.items():
-                found |= {f"{name}.{record}" for record in records} if kind in (None, each) else set()
-    return sorted(found)
+                names |= {f"{name}.{record}" for record in records} if kind in (None, each) else set()
+    return sorted(names)

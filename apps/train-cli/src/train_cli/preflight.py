@@ -85,7 +85,7 @@ class RankFaults(AbstractContextManager["RankFaults"]):
         fault = Fault.of(error)
         shows = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
         if self.has_begun:
-            shows = shows or all(found.code != PREFLIGHT for found in fault.diagnostics)
+            shows = shows or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)
             if self._rank:
                 named = (replace(each, message=f"rank {self._rank}: {each.message}") for each in fault.diagnostics)
                 fault = replace(fault, diagnostics=tuple(named))

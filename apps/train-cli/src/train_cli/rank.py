@@ -112,9 +112,9 @@ def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[
 
     def late() -> None:
         """Reports, to the launcher and in the run's folder, that this rank was asked to end and cannot."""
-        found = write_late_report()
+        diagnostic = write_late_report()
         for world in worlds:
-            recorder().stuck(folder, world, found)
+            recorder().stuck(folder, world, diagnostic)
 
     with ExitStack() as stack:
         # A launcher of ours has told the user already, and asks why a rank does not end.

@@ -123,9 +123,10 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            found = error.diagnostics[0] if isinstance(error, SleyError) else None
+            diagnostic = error.diagnostics[0] if isinstance(error, SleyError) else None
             self.give_up(
-                found.message if found else f"{type(error).__name__}: {first_line(error)}", found.hint if found else None
+                diagnostic.message if diagnostic else f"{type(error).__name__}: {first_line(error)}",
+                diagnostic.hint if diagnostic else None,
             )
             raise
         if self.rank:
@@ -220,7 +221,7 @@ class Rendezvous:
                     break
 
     def _missing(self, occasion: tuple[str, str], timeout_s: float) -> Verdict:
-        hosts = {rank: found["host"] for rank in range(1, self.size) if (found := self._find(f"rank {rank}")) is not None}
+        hosts = {rank: card["host"] for rank in range(1, self.size) if (card := self._find(f"rank {rank}")) is not None}
         hosts[0] = self.host
         absent = [rank for rank in range(self.size) if rank not in hosts]
         names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
@@ -229,23 +230,23 @@ class Rendezvous:
 
     def _await(self, key: str, what: str, timeout_s: float) -> dict[str, Any]:
         for _ in _looks(timeout_s):
-            if (found := self._find(key)) is not None:
-                return found
+            if (value := self._find(key)) is not None:
+                return value
         raise _refused(f"rank {self.rank} waited in vain for {what}", _OTHERS_HINT)
 
     def _find(self, key: str) -> dict[str, Any] | None:
         """Returns the value that a rank has written under `key` in this round; None if none has."""
         name = f"{self.num_rounds} {key}"
         with self._in_store():
-            found: dict[str, Any] | None = json.loads(self.store.get(name)) if self.store.check([name]) else None
-        return found
+            value: dict[str, Any] | None = json.loads(self.store.get(name)) if self.store.check([name]) else None
+        return value
 
     def _claim(self, key: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
         """Writes `value` under `key` and returns None; if there is another value already, that stays and is returned."""
         text = json.dumps(value)
         with self._in_store():
-            found = self.store.compare_set(f"{self.num_rounds} {key}", "", text).decode()
-        return None if found == text else json.loads(found)
+            stored = self.store.compare_set(f"{self.num_rounds} {key}", "", text).decode()
+        return None if stored == text else json.loads(stored)
 
     def _add(self, key: str, amount: int = 1) -> int:
         with self._in_store():
@@ -291,8 +292,8 @@ def _is_loopback(address: str) -> bool:
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            found = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
-            return all(ip == "::1" or ip.startswith("127.") for ip in found)
+            addresses = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
+            return all(ip == "::1" or ip.startswith("127.") for ip in addresses)
         except OSError as error:
             if time.monotonic() > until:
                 hint = "MASTER_ADDR must be a name or address of rank 0's host that all hosts know"
@@ -335,20 +336,20 @@ class _SilentError(RuntimeError):
 
 def _tcp_store(address: str, port: int, size: int, serves: bool) -> Store:
     """Makes the store in a thread, since torch waits without a limit for the answer of a program that says nothing."""
-    found: list[Store | RuntimeError] = []
+    outcomes: list[Store | RuntimeError] = []
 
     def make() -> None:
         limit = timedelta(seconds=PATIENCE_S / 2)
         try:
-            found.append(TCPStore(address, port, size, serves, limit, wait_for_workers=False, multi_tenant=True))
+            outcomes.append(TCPStore(address, port, size, serves, limit, wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
-            found.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=make, name="sley-store", daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
-    if not found:
+    if not outcomes:
         raise _SilentError("it does not answer")
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
-    return found[0]
+    if isinstance(outcomes[0], RuntimeError):
+        raise outcomes[0]
+    return outcomes[0]

@@ -143,10 +143,10 @@ def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
 
     warnings: the names of those among `WARNINGS` that do.
     """
-    found: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+    codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        found[signal.SIGHUP] = EXIT_HUNG_UP
-    return found | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
+        codes[signal.SIGHUP] = EXIT_HUNG_UP
+    return codes | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
 
 
 class Stopping(AbstractContextManager["Stopping"]):

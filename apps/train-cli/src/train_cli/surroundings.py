@@ -71,31 +71,31 @@ def machine_facts(*, names_gpus: bool = True) -> dict[str, Any]:
     names_gpus: whether the GPUs are looked at, which makes a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
-    found: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
+    facts: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
     try:
         import torch
     except ImportError as error:
-        found["torch"] = f"cannot be imported: {error}"
+        facts["torch"] = f"cannot be imported: {error}"
     else:
-        found |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
+        facts |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
         if names_gpus and torch.cuda.is_available():
             nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types here
-            found["nccl"] = ".".join(map(str, nccl))
+            facts["nccl"] = ".".join(map(str, nccl))
             for number in range(torch.cuda.device_count()):
-                found[f"gpu {number}"] = torch.cuda.get_device_name(number)
+                facts[f"gpu {number}"] = torch.cuda.get_device_name(number)
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    return {**found, **sley_versions(), **variables}
+    return {**facts, **sley_versions(), **variables}
 
 
 def sley_versions() -> dict[str, str]:
     """Returns versions by distribution, sorted by name; reads metadata only."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for dist in distributions():
         name = dist.metadata["Name"] or ""
         text = "" if name.startswith("sley-") else dist.read_text("entry_points.txt") or ""
         if name.startswith("sley-") or any(group in text for group in _GROUPS):
-            found.setdefault(name, dist.version)  # the first on sys.path is what an import finds
-    return dict(sorted(found.items()))
+            versions.setdefault(name, dist.version)  # the first on sys.path is what an import finds
+    return dict(sorted(versions.items()))
 
 
 @dataclass(frozen=True)

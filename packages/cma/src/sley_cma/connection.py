@@ -157,14 +157,16 @@ class Connection:
 
         timeout_s: of every wait.
         """
-        made = cls(members, num_rings, timeout_s)
+        connection = cls(members, num_rings, timeout_s)
         # Both: the lane's members, in the order of the table of groups.
-        found = gather_values(made._cards[0], lane)
-        made._cards = cards = [_Card(host and tuple(host), *rest) for host, *rest in found]
+        values = gather_values(connection._cards[0], lane)
+        connection._cards = cards = [_Card(host and tuple(host), *rest) for host, *rest in values]
         hosts = {card.host for card in cards}
         # Watched first: whoever has the token then is the process that is watched.
-        able = len(hosts) == 1 and None not in hosts and made._watch() and all(map(made._can_reach, made.peers))
-        return made if all(gather_values(able, lane)) else None
+        able = (
+            len(hosts) == 1 and None not in hosts and connection._watch() and all(map(connection._can_reach, connection.peers))
+        )
+        return connection if all(gather_values(able, lane)) else None
 
     def read(self, peer: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan], what: str) -> None:
         """Copies `there`, of the memory of the peer at coordinate `peer`, into `here`; both are as long. Raises RunError

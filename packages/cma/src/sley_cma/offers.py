@@ -56,7 +56,7 @@ class Offers:
             self.wait_read(number - RING, mark.what)
         if complete is not None:
             self._open[number] = complete
-        table = (ctypes.c_int64 * len(tensors))(*(one.data_ptr() for one in tensors))
+        table = (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         words = _words_of(mark)
         self._kept[slot] = table, words  # alive while others may read them
         self._marks[slot] = mark

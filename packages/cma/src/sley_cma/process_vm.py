@@ -31,11 +31,11 @@ class _Vector(ctypes.Structure):
 def _function(name: str) -> Any:
     """Returns a function of the C library by its name; None where it has none such."""
     try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
-    found.restype = ctypes.c_ssize_t
-    return found
+    function.restype = ctypes.c_ssize_t
+    return function
 
 
 _readv = _function("process_vm_readv")

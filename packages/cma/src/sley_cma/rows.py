@@ -192,10 +192,10 @@ def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) 
     shape].
     """
     size = offers.connection.members.size
-    found = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
-    for rows, shard in zip(found, shards, strict=True):
+    views = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
+    for rows, shard in zip(views, shards, strict=True):
         put(shard, rows[offers.coord])
-    return found
+    return views
 
 
 def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -> None:

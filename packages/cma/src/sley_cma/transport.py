@@ -79,7 +79,7 @@ class CmaSums:
 
     def advance(self) -> bool:
         """Moves on the first sum that can go on without waiting; returns whether there was one."""
-        return any(one.advance() for one in self.unfinished)
+        return any(exchange.advance() for exchange in self.unfinished)
 
 
 class Sum(Work):

@@ -85,7 +85,7 @@ class Unsharded:
     def __init__(self, group: ParamGroup, pool: MemoryPool, source: Transport | Published, size: int) -> None:
         shards = [parameter.detach() for parameter in group.parameters]
         shapes, starts, numel = group.layout
-        self._versions = {param: one._version for param, one in zip(group.params, group.parameters, strict=True)}
+        self._versions = {param: parameter._version for param, parameter in zip(group.params, group.parameters, strict=True)}
         self.num_received_bytes = sum(shard.nbytes for shard in shards) * (size - 1)
         with ExitStack() as lease:
             flat = lease.enter_context(pool.lease((numel,), shards[0].dtype, shards[0].device))

@@ -128,8 +128,8 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
         folder = Path((info.context or {}).get("folder") or "", given["weights"])
         if not (folder / CONFIG).exists() and {"num_layers", "hidden", "heads"} <= given.keys():
             return given
-        found = read_config(folder).keys
-        return {**{key: value for key, value in found.items() if value is not None}, **given}
+        sizes = read_config(folder).keys
+        return {**{key: value for key, value in sizes.items() if value is not None}, **given}
 
     @field_validator("*")
     @classmethod

@@ -42,8 +42,8 @@ def export_hugging_face(plan: Plan, source: Tensors, out: Path, max_file_bytes: 
         raise UsageError("export-format", str(error)) from None
     wanted = hf.shapes(config, vocab_size)
     if wrong := [name for name in known if source.kind(name).shape != wanted[known[name]]]:
-        found = f"{list(source.kind(wrong[0]).shape)} and not {list(wanted[known[wrong[0]]])}"
-        raise RunError("weights-mismatch", f"{wrong[0]!r} of the run's weights is {found}, as its plan says")
+        shapes = f"{list(source.kind(wrong[0]).shape)} and not {list(wanted[known[wrong[0]]])}"
+        raise RunError("weights-mismatch", f"{wrong[0]!r} of the run's weights is {shapes}, as its plan says")
     # transformers 4 reads the older of both names
     content |= {"torch_dtype": _DTYPES[dtype], "dtype": _DTYPES[dtype], **_known_of_run(plan, config)}
     return write_tensors(out, source, known.items(), max_file_bytes, partial(_write_more, plan, content))
@@ -51,32 +51,32 @@ def export_hugging_face(plan: Plan, source: Tensors, out: Path, max_file_bytes: 
 
 def _known_of_run(plan: Plan, config: LlamaConfig) -> dict[str, Any]:
     """Returns the longest sequence and the ids of special tokens: of the model that the run started from, else of its data."""
-    found: dict[str, Any] = dict.fromkeys(IDS)
+    keys: dict[str, Any] = dict.fromkeys(IDS)
     data = plan.data.config
     sequence = getattr(data, "sequence", None)
     if sequence is not None:
-        found["max_position_embeddings"] = sequence
+        keys["max_position_embeddings"] = sequence
     tokenizer, end = getattr(data, "tokenizer", None), getattr(data, "end_of_document", None)
     if isinstance(tokenizer, Path) and isinstance(end, str):
-        found["eos_token_id"] = _token_id(tokenizer, end)
+        keys["eos_token_id"] = _token_id(tokenizer, end)
     elif isinstance(end, int):
-        found["eos_token_id"] = end
+        keys["eos_token_id"] = end
     if config.weights is not None and (config.weights / CONFIG).is_file():
         rest = read_config(config.weights).rest
-        found |= {name: rest[name] for name in IDS if rest.get(name) is not None}
+        keys |= {name: rest[name] for name in IDS if rest.get(name) is not None}
         before = rest.get("max_position_embeddings")
         if before is not None:
-            found["max_position_embeddings"] = max(before, sequence or 0)
-    return found
+            keys["max_position_embeddings"] = max(before, sequence or 0)
+    return keys
 
 
 def _token_id(path: Path, token: str) -> int | None:
     """Returns the id of `token` in a `tokenizer.json`; None if that cannot be read any more."""
     try:
         content = json.loads((path / TOKENIZER[0] if path.is_dir() else path).read_text("utf-8"))
-        added = {one["content"]: one["id"] for one in content.get("added_tokens") or ()}
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
         vocabulary = content["model"]["vocab"]
-        known = vocabulary if isinstance(vocabulary, dict) else {one[0]: at for at, one in enumerate(vocabulary)}
+        known = vocabulary if isinstance(vocabulary, dict) else {entry[0]: at for at, entry in enumerate(vocabulary)}
         return added.get(token, known.get(token))
     except (OSError, ValueError, KeyError, TypeError):
         return None

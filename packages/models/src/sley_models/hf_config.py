@@ -128,12 +128,12 @@ def _check_kept(given: Mapping[str, Any], kind: str) -> None:
 
 def _rope_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the table of rotary positions: `rope_parameters` since transformers 5, `rope_scaling` before."""
-    found = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"rope_scaling = {found!r} is no table")
-    if any(isinstance(inner, Mapping) for inner in found.values()):
-        raise ValueError(f"`models.llama` cannot keep rotary positions that differ by layer: {', '.join(found)}")
-    return found
+    table = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(table, Mapping):
+        raise ValueError(f"rope_scaling = {table!r} is no table")
+    if any(isinstance(inner, Mapping) for inner in table.values()):
+        raise ValueError(f"`models.llama` cannot keep rotary positions that differ by layer: {', '.join(table)}")
+    return table
 
 
 def _rope(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
@@ -164,7 +164,7 @@ def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
     The caller adds what only the run knows: the dtype, the longest sequence, ids of special tokens.
     """
     kind = model_type(config)
-    found = {
+    keys = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "vocab_size": vocab_size,
@@ -183,7 +183,7 @@ def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         "attention_dropout": 0.0,
     }
     if config.rope_scaling is not None:
-        found["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling.model_dump()}
+        keys["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling.model_dump()}
     if kind == "qwen2":
-        return found
-    return found | {"attention_bias": False, **({"mlp_bias": False} if kind == "llama" else {})}
+        return keys
+    return keys | {"attention_bias": False, **({"mlp_bias": False} if kind == "llama" else {})}

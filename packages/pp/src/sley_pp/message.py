@@ -183,9 +183,9 @@ def to_bytes(description: Description) -> Tensor:
 
 def from_bytes(data: Tensor) -> Description:
     """Returns the description that `to_bytes` serialised."""
-    found = json.loads(data.numpy().tobytes())
-    leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in found["leaves"])
-    return Description(leaves, found["structure"])
+    content = json.loads(data.numpy().tobytes())
+    leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in content["leaves"])
+    return Description(leaves, content["structure"])
 
 
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -57,17 +57,17 @@ class SharedModules(GradientHandler):
             work.wait()
             if len(parts) > 1:
                 sums = torch.split(flat, [part.numel() for part in parts])
-                torch._foreach_copy_(parts, [one.view(part.shape) for one, part in zip(sums, parts, strict=True)])
+                torch._foreach_copy_(parts, [total.view(part.shape) for total, part in zip(sums, parts, strict=True)])
         self._sent.end_step()
 
     def _by_group(self) -> dict[str, list[Param]]:
         """Returns the ties by the axis of the group that holds them."""
-        found: dict[str, list[Param]] = {}
+        by_group: dict[str, list[Param]] = {}
         for name in self._ties:
             param = self._parts.registry[name]
             assert param.tie_group is not None, name
-            found.setdefault(param.tie_group, []).append(param)
-        return dict(sorted(found.items()))
+            by_group.setdefault(param.tie_group, []).append(param)
+        return dict(sorted(by_group.items()))
 
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step, for the sums of gradients."""

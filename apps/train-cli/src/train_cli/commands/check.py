@@ -61,7 +61,7 @@ def check(
             errors.append(error)
     if errors:
         worst = max(errors, key=lambda error: error.exit_code)
-        raise type(worst).many(found for error in errors for found in error.diagnostics)
+        raise type(worst).many(diagnostic for error in errors for diagnostic in error.diagnostics)
     fine = "1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine"
     say(fine if model else f"{fine}; no model was built (--model builds it)")
 
@@ -85,10 +85,10 @@ def env(form: FormatOption = OutputFormat.text) -> None:
     """Print versions and devices, to paste into an issue."""
     from train_cli.surroundings import machine_facts
 
-    found = machine_facts()
-    width = max(map(len, found))
-    lines = [f"{name:{width}}  {value}" for name, value in found.items()]
-    typer.echo(json.dumps(found, indent=2) if form is OutputFormat.json else "\n".join(lines))
+    facts = machine_facts()
+    width = max(map(len, facts))
+    lines = [f"{name:{width}}  {value}" for name, value in facts.items()]
+    typer.echo(json.dumps(facts, indent=2) if form is OutputFormat.json else "\n".join(lines))
 
 
 _RECORD = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*")
@@ -186,8 +186,8 @@ def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _table(document: Document, name: str) -> dict[str, Any]:
-    found = document.tables.get(name)
-    return found if isinstance(found, dict) else {}
+    table = document.tables.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -217,14 +217,14 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
             records[spec.key] |= {f"{name}.{record.name}": record for record in plugin.records[spec.kind].values()}
     models = [*TABLES.values(), *OPTIONAL.values(), *(spec.factory for spec in COMPONENTS if spec.factory)]
     models += [record.config for named in records.values() for record in named.values()]
-    found, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
+    references, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
 
     copied: set[str] = set()
 
     def schema_of(model: type[Table]) -> dict[str, Any]:
         """Returns a copy of a model's full schema, for which pydantic gives a reference."""
-        name = found[model, "validation"]["$ref"].rpartition("/")[2]
+        name = references[model, "validation"]["$ref"].rpartition("/")[2]
         copied.add(name)
         return deepcopy(shared[name])
 

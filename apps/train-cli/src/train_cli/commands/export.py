@@ -84,11 +84,11 @@ def _source(run: str) -> tuple[Plan, Tensors]:
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
     is_there = is_remote(str(path)) or Path(path).is_dir()
-    found = files_of(plan).open(str(path)) if is_there else None
-    if found is None:
+    checkpoint = files_of(plan).open(str(path)) if is_there else None
+    if checkpoint is None:
         raise UsageError("no-run", f"`{run}` is neither the folder of a run, with its `{PLAN}`, nor a checkpoint")
-    own, source = plan_and_weights(found)
-    say(f"after step {found.description.step} of {own.run.steps} of the run {own.run.name!r}, from {found.place}")
+    own, source = plan_and_weights(checkpoint)
+    say(f"after step {checkpoint.description.step} of {own.run.steps} of the run {own.run.name!r}, from {checkpoint.place}")
     return plan or own, source
 
 
@@ -100,8 +100,8 @@ def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, 
         hint = "`--format safetensors` gives any model's weights"
         raise UsageError("export-format", f"`{plan.model.name}` has no layout of Hugging Face", hint=hint)
     module, _, attribute = name.partition(":")
-    found: Callable[[Plan, Tensors, Path, int], list[str]] = getattr(import_module(module), attribute)
-    return found
+    exporter: Callable[[Plan, Tensors, Path, int], list[str]] = getattr(import_module(module), attribute)
+    return exporter
 
 
 def _export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> list[str]:
@@ -114,20 +114,20 @@ def _export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: 
 
     record = plan.model.record
     if isinstance(record, ModelRecord) and record.names_are_own:
-        found = ModuleNames({name: [name] for name in source.names}, "", [])
+        own = ModuleNames({name: [name] for name in source.names}, "", [])
     else:
-        found = own_names(plan)
-        if odd := sorted(found.names.keys() ^ set(source.names)):
+        own = own_names(plan)
+        if odd := sorted(own.names.keys() ^ set(source.names)):
             which = "the run's weights have" if odd[0] in source.names else "the model now has"
             message = f"the factory does not make the run's model any more: only {which} {odd[0]!r}"
             raise RunError("weights-mismatch", message, hint="restore the code and the files that the run had")
-    pairs = [(ours, theirs) for ours in source.names for theirs in found.names[ours]]
+    pairs = [(ours, theirs) for ours in source.names for theirs in own.names[ours]]
     files = write_tensors(out, source, pairs, max_file_bytes)
-    if found.module:
-        say(f"names are those of `{found.module}.load_state_dict`")
-    if found.missing:
-        more = f", and {len(found.missing) - 1} more" if len(found.missing) > 1 else ""
-        say(f"its state also has {found.missing[0]!r}{more}, which no layer of the run uses: load with `strict=False`")
+    if own.module:
+        say(f"names are those of `{own.module}.load_state_dict`")
+    if own.missing:
+        more = f", and {len(own.missing) - 1} more" if len(own.missing) > 1 else ""
+        say(f"its state also has {own.missing[0]!r}{more}, which no layer of the run uses: load with `strict=False`")
     return files
 
 

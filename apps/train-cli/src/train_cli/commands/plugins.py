@@ -70,13 +70,13 @@ def plugins(
         raise UsageError("plugins", f"`{dist}` is one name too many", hint="`train-cli plugins check DIST` checks one")
     loader = Loader()
     if name is None:
-        found = [_overview(each, loader) for each in loader.names()]
-        text = _overview_text(found)
+        content = [_overview(each, loader) for each in loader.names()]
+        text = _overview_text(content)
     else:
         plugin_name, _, record_name = name.partition(".")
-        found = list(_described(loader.load(plugin_name), record_name))
-        text = _described_text(found)
-    typer.echo(json.dumps(found, indent=2) if form is OutputFormat.json else text)
+        content = list(_described(loader.load(plugin_name), record_name))
+        text = _described_text(content)
+    typer.echo(json.dumps(content, indent=2) if form is OutputFormat.json else text)
 
 
 def _check(dist: str | None, level: Level, form: OutputFormat) -> int:
@@ -284,7 +284,9 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
 def _filled(text: str, name: str) -> str:
     text = text.replace("@name@", name).replace("@Name@", _class_name(name))
     # Where the module's name stands among imports depends on the name.
-    return re.sub(r"(?:^from sley_.*\n)+", lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.M)
+    return re.sub(
+        r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
+    )
 
 
 def _class_name(name: str) -> str:

@@ -181,8 +181,8 @@ def eval(
         except PlanError as error:
             # The run has ended: a change of its plan is no remedy, and another split would hold out what it has trained on.
             hint = "name other data: `--data 'held_out_files=[\"other.txt\"]'`"
-            found = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
-            raise PlanError.many(found) from error
+            diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
+            raise PlanError.many(diagnostics) from error
         say(which)
         if data and (note := _trained_on(plan_of(run), plan)):
             say(note)

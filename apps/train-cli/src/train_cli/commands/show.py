@@ -96,9 +96,9 @@ def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
     sizes = f"{_counted(topology.pp, 'stage')}, {_counted(micros, 'micro-batch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
-    for stage, held in enumerate(simulation.peaks):
+    for stage, peak in enumerate(simulation.peaks):
         idle = simulation.timeline.idle(stage)
-        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_counted(held.pairs, 'micro-batch', 'es')} of a chunk"
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_counted(peak.pairs, 'micro-batch', 'es')} of a chunk"
 
 
 def _counted(number: int, word: str, plural: str = "s") -> str:

@@ -106,23 +106,23 @@ def verify(
     habits: list[SeenHabit] | None = [] if plain else None
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
     try:
-        found = _compared(loaded, size, arguments, settings, habits)
+        ranks_findings = _compared(loaded, size, arguments, settings, habits)
     finally:  # a run that is refused, too, may be refused for one of them
         if form is OutputFormat.text:
             for line in findings.habits_in_words(habits or ()):
                 typer.echo(line)
     allowed = limits(loaded, tolerance, is_plain=plain)
     if form is OutputFormat.json:
-        content = findings.as_json(found, allowed, steps)
+        content = findings.as_json(ranks_findings, allowed, steps)
         if habits is not None:
             content["habits"] = [{"where": habit.where, "what": habit.what} for habit in habits]
         typer.echo(json.dumps(content, indent=2))
     else:
-        typer.echo("\n".join(findings.in_words(found, allowed, steps, is_plain=plain)))
-    is_idle = findings.no_step_taken(found, steps)
+        typer.echo("\n".join(findings.in_words(ranks_findings, allowed, steps, is_plain=plain)))
+    is_idle = findings.no_step_taken(ranks_findings, steps)
     if is_idle:
         console.say("no step was taken, so that no weight was compared: give more `--steps`")
-    raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(found, allowed) else EXIT_OK)
+    raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
 def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
@@ -182,9 +182,9 @@ def _compared(
         console.show(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
-        found = read(folder, size)
-        check_complete(found, folder)
-        return found
+        ranks_findings = read(folder, size)
+        check_complete(ranks_findings, folder)
+        return ranks_findings
 
 
 def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> int:
@@ -226,8 +226,8 @@ def _play_league(names: str | None, form: OutputFormat, settings: Settings) -> i
     from sley_testing.league.rows import as_json, in_lines
 
     with TemporaryDirectory(prefix="sley-league-", ignore_cleanup_errors=True) as name:
-        found = {result.row.name: result for result in play(rows, Path(name), partial(_play_on_ranks, settings))}
-    results = [found[row.name] for row in rows]
+        by_name = {result.row.name: result for result in play(rows, Path(name), partial(_play_on_ranks, settings))}
+    results = [by_name[row.name] for row in rows]
     if form is OutputFormat.json:
         typer.echo(json.dumps(as_json(results), indent=2, ensure_ascii=False))
     else:
