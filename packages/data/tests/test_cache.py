@@ -163,6 +163,6 @@ def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: lis
 
 
 def test_little_text_is_not_kept(table: TextConfig) -> None:
-    assert cache.folder_of("auto", [], ()) is None
+    assert cache.folder_of("auto", [], [], ()) is None
     samples(table)
     assert not (table.files[0].parent / "home").exists()

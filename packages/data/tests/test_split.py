@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -82,6 +84,22 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     every = TextConfig(files=held_out_files, held_out_files=held_out_files, **options)
     (problem,) = check(every, evaluates=True)
     assert (problem.code, "`held_out_files`" in problem.message) == ("data-short", True)
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_that_differ_in_the_middle_are_no_copies(tmp_path: Path, way: str, packed: Callable[[bytes], bytes]) -> None:
+    same = "x" * 100_000
+    documents = [f"{same}{number:04}{same}" for number in range(60)]
+    write(tmp_path / "train" / "a.txt", documents, way)
+    write(tmp_path / "held" / "b.txt", documents[:1], way)
+    for path in tmp_path.glob("*/*.txt"):
+        path.write_bytes(packed(path.read_bytes()))
+    files: dict[str, Any] = {"files": (tmp_path / "train/*.txt",), "sequence": 4, **WAYS[way]}
+    assert len(texts(TextConfig(**files, held_out_files=(tmp_path / "held/*.txt",)), "train")) == 59
+    shares = [len(texts(TextConfig(**files, held_out=0.4), split)) for split in ("train", "held_out")]
+    assert sum(shares) == 60
+    assert min(shares) > 10
 
 
 @given(st.lists(st.binary(max_size=8)), st.floats(0, 1), st.floats(0, 1))

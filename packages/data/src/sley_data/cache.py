@@ -40,16 +40,16 @@ Part: TypeAlias = "tuple[array[int], array[int]]"
 _COMPLETE = "complete.json"
 
 
-def folder_of(cache: Path | str, files: Sequence[File], settings: object) -> Path | None:
+def folder_of(cache: Path | str, files: Sequence[File], held_out: Sequence[File], settings: object) -> Path | None:
     """Returns where the tokens of `files` lie; None if they are not kept.
 
-    cache: the plan's. files: those that tokens depend on. settings: all else that decides the tokens. Files are told apart by
-    their names, sizes, times of change, and 16 blocks of bytes of each.
+    cache: the plan's. held_out: the files whose documents are left out. settings: all else that decides the tokens. Files are
+    told apart by their names, sizes, times of change, and 16 blocks of bytes of each.
     """
     if cache == "none" or sum(file.num_bytes for file in files) < WORTH_BYTES:
         return None
-    digest = blake2b(repr((settings, PART_BYTES)).encode(), digest_size=16)
-    for file in files:
+    digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
+    for file in (*files, *held_out):
         digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + sample_of(file.path))
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:

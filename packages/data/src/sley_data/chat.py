@@ -17,6 +17,7 @@ from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, chat_files, nothing_left, read_conversations
+from sley_data.files import deciding_files
 
 
 @dataclass
@@ -85,13 +86,10 @@ class ChatRows:
     def _kept(self) -> tuple[Sequence[int], Sequence[int]] | None:
         """Returns the tokens that are kept, mapped, and their conversations' lengths; None if none are."""
         config = self._config
-        files, held_out = chat_files(config, self._split)[0], []
-        if config.held_out_files and self._split == "train":
-            held_out = chat_files(config, "held_out")[0]
+        files, held_out = deciding_files(config, self._split, chat_files)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, self._split)
         digest = self.template.digest
-        settings = ("chat", 1, digest, len(held_out), *options)
-        folder = cache.folder_of(config.cache if digest else "none", [*files, *held_out], settings)
+        folder = cache.folder_of(config.cache if digest else "none", files, held_out, ("chat", 2, digest, *options))
         if folder is None:
             return None
         num_bytes = sum(file.num_bytes for file in files)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import compress
 from typing import Any
 
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
-from sley_data.documents import Content, among, in_share
+from sley_data.documents import Content, among, content_of, in_share
 from sley_data.files import File, Found, as_error, row_files
 from sley_data.rows import bad_row, rows_of
 
@@ -67,8 +66,7 @@ class Conversation:
     def content(self) -> Content:
         """Returns what identifies it: all of its messages and tools."""
         text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
-        digest = blake2b(text, digest_size=8).digest()
-        return Content(len(text), lambda: digest)
+        return content_of(text)
 
 
 def chat_files(config: ChatConfig, split: Split) -> Found:

@@ -23,7 +23,7 @@ from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, Documents, TextConfig, TokensConfig
 from sley_data.documents import copied_tokens, num_windows, read_documents
-from sley_data.files import as_error, text_files, token_files
+from sley_data.files import as_error, deciding_files, text_files, token_files
 from sley_data.packing import TokenArray
 
 if TYPE_CHECKING:
@@ -161,15 +161,12 @@ class TextDataset(TokenDataset):
 
         With a tokenizer, the tokens of much text are kept (see `cache`).
         """
-        files, problems = text_files(self._config, self._split)
-        if problems:
-            raise as_error(problems)
+        files, held_out = deciding_files(self._config, self._split, text_files)
         documents = read_documents(files, self._config, self._split, self.data_notes)
         if self._tokenizer is None:
             text, lengths = _join(documents)
             return TokenArray([as_tensor(text)]), _offsets(lengths)
-        held_out = text_files(self._config, "held_out")[0] if self._config.held_out_files and self._split == "train" else []
-        folder = cache.folder_of(self._config.cache, [*files, *held_out], self._decisive(len(held_out)))
+        folder = cache.folder_of(self._config.cache, files, held_out, self._decisive())
         if folder is not None:
             try:
                 return self._mapped(folder, documents, sum(file.num_bytes for file in files))
@@ -179,12 +176,12 @@ class TextDataset(TokenDataset):
         ids, lengths = self._tokenizer.encode(documents)
         return TokenArray([as_tensor(ids)]), _offsets(lengths)
 
-    def _decisive(self, num_held_out: int) -> tuple[object, ...]:
-        """Returns all that decides the tokens of given files, of which the last ones are held out."""
+    def _decisive(self) -> tuple[object, ...]:
+        """Returns all that decides the tokens of given files."""
         config = self._config
         assert self._tokenizer is not None
         options = (config.separator, config.field, config.end_of_document, config.held_out, self._split)
-        return (1, self._tokenizer.digest, num_held_out, *options)
+        return (2, self._tokenizer.digest, *options)
 
     def _mapped(self, folder: Path, documents: Iterable[tuple[str, bytes]], num_bytes: int) -> tuple[TokenArray, Tensor]:
         """Returns the tokens that are kept in `folder`, mapped; tokenizes them first if no process has."""

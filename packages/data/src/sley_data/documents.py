@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import file_digest, sha256
 from itertools import chain, compress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -26,15 +26,12 @@ _PIECE = 1 << 10
 _SEARCHED = 1 << 30
 """The most bytes of all files together that are searched for copies of held-out tokens: about a second."""
 
-_END = 1 << 12
-"""Bytes at either end of a document that make its key, with its length: most of a file need not be read."""
-
 
 @dataclass(frozen=True)
 class Content:
     """Identifies the content of a document.
 
-    size: in bytes. key: returns a key, the same for equal contents; may read a file.
+    size: in bytes. key: returns a digest of all of it; may read a file.
     """
 
     size: int
@@ -42,32 +39,24 @@ class Content:
 
 
 def content_of(text: bytes) -> Content:
-    """Returns the content of a text."""
-    return Content(len(text), lambda: _key(len(text), text[:_END], text[-_END:]))
+    """Returns the content of a text, which it does not keep."""
+    key = sha256(text).digest()
+    return Content(len(text), lambda: key)
 
 
 def content_of_file(file: File) -> Content:
     """Returns the content of a file; reads a compressed file. Raises OSError, and PlanError as `opened` does."""
-    if file.is_compressed:
-        with opened(file.path) as whole:
-            return content_of(whole.read())
-    return Content(file.num_bytes, lambda: _key_of_file(file))
+    return content_of(read(file.path)) if file.is_compressed else Content(file.num_bytes, lambda: _key_of_file(file.path))
 
 
-def _key_of_file(file: File) -> bytes:
-    with file.path.open("rb") as content:
-        head = content.read(_END)
-        content.seek(max(0, file.num_bytes - _END))
-        return _key(file.num_bytes, head, content.read(_END))
-
-
-def _key(size: int, head: bytes, tail: bytes) -> bytes:
-    return blake2b(b"%d/%b/%b" % (size, head, tail), digest_size=8).digest()
+def _key_of_file(path: Path) -> bytes:
+    with path.open("rb") as content:
+        return file_digest(content, "sha256").digest()
 
 
 def in_share(contents: Iterable[Content], share: float) -> list[bool]:
     """Returns for each document whether its key, uniform over [0, 1), is below `share`; computes no key if that is 0."""
-    return [share > 0 and int.from_bytes(each.key(), "big") < share * 2**64 for each in contents]
+    return [share > 0 and int.from_bytes(each.key()[:8], "big") < share * 2**64 for each in contents]
 
 
 class AmongOthers:
@@ -135,7 +124,7 @@ def _is_in(content: mmap, piece: bytes, budget: int) -> bool:
 
 
 _COMPARED = 1 << 30
-"""The most bytes of a run's data that are read to compare the documents of an evaluation with them."""
+"""The most bytes of files that are read only to compare documents, or to choose a split's: about a second."""
 
 
 def read_documents(
@@ -143,23 +132,19 @@ def read_documents(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields (name, content) of the documents of a split, in the order of `files`, which `text_files` returned.
 
-    Leaves out documents that are in `held_out_files` too, and says so in `notes`. If each file is one document, the files of
-    the other split are not read.
+    Leaves out documents that are in `held_out_files` too, and says so in `notes`.
     """
-    inside = documents_inside(config)
-    if inside is None:
-        chosen = of_split(files, config, split)
-        count, num_left_out = len(files), len(files) - len(chosen)
-        yield from ((file.name, read(file.path)) for file in chosen)
-    else:
-        is_chosen = _chooser(config, split)
-        count = num_left_out = 0
-        for name, text in chain.from_iterable(map(inside, files)):
-            count += 1
-            if is_chosen(content_of(text)):
-                yield name, text
-            else:
-                num_left_out += 1
+    if not _has_held_out(config) and split == "held_out":
+        return
+    inside = documents_inside(config) or _whole
+    is_chosen = _chooser(config, split)
+    count = num_left_out = 0
+    for name, text in chain.from_iterable(map(inside, files)):
+        count += 1
+        if is_chosen is None or is_chosen(content_of(text)):
+            yield name, text
+        else:
+            num_left_out += 1
     if num_left_out and config.held_out_files and notes is not None:
         notes.append(f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on")
 
@@ -175,7 +160,7 @@ def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
 def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
     """Says how many held-out documents of `evaluated` a run on `own` was trained on; returns "" if there are none.
 
-    own: the table of the run. Compares contents; if files have several documents, reads all data of the run.
+    own: the table of the run. Compares contents, for which it may read all data of the run.
     """
     if (own.separator, own.field) != (evaluated.separator, evaluated.field):
         return "these documents are separated in another way than the run's own: whether it has trained on them is not known"
@@ -185,7 +170,7 @@ def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
     unknown = "whether the run has trained on the held-out documents is not known"
     if trained[1]:
         return f"{unknown}: {trained[1][0].message}"
-    if documents_inside(own) is not None and sum(file.num_bytes for file in trained[0]) > _COMPARED:
+    if _is_large(trained[0]):
         return f"{unknown}: the run's data have more than {_COMPARED >> 30} GiB, and are not read for it"
     known, asked = contents_of(trained[0], own), contents_of(held_out[0], evaluated)
     known = list(compress(known, _chosen(known, own, "train")))
@@ -207,23 +192,35 @@ def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str,
 
 def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
     """Returns the files of a split, if each file is one document."""
-    if not config.held_out and not config.held_out_files:
+    if not _has_held_out(config):
         return list(files) if split == "train" else []
     return list(compress(files, _chosen([content_of_file(file) for file in files], config, split)))
 
 
+def _has_held_out(config: TextConfig) -> bool:
+    return bool(config.held_out or config.held_out_files)
+
+
+def _is_large(files: Sequence[File]) -> bool:
+    """Returns whether reading the files, only to compare or choose documents, would take too long."""
+    return sum(file.num_bytes for file in files) > _COMPARED
+
+
 def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
     """Returns for each document whether it belongs to the split. Computes only the keys that decide it."""
-    return list(map(_chooser(config, split), contents))
+    is_chosen = _chooser(config, split)
+    return [is_chosen is None or is_chosen(each) for each in contents]
 
 
-def _chooser(config: TextConfig, split: Split) -> Callable[[Content], bool]:
-    """Returns a function that says whether a document belongs to the split."""
+def _chooser(config: TextConfig, split: Split) -> Callable[[Content], bool] | None:
+    """Returns a function that says whether a document belongs to the split; None if every one does."""
     if config.held_out_files and split == "held_out":
-        return lambda content: True
+        return None
     if config.held_out_files:
         is_held_out = AmongOthers(held_out_contents(config))
         return lambda content: not is_held_out(content)
+    if not config.held_out and split == "train":
+        return None
     return lambda content: in_share([content], config.held_out) == [split == "held_out"]
 
 
@@ -239,6 +236,10 @@ def read(path: Path) -> bytes:
     """Returns the content of a file, decompressed. Raises OSError, and PlanError as `opened` does."""
     with opened(path) as file:
         return file.read()
+
+
+def _whole(file: File) -> Iterator[tuple[str, bytes]]:
+    yield file.name, read(file.path)
 
 
 def _separated(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
@@ -326,7 +327,7 @@ def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:
     """Returns the tokens of each document, or None if a large corpus would have to be read."""
     is_as_read = documents_inside(config) is None and config.tokenizer is None
-    if is_as_read and not any(file.is_compressed for file in files):
+    if is_as_read and not any(file.is_compressed for file in files) and not (config.held_out and _is_large(files)):
         return [file.num_bytes for file in of_split(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None

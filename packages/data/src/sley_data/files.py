@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 from sley_core.api.data import Split
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.records import Problem
-from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 
 _HEAD = 512
 """Bytes of a file that are searched for marks; the mark of tar is at byte 257."""
@@ -415,6 +415,22 @@ def text_files(config: TextConfig, split: Split) -> Found:
         hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
         problems.append(Problem(("data", key), message, hint, "data-json"))
     return _marked_files(files, problems, ("data", key), tables=config.field is not None)
+
+
+C = TypeVar("C", TextConfig, ChatConfig)
+
+
+def deciding_files(config: C, split: Split, files_of: Callable[[C, Split], Found]) -> tuple[list[File], list[File]]:
+    """Returns the files that hold a split, and those whose documents are left out of it.
+
+    files_of: returns a split's files and their problems. Raises PlanError with every problem.
+    """
+    found = [files_of(config, split)]
+    if config.held_out_files and split == "train":
+        found.append(files_of(config, "held_out"))
+    if problems := [problem for _, each in found for problem in each]:
+        raise as_error(problems)
+    return found[0][0], found[1][0] if len(found) > 1 else []
 
 
 def row_files(patterns: Sequence[Path], key: KeyPath) -> Found:
