@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from damage import damaged
 from pyarrow import parquet
 
 from sley_core.data.dataset import DataContext
@@ -148,21 +149,6 @@ def test_keys_that_users_have(tmp_path: Path) -> None:
     assert [message["content"] for message in system.messages] == ["s", "a", "b"]
     assert called.messages == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
     assert weighed.trained_turns == [1]
-
-
-def damaged(content: bytes, random: Random) -> bytes:
-    """Cuts the content, flips bytes, puts in others, or repeats a part."""
-    place = random.randrange(len(content))
-    kind = random.randrange(5)
-    if kind == 0:
-        return content[:place]
-    if kind == 1:
-        return content[:place] + bytes([content[place] ^ 1 << random.randrange(8)]) + content[place + 1 :]
-    if kind == 2:
-        return content[:place] + random.choice([b"\0", b"\r", b"\xff\xfe", b"[" * 3000, b'"']) + content[place:]
-    if kind == 3:
-        return content[:place] + content[place // 2 :]
-    return content[place:]
 
 
 def check_damage(tmp_path: Path, name: str, count: int) -> None:

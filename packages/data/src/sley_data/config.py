@@ -138,16 +138,18 @@ class ChatConfig(DataConfig):
 
 
 class TokensConfig(DataConfig):
-    """Token files: raw little-endian integers without a header, as nanoGPT writes them, mapped and never copied."""
+    """Token files, mapped and never copied: raw little-endian integers, as nanoGPT writes them, or Megatron's with an index."""
 
     files: Array[PlanPattern]
-    """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order."""
+    """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order. A file beside which
+    there is one of the same name with `.idx` is Megatron's, and its index counts for types and documents.
+    """
 
     held_out_files: Array[PlanPattern] = ()
     """Token files to evaluate on; tokens that are in `files` too are refused."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """The type of the tokens in the files."""
+    """The type of the tokens in files without an index."""
 
     vocab_size: Positive
     """Token ids in the files are below this."""
@@ -156,18 +158,16 @@ class TokensConfig(DataConfig):
     """Tokens per sample."""
 
     documents: Documents = "cut"
-    """How documents become samples: "cut" forgets their boundaries; "pack" and "pad" need `end_of_document`."""
+    """How documents become samples: "cut" forgets their boundaries; "pack" and "pad" need `end_of_document`, or an index."""
 
     end_of_document: NonNegative | None = None
-    """The token id that ends every document."""
+    """The token id that ends every document in files without an index."""
 
     @model_validator(mode="after")
     def _possible(self) -> TokensConfig:
         """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
         if not self.files:
             raise ValueError("`files` names no file")
-        if self.documents != "cut" and self.end_of_document is None:
-            raise ValueError(f'`documents = "{self.documents}"` needs the `end_of_document` token id')
         if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
             raise ValueError(f"`end_of_document` {self.end_of_document} is not below `vocab_size` {self.vocab_size}")
         if self.vocab_size > 1 << 8 * TOKEN_BYTES[self.dtype]:

@@ -23,7 +23,7 @@ from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, Documents, TextConfig, TokensConfig
 from sley_data.documents import copied_tokens, num_windows, read_documents
-from sley_data.files import as_error, deciding_files, text_files, token_files
+from sley_data.files import File, as_error, deciding_files, text_files, token_files
 from sley_data.packing import TokenArray
 
 if TYPE_CHECKING:
@@ -289,10 +289,10 @@ class ChatDataset:
 
 
 class TokensDataset(TokenDataset):
-    """Samples of raw token files, read as one stream in the order of the plan; the files are mapped, not copied.
+    """Samples of token files, read as one stream in the order of the plan; the files are mapped, not copied.
 
-    With cut documents, opening costs nothing, whatever the size. To pack or pad documents the full stream is read once
-    for its `end_of_document` tokens, which takes about 2 s per GB on one core. Raises PlanError with every file that is
+    With cut documents, opening costs nothing, whatever the size. To pack or pad documents, files without an index are read once
+    for their `end_of_document` tokens, which takes about 2 s per GB on one core. Raises PlanError with every file that is
     missing, empty or not a whole number of tokens long.
     """
 
@@ -308,10 +308,10 @@ class TokensDataset(TokenDataset):
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of the files' sizes and of blocks of tokens spread over each file: at most 128 KiB of it are read."""
-        tokens, _ = self._data
+        """A digest of the files' sizes, of blocks of tokens spread over each file, at most 128 KiB of it, and of documents."""
+        tokens, offsets = self._data
         pairs = ((torch.tensor([part.numel()]), torch.cat(list(_blocks(part)))) for part in tokens.parts)
-        return digest_of([each] for each in chain.from_iterable(pairs))
+        return digest_of([each] for each in (*chain.from_iterable(pairs), offsets))
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
         """Maps the split's files; returns them as one stream, and the offsets of its documents, or None if they are not
@@ -322,11 +322,23 @@ class TokensDataset(TokenDataset):
             problems += copied_tokens(token_files(self._config, "train")[0], files)
         if problems:
             raise as_error(problems)
-        tokens = TokenArray([map_tokens(file.path, getattr(torch, self._config.dtype)) for file in files])
-        if self._config.documents == "cut" or self._config.end_of_document is None:
+        parts = [map_tokens(file.path, getattr(torch, file.dtype(self._config))) for file in files]
+        tokens = TokenArray(parts)
+        if self._documents == "cut":
             return tokens, None
-        starts = tokens.find(self._config.end_of_document) + 1
-        return tokens, torch.cat([torch.tensor([0]), starts[starts < len(tokens)], torch.tensor([len(tokens)])])
+        starts, base = [torch.tensor([0])], 0
+        for file, part in zip(files, parts, strict=True):
+            starts.append(self._starts(file, part) + base)
+            base += part.numel()
+        offsets = torch.cat([*starts, torch.tensor([base])])
+        return tokens, offsets[torch.diff(offsets, prepend=torch.tensor([-1])) > 0]
+
+    def _starts(self, file: File, part: Tensor) -> Tensor:
+        """Returns where documents begin and end in a file, int64, ascending."""
+        if file.index is not None:
+            return torch.tensor(file.index.offsets)
+        assert self._config.end_of_document is not None, file
+        return TokenArray([part]).find(self._config.end_of_document) + 1
 
 
 def _blocks(part: Tensor) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -316,12 +316,13 @@ def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequen
 
 
 def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
-    """Returns the number of all tokens as one length; None for padded documents, whose lengths are known only from their
-    content.
-    """
-    if config.documents == "pad" and files:
+    """Returns the number of all tokens as one length, or, for padded documents, that of each; None if only tokens say it."""
+    if config.documents != "pad":
+        return [sum(file.num_bytes // TOKEN_BYTES[file.dtype(config)] for file in files)]
+    indices = [file.index for file in files if file.index is not None]
+    if len(indices) < len(files):
         return None
-    return [sum(file.num_bytes for file in files) // TOKEN_BYTES[config.dtype]]
+    return [stop - start for index in indices for start, stop in pairwise(index.offsets)]
 
 
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:

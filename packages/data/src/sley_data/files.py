@@ -6,6 +6,7 @@ A file is refused by name if it is no text, or no raw token ids of the width and
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import json
 import lzma
@@ -29,6 +30,7 @@ from sley_core.api.data import Split
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
+from sley_data.megatron import MAGIC, Index, read_index
 
 _HEAD = 512
 """Bytes of a file that are searched for marks; the mark of tar is at byte 257."""
@@ -69,6 +71,7 @@ _MARKS = {
     rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
     rb"\x00\x05\x16\x07": ("a file of macOS's attributes, not the file itself", "leave out names that begin with `._`"),
     rb"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "download the file: `git lfs pull`"),
+    re.escape(MAGIC): ("an index of Megatron's token files", 'say `use = "data.tokens"`'),
     rb"\x93NUMPY": (
         "a file of numpy, and its header would be read as data",
         'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
@@ -237,7 +240,7 @@ class File:
     """Names a file, with its name within the corpus in forward slashes: `sub/one.txt` of `corpus/**/*.txt`.
 
     num_bytes: its stored size. is_compressed: whether that is the size of compressed content. is_table: whether it is a table
-    of Parquet or Arrow.
+    of Parquet or Arrow. index: Megatron's, if it is a token file that has one.
     """
 
     name: str
@@ -245,6 +248,11 @@ class File:
     num_bytes: int
     is_compressed: bool = False
     is_table: bool = False
+    index: Index | None = dataclasses.field(default=None, compare=False)
+
+    def dtype(self, config: TokensConfig) -> Literal["uint16", "uint32"]:
+        """Returns the dtype of its tokens, if it is a token file of the table."""
+        return config.dtype if self.index is None else self.index.dtype
 
 
 Found = tuple[list[File], list[Problem]]
@@ -467,14 +475,38 @@ def token_files(config: TokensConfig, split: Split) -> Found:
     """Returns the files of a split of a `data.tokens` table, and their problems, such as ids of another width."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
+    try:
+        files = list({os.path.realpath(file.path): file for file in map(_with_index, files)}.values())
+    except _BadPathError as wrong:
+        return files, [*problems, Problem(("data", key), wrong.message, wrong.hint, wrong.code)]
     formats = [format_of(file.path) for file in files]
     packed = ("compressed", "unpack it: token files are mapped into memory")
     formats = [replace(form, refused=packed) if form.is_compressed else form for form in formats]
     problems += _refused(files, formats, ("data", key))
     for file in [] if problems else files:
-        if file.num_bytes % TOKEN_BYTES[config.dtype]:
-            message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"
+        dtype = file.dtype(config)
+        if file.num_bytes % TOKEN_BYTES[dtype]:
+            message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {dtype} tokens"
             problems.append(Problem(("data", key), message, "is `dtype` right?", "data-size"))
-        elif wrong := wrong_ids(file.path, config.dtype, config.vocab_size):
-            problems.append(Problem(("data", key), f"`{file.path}` {wrong[0]}", wrong[1], "data-format"))
+        elif wrong_id := wrong_ids(file.path, dtype, config.vocab_size):
+            problems.append(Problem(("data", key), f"`{file.path}` {wrong_id[0]}", wrong_id[1], "data-format"))
+        elif file.index is None and config.documents != "cut" and config.end_of_document is None:
+            message = f'`documents = "{config.documents}"` needs the `end_of_document` token id: `{file.path}` has no index'
+            problems.append(Problem(("data", "end_of_document"), message, None, "data-documents"))
     return files, problems
+
+
+def _with_index(file: File) -> File:
+    """Returns a token file with Megatron's index if there is one, whichever of both is named; raises `_BadPathError`."""
+    index, tokens = file.path.with_suffix(".idx"), file
+    try:
+        with file.path.open("rb") as content:
+            if content.read(len(MAGIC)) == MAGIC:
+                index, tokens = file.path, _alone(file.path.with_suffix(".bin"))
+        if not index.exists():
+            return tokens
+        return replace(tokens, index=read_index(index, tokens.num_bytes))
+    except ValueError as error:
+        raise _BadPathError("data-format", f"`{index}` {error}", f"it is read as the index of `{tokens.path}`") from None
+    except OSError as error:
+        raise _BadPathError("data-missing", f"`{index}` cannot be read: {error}") from None

@@ -24,7 +24,7 @@ SIGNED = {torch.uint8: torch.uint8, torch.uint16: torch.int16, torch.uint32: tor
 class TokenArray:
     """Represents a stream of tokens: `array.read(start, stop)` is an int64 copy of that range, whichever parts it lies in.
 
-    parts: 1-dimensional uint8, uint16 or uint32 tensors, all of one dtype; they may be mapped files.
+    parts: 1-dimensional uint8, uint16 or uint32 tensors; they may be mapped files.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -37,9 +37,8 @@ class TokenArray:
     def read(self, start: int, stop: int) -> Tensor:
         """Returns tokens [start, stop) as an int64 copy; the range must lie inside the array."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        pieces = list(self._pieces(start, stop))
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
-        return joined.to(torch.int64)
+        pieces = [piece.to(torch.int64) for piece in self._pieces(start, stop)]
+        return pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
 
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """Yields views of the parts that together make up [start, stop)."""
