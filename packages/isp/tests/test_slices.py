@@ -113,7 +113,7 @@ def test_models_that_slices_do_not_fit(own, tables, code):
 
 def test_first_steps_that_are_refused(ranks, own):
     """Layers are asked whether they mix positions, by themselves and before attention, under each policy. A layer that sees one
-    position at a time passes. An attention in [b, h, s, d], and heads that do not divide, are refused at the first call.
+    position at a time passes. Heads that do not divide are refused at the first call.
     """
     from attentive import APART, MIXED
 
@@ -121,8 +121,8 @@ def test_first_steps_that_are_refused(ranks, own):
     plans = [asked(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
     plans += [changed(asked("shifted", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
     plans += [asked("shifted", True, apart=["beside"])]
-    plans += [split(with_options(transposed=True), **NAMED), split(with_options(heads=3, hidden=12), **NAMED)]
-    expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-layout", "sequence-heads"]
+    plans += [split(with_options(heads=3, hidden=12), **NAMED)]
+    expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-heads"]
     by_rank = ranks(2, 120)(recorded, plans, own)
     assert [[run if isinstance(run, str) else "" for run in runs] for runs in by_rank] == [expected] * 2
 

@@ -299,24 +299,13 @@ def test_a_backward_may_run_twice(own: Path) -> None:
     assert policy.tally.num_kept == 1
 
 
-@pytest.mark.parametrize("when", [1, 2])
-def test_what_is_tried_aside_is_no_part_of_the_layer(own: Path, when: int) -> None:
-    from attending import Trying
-
-    layer = Trying(16, 0, is_aside=True)
-    hidden = torch.randn(2, 8, 16, requires_grad=True)
-    (wanted,) = torch.autograd.grad(layer(hidden).sum(), hidden)
-    layer.when, layer.num_runs = when, 0
-    assert torch.equal(torch.autograd.grad(selectively(layer, hidden).sum(), hidden)[0], wanted)
-
-
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen below"])
 @pytest.mark.parametrize(("when", "how"), [(1, "less"), (2, "more")])
 def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
     """The others would be given what it computed, in the same shape."""
     from attending import Trying
 
-    layer = Trying(16, when, is_aside=False)
+    layer = Trying(16, when)
     layer.project.requires_grad_(not is_frozen)
     output = selectively(layer, torch.randn(2, 8, 16, requires_grad=not is_frozen))
     with pytest.raises(RunError, match=f"{2 + (when == 1)} attentions .* has {how}") as caught:

@@ -4,7 +4,8 @@
 
 The attention itself gets full sequences of some heads: its other arguments that describe a sequence (`cu_seqlens`, a mask, a
 scale) are those of the full sequence, unchanged, and packed documents stay separate. What differs by position, such as rotary
-angles, must be applied to q and k before. Heads must not influence one another, and none may have weights of its own.
+angles, must be applied to q and k before. Heads must not influence one another, and a head's number means nothing: a rank has
+some of the heads and counts them from 0. No check proves that; `train-cli verify` compares a model with one process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.protocols import SequenceCommunicator
 from sley_isp.config import AllToAllConfig
 from sley_isp.exchange import gather_heads, scatter_heads
-from sley_isp.head_check import HeadCheck
 
 
 class SequenceAttention(nn.Module):
@@ -43,13 +43,13 @@ class SequenceAttention(nn.Module):
 
     def join(self, group: Group | None) -> None:
         """Makes this an attention over slices of `group`; with None, of full sequences, as it was built."""
-        self._check = None if group is None or group.size == 1 else HeadCheck(self.attention, group)
+        self._group = None if group is None or group.size == 1 else group
 
     def forward(self, *args: Any, **more: Any) -> Tensor:
         """Calls the attention; over slices, all ranks of the group must call it alike."""
-        if self._check is None:
+        if self._group is None:
             return self.attention(*args, **more)
-        context: Tensor = _attend(self._check, args, more)
+        context: Tensor = _attend(self.attention, self._group, args, more)
         return context
 
 
@@ -61,37 +61,39 @@ def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[...,
 
     The function raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention`
     says, and "sequence-heads" if the query heads cannot be divided among the ranks, before any exchange. It raises
-    "ranks-differ" if the ranks' functions, options or shapes differ, and "sequence-layout" in the first call of an attention
-    that mistakes heads for positions.
+    "ranks-differ" if the ranks' functions, options or shapes differ.
     """
     if group.size == 1:
         return attention
-    check = HeadCheck(attention, group)
 
     def attention_over_slices(*args: Any, **more: Any) -> Tensor:
-        context: Tensor = _attend(check, args, more)
+        context: Tensor = _attend(attention, group, args, more)
         return context
 
     return attention_over_slices
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend(check: HeadCheck, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
-    """Returns `check.attention(*args, **more)` on slices, outside of any compiled graph, as exchanges cannot be compiled."""
-    leading = _leading(args, check.group.size)
-    return attended(leading, lambda: _over_group(check, leading, args[len(leading) :], more))
+def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
+    """Returns `attention(*args, **more)` on slices, outside of any compiled graph, as exchanges cannot be compiled."""
+    leading = _leading(args, group.size)
+    return attended(leading, lambda: _over_group(attention, group, leading, args[len(leading) :], more))
 
 
-def _over_group(check: HeadCheck, leading: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]) -> Tensor:
+def _over_group(
+    attention: Callable[..., Tensor], group: Group, leading: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
+) -> Tensor:
     """Exchanges the `leading` tensors, attends with `rest`, the other arguments, and exchanges the context back."""
-    attention, group = check.attention, check.group
     contents = _checksum(attention, rest, more)
     if len({tensor.dtype for tensor in leading}) == 1:
         full = scatter_heads(group, *leading, contents=contents)
     else:
         full = tuple(scatter_heads(group, tensor, contents=contents)[0] for tensor in leading)
-    check.before(full, rest, more, kv_heads=leading[-1].shape[-2])
-    context = attention(*full, *rest, **more)
+    try:
+        context = attention(*full, *rest, **more)
+    except Exception as error:  # whatever the user's attention raises
+        error.add_note("over slices each rank has some of the heads and full sequences; masks are those of the full sequence")
+        raise
     shape = *full[0].shape[:2], full[0].shape[-2]
     is_flat = isinstance(context, Tensor) and context.ndim == 3
     heads = torch.unflatten(context, -1, (shape[2], -1)) if is_flat and context.shape[2] % shape[2] == 0 else context

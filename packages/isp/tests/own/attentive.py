@@ -50,13 +50,6 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
-class Transposed(nn.Module):
-    """q, k, v [b, h, s, d], as torch's scaled_dot_product_attention wants it, and the context so too."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 class Block(nn.Module):
     def __init__(self, hidden: int, attend: nn.Module, heads: int) -> None:
         super().__init__()
@@ -68,10 +61,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, k, v = self.project(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
-        if isinstance(self.attend, Transposed):
-            context = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(-2)
-        else:
-            context = self.attend(q, k, v)
+        context = self.attend(q, k, v)
         return hidden + self.out(context)
 
 
@@ -165,15 +155,9 @@ def beside(data: DataInfo, kind: str) -> Named:
     return [*blocks, ("mixer", Mixer(kind, 8)), head]
 
 
-def layers(
-    data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8, transposed: bool = False
-) -> Named:
-    """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known.
-    transposed: attention gets and gives [b, h, s, d].
-    """
+def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8) -> Named:
+    """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known."""
     attends: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
-    if transposed:
-        attends = [Transposed() for _ in range(2)]
     blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(attends)]
     embed = Embed(data, hidden) if places else Unplaced(data, hidden)
     return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]

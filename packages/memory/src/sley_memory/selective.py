@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _StopRecomputationError  # by which a second run ends once all is there; not public
 
 from sley_core.api.memory import version_of
-from sley_core.api.model import Recompute, is_aside
+from sley_core.api.model import Recompute
 from sley_core.errors import RunError
 from sley_memory.config import chosen
 
@@ -103,8 +103,7 @@ class KeptAttention:
             "attention-differs",
             f"{len(self._results)} attentions of a layer's first run were kept, and its second run, which `memory.selective` "
             f"makes in its backward, has {how}",
-            hint="make what is no part of the layer, such as a trial in its first call, `aside()` (`sley_core.api.model`) and "
-            "under torch.no_grad(); or take `core.recompute`",
+            hint="let the layer attend equally often in each call, or take `core.recompute`",
         )
 
 
@@ -182,7 +181,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._is_first = is_first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_attention = (func in ATTENTION or func.name() == VARLEN) and not is_aside()
+        is_attention = func in ATTENTION or func.name() == VARLEN
         if is_attention and not self._is_first and (result := self._kept.take()) is not None:
             return tuple(result)
         result = func(*args, **(kwargs or {}))

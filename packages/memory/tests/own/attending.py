@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.api.model import aside
 from sley_core.comm.copies import storage_id
 from sley_core.data.dataset import DataInfo
 
@@ -23,20 +21,17 @@ FAILS = [False]
 
 
 class Trying(nn.Module):
-    """Attends twice, and tries its attention out: in the `when` run of the first call of all, the first or the second.
+    """Attends twice, and tries its attention out: in the `when` run of the first call of all, the first or the second."""
 
-    is_aside: whether it says so.
-    """
-
-    def __init__(self, hidden: int, when: int, is_aside: bool) -> None:
+    def __init__(self, hidden: int, when: int) -> None:
         super().__init__()
         self.project, self.out = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
-        self.when, self.is_aside, self.num_runs = when, is_aside, 0
+        self.when, self.num_runs = when, 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.num_runs += 1
         if self.num_runs == self.when:
-            with torch.no_grad(), aside() if self.is_aside else nullcontext():
+            with torch.no_grad():
                 self._attend(hidden + 1.0)
         return self.out(self._attend(hidden) + self._attend(2.0 * hidden))
 

@@ -1,7 +1,7 @@
 """Gives plugins and models of one's own layers, patches of their forwards, attention, seeds, and a loss's chunks."""
 
-from sley_core.engine.call import Recompute, aside, is_aside, tensors_in
-from sley_core.engine.positions import as_it_was, attended
+from sley_core.engine.call import Recompute, tensors_in
+from sley_core.engine.positions import attended
 from sley_core.generators import derive
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention, once_per_field
@@ -13,12 +13,9 @@ __all__ = [
     "Layer",
     "Model",
     "Recompute",
-    "as_it_was",
-    "aside",
     "attended",
     "chunks",
     "derive",
-    "is_aside",
     "once_per_field",
     "tensors_in",
     "wide",

@@ -16,8 +16,7 @@ all tensors in the arguments are compared here; in the first step also their bit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from typing import TYPE_CHECKING, Any
@@ -42,25 +41,6 @@ if TYPE_CHECKING:
     from sley_core.engine.positions import PositionProbe
     from sley_core.engine.replicas import WriteWatch
     from sley_core.model.layers import Layer
-
-_ASIDE = ContextVar("aside", default=False)
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Returns a context manager for calls, within a layer's forward, that are no part of its computation, as when an attention
-    is tried out: policies keep none of their results. Calls that autograd would record need `torch.no_grad()`, too.
-    """
-    token = _ASIDE.set(True)
-    try:
-        yield
-    finally:
-        _ASIDE.reset(token)
-
-
-def is_aside() -> bool:
-    """Returns whether this thread is within `aside`."""
-    return _ASIDE.get()
 
 
 class Keep(ActivationPolicy):

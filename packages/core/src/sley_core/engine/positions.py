@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.boundary import copied
-from sley_core.engine.call import is_aside, tensors_in
+from sley_core.engine.call import tensors_in
 from sley_core.engine.step_batch import gathered, spot_of, whole
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
@@ -224,7 +224,7 @@ _RUNNING: ContextVar[Positions | None] = ContextVar("positions", default=None)
 def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
     """Returns `attention()`, the context of this rank's slices `tensors` [b, s, ...], and lets a running probe see it."""
     running = _RUNNING.get()
-    return attention() if running is None or is_aside() else running.attend(tensors, attention)
+    return attention() if running is None else running.attend(tensors, attention)
 
 
 class PositionProbe:
@@ -255,7 +255,7 @@ class PositionProbe:
             for one in tensors_in(others):
                 positions.change(one)
             positions.is_second = True
-            with torch.no_grad(), as_it_was(layer.module.modules()):
+            with torch.no_grad(), _as_it_was(layer.module.modules()):
                 before, after = list(tensors_in((output,))), list(tensors_in((second(*others),)))
                 is_mixed = len(before) == len(after) and any(
                     positions.differ(one.detach(), other, self.dim) for one, other in zip(before, after, strict=True)
@@ -276,7 +276,7 @@ class PositionProbe:
 
 
 @contextmanager
-def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
     states = [
         (module, dict(vars(module)), dict(module._buffers), [(one, one.clone()) for one in module.buffers(recurse=False)])
