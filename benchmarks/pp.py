@@ -7,7 +7,10 @@ schedules; ours / perfect <= 1.05, with PyTorch's ratio to the same perfect besi
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,11 +23,12 @@ from contestants import Sley, plan
 from peaks import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
 from schedules import SCHEDULES
-from sley_core.actions.action import Schedule
+from sley_core.actions.action import Kind, Schedule
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Costs, TimedAction, Timeline, simulate
-from sley_core.engine.timeline import ActionClock
+from sley_core.actions.simulate import Costs, TimedAction, simulate
 from sley_core.plan.load import plan_from_dict
+from sley_core.protocols import SchedulerHook
+from sley_core.run import Run
 from sley_testing.ranks import Ranks
 
 STAGES = (2, 4)
@@ -49,18 +53,52 @@ class Ours:
         return self.sley.step(batch)
 
 
+class Clock(SchedulerHook):
+    """Notes when the actions of a step ran, without their waits for other stages."""
+
+    def __init__(self, run: Run) -> None:
+        self.spans: list[TimedAction] = []
+        self._run = run
+        self._started_s = 0.0
+
+    def before_forward(self, micro: object, inputs: object) -> None:
+        self._started_s = time.perf_counter()
+
+    def before_backward(self, micro: object, output_gradient: object) -> None:
+        self._started_s = time.perf_counter()
+
+    def after_forward(self, micro: object, output: object) -> None:
+        self._stop()
+
+    def before_loss(self, micro: object, output: object) -> None: ...
+
+    def after_loss(self, micro: object, loss: object) -> None:
+        self._stop()
+
+    def after_backward(self, micro: object, input_gradient: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        action = self._run.store.state.action
+        assert action is not None
+        if self.spans and self.spans[-1].action == action:
+            self.spans.pop()  # a forward without its loss
+        self.spans.append(TimedAction(self._run.stepper.lists.stage, action, self._started_s, time.perf_counter()))
+
+
 class Clocked(Ours):
     """The same; notes when its actions ran."""
 
     def __init__(self, name: str, stages: int) -> None:
         super().__init__(name, stages)
+        self.clock = Clock(self.sley.run)
+        self.sley.run.stepper.executor.hooks = [self.clock]
         self.timelines: list[list[TimedAction]] = []
 
     def step(self, batch: dict[str, Tensor]) -> object:
-        run = self.sley.run
-        clock = ActionClock(run.stepper.device)
-        done = run.stepper.step(len(self.timelines), run.samples.splitter.given(batch), clock=clock)
-        self.timelines.append(clock.spans(run.stepper.lists.stage))
+        self.clock.spans = []
+        done = super().step(batch)
+        self.timelines.append(self.clock.spans)
         return done
 
 
@@ -122,8 +160,12 @@ def perfect(name: str, stages: int, by_rank: list[list[list[TimedAction]]]) -> f
     assert pipeline is not None, name
     schedule: Schedule = pipeline.build()
     placement = schedule.placement(stages)
-    timelines = [Timeline.of(stages, [s for spans in step for s in spans]) for step in zip(*by_rank, strict=True)]
-    costs = Costs.measured(timelines, placement)
+    seconds: dict[Kind, list[list[float]]] = defaultdict(lambda: [[] for _ in placement.route])
+    for span in (span for steps in by_rank for spans in steps for span in spans):
+        seconds[span.action.kind][placement.position(span.stage, span.action.chunk)].append(span.end_s - span.start_s)
+    medians = {kind: tuple(median(times) if times else 0.0 for times in at) for kind, at in seconds.items()}
+    none = (0,) * stages * placement.chunks
+    costs = Costs(medians, (0.0,) * (len(none) - 1), none, none, none[1:])
     return simulate(lower(schedule.lists(stages, MICROS), placement, MICROS), placement, costs).timeline.makespan_s
 
 

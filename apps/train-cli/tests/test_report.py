@@ -16,9 +16,9 @@ from sley_doctor.reports.fault_report import LaunchReport, write_launch
 
 Cli = Callable[..., Result]
 
-SECTIONS = ("summary", "curves", "step", "waiting", "memory", "counts", "plan", "machine")
+SECTIONS = ("summary", "curves", "waiting", "memory", "counts", "plan", "machine")
 HELD_OUT = 'data.held_out_files=["plan.toml"]'
-ALONE = ("parallel.dp=1", "evaluation.every=2", "evaluation.steps=1", "timeline.step=3", HELD_OUT)
+ALONE = ("parallel.dp=1", "evaluation.every=2", "evaluation.steps=1", HELD_OUT)
 
 
 class Page(HTMLParser):
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def run(cli: Cli, plan: Path) -> Path:
-    """A run of four steps on one rank, with a drawn step and two evaluations."""
+    """A run of four steps on one rank, with two evaluations."""
     assert cli("run", plan, "--no-progress", changes=ALONE).code == 0
     return plan.parent / "runs" / "small"
 
@@ -63,7 +63,7 @@ def test_a_report_tells_what_the_run_has_left(cli: Cli, run: Path) -> None:
     last, summary = list(rows(run))[-1], json.loads((run / "summary.json").read_text("utf-8"))
     assert f"{last['loss']:,.6g}" in found.texts["summary"]
     assert f"{summary['held_out_loss']:,.6g}" in found.texts["summary"]
-    assert found.pictures == {"curves": 7, "step": 1}
+    assert found.pictures == {"curves": 7}
     assert "plan.toml:7:1" in found.texts["plan"], "the file and line of run.steps"
     assert "--set #1" in found.texts["plan"]
     start = json.loads((run / "start.json").read_text("utf-8"))
@@ -81,7 +81,7 @@ def test_a_report_without_its_libraries_says_what_to_install(cli: Cli, folder: P
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_report_of_its_faults(run: Path, cli: Cli) -> None:
-    for name in ("summary.json", "metrics.jsonl", "timeline.json", "start.json"):
+    for name in ("summary.json", "metrics.jsonl", "start.json"):
         (run / name).unlink()
     assert cli("report", run).code == 0
     assert "not ended" in Page((run / "report.html").read_text("utf-8")).texts["summary"]

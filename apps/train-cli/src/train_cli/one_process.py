@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
-_WRITES = ("checkpoint", "profile", "timeline")
+_WRITES = ("checkpoint", "profile")
 """Tables whose only effect is on files."""
 
 _LAYOUT = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pools")

@@ -22,7 +22,6 @@ from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.load import load_plan
 from sley_core.process import uncollected
-from sley_core.whole_files import write_whole
 from train_cli.console import say
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note
@@ -31,7 +30,6 @@ from train_cli.run_folder import recorder, write_plan
 from train_cli.saved import AUTO, is_finished, keep_files, load, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
 from train_cli.surroundings import num_cores, write_start
-from train_cli.timeline_svg import PICTURE, draw_svg
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -178,13 +176,11 @@ def _keep_weights(run: Run, folder: Path) -> Path | None:
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
-    """Writes `summary.json`, unless no step was done, and the picture of the recorded step; returns the summary's content."""
+    """Writes `summary.json`, unless no step was done; returns the summary's content."""
     notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
     content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
     if totals.steps:
         write_json(folder / SUMMARY, content)
-    if run.outputs.timeline is not None and run.outputs.timeline.drawn:
-        write_whole(folder / PICTURE, draw_svg(run.outputs.timeline.drawn))
     return content
 
 

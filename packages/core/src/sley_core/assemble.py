@@ -120,7 +120,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             check_extra_states(stage.layers)
             refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
         facts = AssemblyFacts(*sizes, notes, draft.plan_values)
-        outputs = outputs_of(plan, world, stepper, topology, folder)
+        outputs = outputs_of(plan, world, folder)
         state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
         load = partial(load_weights, names, parts, stepper.update.masters)
         run = Run(plan, parts, stepper, samples, outputs, memory, load, state, facts)

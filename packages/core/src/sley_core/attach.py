@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import Slices, check_tokens, sliced_info
@@ -56,14 +57,13 @@ from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
 
 if TYPE_CHECKING:
+    from sley_core.comm.device import Device
     from sley_core.comm.world import World
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
-    from sley_core.engine.timeline import StepProfiler, StepTimeline
     from sley_core.memory.pool import Pools
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
-    from sley_core.topology import Topology
 
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -238,12 +238,41 @@ class Samples:
     held_out: Feed | None = None
 
 
+class StepProfiler:
+    """Records steps `first` to `last` (counted from 1, both included) into `folder/trace-rank{rank}.json`."""
+
+    def __init__(self, first: int, last: int, folder: Path, rank: int, device: Device) -> None:
+        self.first = first
+        self.last = last
+        self.path = folder / f"trace-rank{rank}.json"
+        self._cuda = device.type == "cuda"
+        self._profile: profile | None = None
+
+    def before_step(self, number: int) -> None:
+        """Starts the recording if `number` is the first step to record."""
+        if number == self.first:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+            # There is only one cycle; without `acc_events` torch 2.11 warns that events of former cycles are dropped.
+            self._profile = profile(activities=activities, acc_events=True)
+            self._profile.start()
+
+    def after_step(self, number: int) -> None:
+        if number == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Stops the recording and writes the file; a run that ends within the range writes its part."""
+        if self._profile is not None:
+            recorded, self._profile = self._profile, None
+            recorded.stop()
+            recorded.export_chrome_trace(str(self.path))
+
+
 @dataclass(frozen=True)
 class RunOutputs:
     """The writers into the run's folder; none without one. writers: of metrics, on rank 0 only."""
 
     writers: Sequence[MetricsWriter] = ()
-    timeline: StepTimeline | None = None
     profiler: StepProfiler | None = None
 
     def rewind(self, step: int) -> None:
@@ -326,20 +355,16 @@ def writer_of(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
     return writer
 
 
-def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> RunOutputs:
+def outputs_of(plan: Plan, world: World, folder: Path | None) -> RunOutputs:
     """Returns the writers into `folder`, the run's; none if it is None. Metrics writers are on rank 0 only."""
     if folder is None:
         return RunOutputs()
     writers = [writer_of(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
-    timeline = profiler = None
-    if plan.timeline is not None or plan.profile is not None:
-        from sley_core.engine.timeline import StepProfiler, StepTimeline  # few runs draw a step
-    if plan.timeline is not None:
-        timeline = StepTimeline(plan.timeline.step, folder, stepper, topology, stepper.groups)
+    profiler = None
     if plan.profile is not None:
         first, last = plan.profile.steps
         profiler = StepProfiler(first, last, folder, world.rank, world.device)
-    return RunOutputs(writers, timeline, profiler)
+    return RunOutputs(writers, profiler)
 
 
 def state_of(

@@ -50,7 +50,7 @@ class PendingStep:
 class Loop:
     """Takes steps and makes rows, one after the other; `Run` is the loop that a program drives.
 
-    samples: the training data. outputs: writers of metrics, timelines and profiles. listeners: called with each row, on every
+    samples: the training data. outputs: writers of metrics and profiles. listeners: called with each row, on every
     rank. readers: called with each row too, but may read nothing else, since weights may still be in flight from other ranks.
     num_steps_done: optimizer steps; a refused one keeps its number. was_stopped: whether all ranks have agreed to stop.
     """
@@ -92,12 +92,11 @@ class Loop:
 
     def launch(self, given: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
         """Starts a step on `given`, or on the feed's next samples; on CUDA the device goes on. outputs: gets the model's."""
-        number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
+        number, profiler = self.num_steps_done + 1, self.outputs.profiler
         with self._call(given, outputs) as batch:
-            clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
             votes = Votes(self._stop_asked, self._checkpointer.wants_save())
             taken = None if outputs is None else outputs.by_micro
-            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock, outputs=taken)
+            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=taken)
         if profiler is not None:
             profiler.after_step(number)
         self.num_steps_done = number
@@ -177,8 +176,6 @@ class Loop:
         step_progress.comes(DEVICE)
         result = pending.totals.read()
         step_progress.comes(BETWEEN)
-        if self.outputs.timeline is not None:
-            self.outputs.timeline.write(pending.number)
         ended = pending.totals.ended
         seconds = self.device.seconds_between(self._since, ended) + counts.seconds
         self._since = ended

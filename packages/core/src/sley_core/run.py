@@ -316,8 +316,6 @@ class Run(Loop, AbstractContextManager["Run"]):
             num_rows, note = self._state.attempt.resume(restored.lineage, restored.step, named, restored.path)
             restored.notes.extend([note] if note else [])
             self.num_steps_done = restored.step
-            if self.outputs.timeline is not None:
-                self.outputs.timeline.go_on(restored.step, self.plan.run.steps)
             if self._watch is not None:
                 self._watch.look()
         self.outputs.rewind(num_rows)

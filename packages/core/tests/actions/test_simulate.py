@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from itertools import pairwise
 from random import Random
@@ -12,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v
-from sley_core.actions.draw import chrome_trace, draw_text
+from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Costs, Peaks, TimedAction, Timeline, simulate
+from sley_core.actions.simulate import Costs, Peaks, Timeline, simulate
 from sley_core.errors import PlanError
 from sley_testing.runs import any_lists
 
@@ -115,13 +114,6 @@ def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_w
     assert found == simulate(lower(lists, placement, micros, training=training), placement, costs)
 
 
-def test_costs_measured_are_the_medians_of_what_was_measured():
-    spans = [TimedAction(1, Action(F, 0, micro), float(micro), micro + 0.25 * (micro + 1)) for micro in range(3)]
-    spans += [TimedAction(0, Action(F, 0, 0), 0.0, 2.0)]
-    costs = Costs.measured([Timeline.of(2, spans)], loop(2))
-    assert costs.seconds == {F: (2.0, 0.5)}
-
-
 def breadth_first(placement: Placement, micros: int) -> list[list[Action]]:
     """All forwards, chunk by chunk, then all backwards."""
     chunks = range(placement.chunks)
@@ -163,12 +155,3 @@ def test_a_row_is_never_wider_than_asked_for(width, micros):
     least = len("stage 0  .   99% idle")
     assert max(map(len, rows)) <= max(width, least)
     assert len({len(row) for row in rows}) == 1
-
-
-def test_a_trace_has_every_action_under_its_timeline_and_stage(two_stages):
-    events = json.loads(chrome_trace({"predicted": two_stages, "measured": two_stages}))["traceEvents"]
-    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == ["predicted", "measured"]
-    actions = [one for one in events if one["ph"] == "X" and one["pid"] == 1]
-    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in actions] == [
-        (str(span.action), span.stage, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6) for span in two_stages.spans
-    ]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -81,15 +78,3 @@ def test_rows_tell_memory_and_utilisation():
         assert 0 < row["memory_mb"] < 1000
         assert 0 < row["mfu"] < 1
         assert run.memory.bytes["masters"] == 2 * run.memory.bytes["weights"]
-
-
-def test_a_step_is_drawn_from_events_that_are_read_later(tmp_path):
-    """Actions follow one another on the stream, and take as long as the step that they fill."""
-    tables = plan(timeline__step=3)
-    with World.alone("cuda") as world, assemble(plan_from_dict(tables), world, folder=tmp_path) as run:
-        run.train()
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    measured = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
-    assert [event["name"] for event in measured] == [f"{kind}0.{micro}" for micro in range(4) for kind in "FB"]
-    for before, after in pairwise(measured):
-        assert 0 < before["ts"] + before["dur"] <= after["ts"] + 1

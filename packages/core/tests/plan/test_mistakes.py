@@ -111,7 +111,7 @@ def test_a_missing_plugin_is_reported_once_and_decides_the_exit_code(text: str, 
 def test_tables_without_a_mistake_are_checked_against_each_other_and_the_files(text: str, loader: Loader) -> None:
     wrong = text.replace("hidden = 16", "hiden = 16").replace("micro_size = 2", "micro_size = 3")
     wrong = wrong.replace('source = "python-stdlib"', 'files = ["nowhere.txt"]')
-    wrong += '\n[timeline]\nstep = 21\n\n[precision]\ngradients = "fp64"\n'
+    wrong += '\n[profile]\nsteps = [3, 21]\n\n[precision]\ngradients = "fp64"\n'
     assert {found.code for found in problems(wrong, loader)} == {
         *("unknown-key", "missing-key", "batch-does-not-divide", "beyond-the-run", "precision-unsupported", "data-missing")
     }

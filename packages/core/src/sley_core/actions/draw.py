@@ -1,4 +1,4 @@
-"""Draws timelines: as text for a terminal of any width, as an SVG picture, and as a Chrome trace.
+"""Draws a timeline as text for a terminal of any width.
 
     stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
     stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
@@ -10,10 +10,6 @@ middle, so that how it starts and how it ends can be read.
 """
 
 from __future__ import annotations
-
-import json
-from collections.abc import Mapping
-from typing import Any
 
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.simulate import Timeline
@@ -102,31 +98,3 @@ def _legend(timeline: Timeline, chunks: int) -> list[str]:
     if chunks == 2:
         words.append("small letters: chunk 1")
     return [", ".join(words)] if words else []
-
-
-MICROSECONDS = 1e6
-
-
-def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Returns JSON text: each of `timelines` is a process of that name, each of its stages a thread."""
-    events: list[dict[str, Any]] = []
-    for number, (title, timeline) in enumerate(timelines.items()):
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": title}})
-        for stage in range(timeline.stages):
-            name = {"name": f"stage {stage}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": number, "tid": stage, "args": name})
-        for span in timeline.spans:
-            action = span.action
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(action),
-                    "cat": action.kind.name.lower(),
-                    "pid": number,
-                    "tid": span.stage,
-                    "ts": span.start_s * MICROSECONDS,
-                    "dur": (span.end_s - span.start_s) * MICROSECONDS,
-                    "args": {"chunk": action.chunk, "micro": action.micro},
-                }
-            )
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

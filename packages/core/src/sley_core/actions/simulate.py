@@ -19,10 +19,9 @@ Outputs on their way to another stage are not counted: they are gone when the tr
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Flow, Kind, Placement, Step, Transfer, actions_of
@@ -329,20 +328,3 @@ class Costs:
         none = (0,) * positions
         each = {kind: (cost,) * positions for kind, cost in seconds.items()}
         return cls(each, (link,) * (positions - 1), none, none, none[1:])
-
-    @classmethod
-    def measured(cls, timelines: Iterable[Timeline], placement: Placement) -> Costs:
-        """Returns the median time of each kind of action at each position, over `timelines` of one schedule; links take no
-        time. A kind that never ran has no entry; one that did not run at a position takes no time there.
-        """
-        found: dict[Kind, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for timeline in timelines:
-            for span in timeline.spans:
-                position = placement.position(span.stage, span.action.chunk)
-                found[span.action.kind][position].append(span.end_s - span.start_s)
-        positions = range(placement.num_positions)
-        seconds = {
-            kind: tuple(median(at[position]) if position in at else 0.0 for position in positions) for kind, at in found.items()
-        }
-        none = (0,) * placement.num_positions
-        return cls(seconds, (0.0,) * (placement.num_positions - 1), none, none, none[1:])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.profiler import record_function
 
 from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
 from sley_core.engine.boundary import Description, Leaf, flatten, gradients_of, unflatten
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.positions import OverPositions, WholeSequences
     from sley_core.engine.step_batch import BatchWeight
-    from sley_core.engine.timeline import ActionClock
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, StageLink, WeightCommunicator
 
@@ -71,7 +71,6 @@ class Executor:
     def __post_init__(self) -> None:
         self.has_loss = any(self._is_last(chunk) for chunk in range(len(self.chunks)))
         self._reads = reads(self.chunks, self.loss if self.has_loss else None, self.fields)
-        self._clock: ActionClock | None = None
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
@@ -83,22 +82,22 @@ class Executor:
         state: StepState,
         store: GradientStore,
         weight: BatchWeight | None,
-        clock: ActionClock | None = None,
         outputs: dict[int, Any] | None = None,
     ) -> Tensor:
         """Runs a training list, with the exchanges in it; gradients go to `store`.
 
         batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, the divisor of every
-        gradient; None on ranks without the loss. clock: records when actions run. outputs: gets a copy of the model's output of
-        each micro-batch, on ranks with the loss.
+        gradient; None on ranks without the loss. outputs: gets a copy of the model's output of each micro-batch, on ranks with
+        the loss.
 
         Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
         device.
         """
         actions = actions_of(steps)
-        total = self._begin(batch, Phase.TRAIN, actions, clock, outputs)
+        total = self._begin(batch, Phase.TRAIN, actions, outputs)
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
+        is_profiled = torch._C._autograd._profiler_enabled()
         for step in steps:
             state.step_progress.comes(step)
             if isinstance(step, Transfer):
@@ -109,7 +108,10 @@ class Executor:
                 continue
             micro = state.micro_step(step, Phase.TRAIN)
             state.enter(step)
-            with nullcontext() if self.weights is None else self.weights.during(step):
+            with (
+                record_function(str(step)) if is_profiled else nullcontext(),
+                nullcontext() if self.weights is None else self.weights.during(step),
+            ):
                 self._act(step, micro, batch, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
@@ -127,7 +129,7 @@ class Executor:
         """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does. outputs: gets the
         model's output of each micro-batch, in place of its loss.
         """
-        total = self._begin(batch, Phase.EVALUATE, actions_of(steps), None, outputs)
+        total = self._begin(batch, Phase.EVALUATE, actions_of(steps), outputs)
         for step in steps:
             state.step_progress.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
@@ -141,17 +143,9 @@ class Executor:
         self.left_in_flight = False
         return total
 
-    def _begin(
-        self,
-        batch: Sequence[Batch],
-        phase: Phase,
-        actions: Sequence[Action],
-        clock: ActionClock | None,
-        outputs: dict[int, Any] | None,
-    ) -> Tensor:
+    def _begin(self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], outputs: dict[int, Any] | None) -> Tensor:
         """Discards the rest of a failed list, and announces `actions` to weights, policy and link. Returns the total, zero."""
         self.left_in_flight = True
-        self._clock = clock
         self._outputs = outputs
         self._micros.clear()
         self._in_flight.clear()
@@ -168,7 +162,6 @@ class Executor:
 
     def _act(self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor) -> None:
         place = action.chunk, action.micro
-        self._inputs_are_here()
         match action.kind:
             case Kind.FORWARD:
                 self._in_flight[place] = InFlight()
@@ -183,13 +176,6 @@ class Executor:
                 tell_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(place)
                 tell_hooks(self.hooks, "after_backward", weights_step, None)
-        if self._clock is not None:
-            self._clock.stop(action)
-
-    def _inputs_are_here(self) -> None:
-        """Restarts the clock: the wait for inputs is no part of an action."""
-        if self._clock is not None:
-            self._clock.start()
 
     def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
         """Runs the chunk's forward, then the loss or the next chunk's input. Keeps the graph edges for the backward."""
@@ -201,7 +187,6 @@ class Executor:
         args: tuple[Any, ...] = ()
         if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
             args = (flight.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
-            self._inputs_are_here()
         tell_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
         before = [version_of(value) for value in fields.values()]
         for layer in layers:
@@ -257,7 +242,6 @@ class Executor:
             gradients = [weight.inverse(flight.loss)]
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
-        self._inputs_are_here()
         tell_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
         of_inputs = flight.backward(gradients)
         tell_hooks(self.hooks, "after_backward", micro, None if flight.description is None else of_inputs)

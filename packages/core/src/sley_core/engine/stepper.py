@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
-    from sley_core.engine.timeline import ActionClock
     from sley_core.engine.update import Update
     from sley_core.protocols import GradientHandler
 
@@ -96,24 +95,18 @@ class Stepper:
             self.store.on_chunk_done.append(self._chunk_done)
 
     def step(
-        self,
-        step: int,
-        batch: StepBatch,
-        *,
-        votes: Votes = NO_VOTES,
-        clock: ActionClock | None = None,
-        outputs: dict[int, Any] | None = None,
+        self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, outputs: dict[int, Any] | None = None
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. votes: this rank's. clock: records when actions run. outputs: gets a copy of the model's output of
-        each micro-batch, on ranks with its last layer. On CUDA it returns before the device is done; `read` of the result
+        step: counts from 0. votes: this rank's. outputs: gets a copy of the model's output of each micro-batch, on ranks
+        with its last layer. On CUDA it returns before the device is done; `read` of the result
         waits. After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
         with self.device.in_use():
-            before, loss = self._run(step, batch, clock, outputs, is_last=True)
+            before, loss = self._run(step, batch, outputs, is_last=True)
             self.state.step_progress.comes(REDUCTION)
             for handler in self.handlers:
                 handler.finish_step(self.state)
@@ -149,7 +142,7 @@ class Stepper:
         if self.is_closed:
             raise closed("stepper")
         with self.device.in_use():
-            before, loss = self._run(step, batch, None, outputs, is_last=False)
+            before, loss = self._run(step, batch, outputs, is_last=False)
             self.store.pause()
             self.left_in_flight = False
             own, total = loss.clone(), self.agreement.weight
@@ -168,7 +161,7 @@ class Stepper:
             return self.device.read(own, [1.0])[0] / total if total else 0.0
 
     def _run(
-        self, step: int, batch: StepBatch, clock: ActionClock | None, outputs: dict[int, Any] | None, *, is_last: bool
+        self, step: int, batch: StepBatch, outputs: dict[int, Any] | None, *, is_last: bool
     ) -> tuple[CallSums | None, Tensor]:
         """Runs forwards and backwards of one call of the step. Returns the sums of the calls before, and the sum of this call's
         loss over this rank's samples. Raises RunError `accumulation-lost` if a call before has failed.
@@ -211,7 +204,7 @@ class Stepper:
             for handler in self.handlers:
                 handler.begin_step(self.state)
         weight = self._weight(before, is_last)
-        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock, outputs)
+        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, outputs)
         self._has_lost = False
         return before, loss
 

@@ -20,7 +20,6 @@ from sley_core.plan.tables import (
     PrecisionTable,
     ProfileTable,
     RunTable,
-    TimelineTable,
 )
 from sley_core.records import (
     DatasetRecord,
@@ -313,7 +312,7 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
         yield from _loss_scale(precision)
     if isinstance(run, RunTable):
         yield from _skips(run)
-        yield from _beyond(run, tables.get("timeline"), tables.get("profile"))
+        yield from _beyond(run, tables.get("profile"))
     if dp is None and isinstance(parallel, ParallelTable) and parallel.dp != "auto":
         dp = parallel.dp
     if isinstance(batch, BatchTable) and dp is not None:
@@ -349,14 +348,11 @@ def _skips(run: RunTable) -> Iterator[Problem]:
         yield Problem(("run", "max_skips"), message, 'leave it out, or write on_nan = "skip"', "skips-unused")
 
 
-def _beyond(run: RunTable, timeline: Table | None, profile: Table | None) -> Iterator[Problem]:
-    """Yields a problem for a step to draw or profile that the run does not have.
+def _beyond(run: RunTable, profile: Table | None) -> Iterator[Problem]:
+    """Yields a problem for steps to profile that the run does not have.
 
     An interval of evaluations may be longer than the run, which evaluates at its end in any case.
     """
-    if isinstance(timeline, TimelineTable) and timeline.step > run.steps:
-        message = f"the run has {run.steps} steps, so step {timeline.step} cannot be drawn"
-        yield Problem(("timeline", "step"), message, f"the last step is {run.steps}", "beyond-the-run")
     if not isinstance(profile, ProfileTable):
         return
     first, last = profile.steps

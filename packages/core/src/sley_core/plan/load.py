@@ -26,7 +26,7 @@ from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word, words
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.read import read_file, read_tables, read_text
-from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, ParallelTable, TimelineTable
+from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES, ParallelTable
 from sley_core.records import ScheduleRecord
 from sley_core.table import NAMED_TABLES, BasePath, RecordKind, RecordReference, Table, expanded, written
 from sley_core.words import shown, suggestion
@@ -120,8 +120,6 @@ def resolve(document: Document, loader: Loader) -> Plan:
     parts: dict[str, Any] = {name: resolver.table(name, model) for name, model in TABLES.items()}
     for name, model in OPTIONAL.items():
         parts[name] = resolver.table(name, model) if name in resolver.tables else None
-    if "pipeline" in resolver.tables and "timeline" not in resolver.tables and parts["run"]:
-        parts["timeline"] = TimelineTable(step=min(DRAWN_STEP, parts["run"].steps))
     # Tables whose default may be the only record of its kind come last, when all plugins that the plan names are known.
     for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
         if spec.named:

@@ -23,7 +23,6 @@ from sley_core.plan.tables import (
     PrecisionTable,
     ProfileTable,
     RunTable,
-    TimelineTable,
 )
 from sley_core.plan.write import movable, sections, to_tables
 from sley_core.records import Record
@@ -97,7 +96,6 @@ class Plan:
     limits: LimitsTable
     evaluation: EvaluationTable | None
     profile: ProfileTable | None
-    timeline: TimelineTable | None
     model: Component
     data: Component
     loss: Component

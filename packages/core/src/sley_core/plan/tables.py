@@ -14,9 +14,6 @@ from sley_core.table import Array, PlanFolder, Positive, PositiveFloat, Table, W
 FORMAT = 1
 """The format of plans that this core reads."""
 
-DRAWN_STEP = 5
-"""The default step of a pipeline to draw: the first steps include start-up work."""
-
 EXTENDS = "A base plan, of which this plan holds only the differences; a relative path is relative to this file."
 SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder of the plan."
 """What the key of this name means; the resolved plan of a run, which lies elsewhere, has it."""
@@ -175,19 +172,10 @@ class EvaluationTable(Table):
 
 
 class ProfileTable(Table):
-    """Records a Chrome trace per rank; left out, none."""
+    """Records a Chrome trace per rank, with each action of a step; left out, none."""
 
     steps: Annotated[Array[Positive], Field(min_length=2, max_length=2)]
     """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""
-
-
-class TimelineTable(Table):
-    """Draws when each action of one step ran, and when it should have; part of every pipeline's plan, optional in others."""
-
-    step: Positive
-    """The step to draw, counted from 1 as in `metrics.jsonl`; if the table is left out, the fifth, or a shorter run's last. A
-    run resumed from a checkpoint after that step draws its second step since.
-    """
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
@@ -243,4 +231,4 @@ TABLES: dict[str, type[Table]] = {
 }
 """Core's own tables that every resolved plan has, in its order."""
 
-OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable, "timeline": TimelineTable}
+OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}

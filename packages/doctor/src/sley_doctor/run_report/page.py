@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jinja2
 import tomli
 
-from sley_core.actions.simulate import Timeline
 from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, dotted
 from sley_core.metrics.jsonl import rows
@@ -24,27 +23,13 @@ from sley_doctor.reports.fault_report import FoundReports
 from sley_doctor.reports.fault_report import read as read_faults
 from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord
 from sley_doctor.reports.work_record import read as read_work
-from sley_doctor.run_report.drawn_step import (
-    MAX_RUNS,
-    MEASURED,
-    PREDICTED,
-    TRACE,
-    Curve,
-    StageTimes,
-    chart,
-    ends,
-    look,
-    placement_of,
-    read_trace,
-    times_of_stages,
-)
+from sley_doctor.run_report.charts import MAX_RUNS, Curve, chart, look
 from sley_doctor.slow.blocks import Block, middle
 from sley_doctor.slow.judge import judge
 from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, waits_of
 from sley_doctor.verdict.verdict import verdict
 from train_cli.progress import SUMMARY, duration, memory_of, rate
 from train_cli.surroundings import StartRecord, read_start
-from train_cli.timeline_svg import draw_svg
 
 Row = Mapping[str, float | int | None]
 
@@ -54,9 +39,8 @@ class RecordedRun:
     """One run. label: its name, or its folder where another run of the report has that name.
 
     rows: one per optimizer step; a number that was not finite is None. values: of the plan as resolved, as TOML by key. start:
-    None for a run that left no record of it. summary: None while it has not ended. timelines: of one step by title, measured
-    ones first; empty where the plan asked for none. faults: one per attempt that failed. work: by
-    rank, of its last start.
+    None for a run that left no record of it. summary: None while it has not ended. faults: one per attempt that failed. work:
+    by rank, of its last start.
     """
 
     label: str
@@ -65,7 +49,6 @@ class RecordedRun:
     values: Mapping[str, str]
     start: StartRecord | None
     summary: Mapping[str, Any] | None
-    timelines: Mapping[str, Timeline]
     faults: Sequence[FoundReports]
     work: Sequence[WorkRecord]
 
@@ -97,7 +80,6 @@ def _run(label: str, folder: Path, plan: Mapping[str, Any]) -> RecordedRun:
             {dotted(path): inline(value) for path, value in leaves(plan)},
             read_start(folder),
             json.loads((folder / SUMMARY).read_text("utf-8")) if (folder / SUMMARY).exists() else None,
-            read_trace(folder / TRACE) if (folder / TRACE).exists() else {},
             read_faults(folder),
             read_work(folder),
         )
@@ -168,9 +150,6 @@ MAX_BYTES = 1_000_000
 _MOST_POINTS = 12_000
 """Of all curves together, some 25 bytes each."""
 
-_MOST_SPANS = 1_200
-"""Of all drawn steps together, some 200 bytes each."""
-
 _CURVES = {
     "loss": ("Loss", "as the plan's [loss] says, mean of a step", "loss"),
     "held_out_loss": ("Held-out loss", "of data that is not trained on", "loss"),
@@ -206,18 +185,6 @@ _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 """What the first table says, of a run's `summary.json`."""
 
 
-class StepFigure(NamedTuple):
-    """The drawn step of one run. note: why there is none, or what was left out. picture: an `<svg>` element or "". stages: of
-    the first copy of the model. ends: of each copy, how many seconds before the last one it ended; empty for one copy.
-    """
-
-    label: str
-    note: str
-    picture: str = ""
-    stages: Sequence[StageTimes] = ()
-    ends: Sequence[tuple[str, float]] = ()
-
-
 class TableRow(NamedTuple):
     """A row of a table with a column for each run; `values` has "" where a run has none."""
 
@@ -246,7 +213,6 @@ def page(runs: Sequence[RecordedRun]) -> str:
         looks=[look(number) for number in range(len(runs))],
         charts=list(_charts(runs, names[:_MOST_CHARTS])),
         numbers_left_out=names[_MOST_CHARTS:],
-        steps=[_step(run, _MOST_SPANS // len(runs)) for run in runs],
         waiting=[waiting(run.label, run.work) for run in runs],
         kinds=list(KINDS.values()),
         memory=_table([one.get("memory_bytes", {}) for one in summaries]),
@@ -294,24 +260,6 @@ def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple
 def _curve(run: RecordedRun, number: int, name: str) -> Curve:
     known = [row for row in run.rows if name in row]
     return Curve(number, [int(row["step"] or 0) for row in known], [row[name] for row in known])
-
-
-def _step(run: RecordedRun, most_spans: int) -> StepFigure:
-    """Returns the drawn step of a run: as many measured copies of the model as there is room for, above the prediction."""
-    measured = {title: one for title, one in run.timelines.items() if title.startswith(MEASURED)}
-    predicted = {title: one for title, one in run.timelines.items() if title.startswith(PREDICTED)}
-    if not measured or not predicted:
-        return StepFigure(
-            run.label, "No step was drawn: no [pipeline] or [timeline] in the plan, or the run did not take that step."
-        )
-    stages = times_of_stages(next(iter(measured.values())), placement_of(next(iter(predicted.values()))))
-    late = list(ends(measured)) if len(measured) > 1 else []
-    room = most_spans // max(len(one.spans) for one in run.timelines.values()) - 1
-    if room < 1:
-        return StepFigure(run.label, f"It has too many actions for this page: see {run.folder}/timeline.svg.", "", stages, late)
-    note = f"{room} of {len(measured)} copies of the model are drawn." if room < len(measured) else ""
-    shown = dict(list(measured.items())[:room])
-    return StepFigure(run.label, note, draw_svg({**shown, **predicted}), stages, late)
 
 
 def _table(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:

@@ -222,7 +222,7 @@ class Layout(NamedTuple):
             "sequence": self.attention.table if self.attention else None,
         }
         if schedule is None:
-            tables |= {"link": None, "partition": None, "timeline": None}
+            tables |= {"link": None, "partition": None}
         elif plan.partition is not None and plan.partition.name == "pp.explicit":
             own = plan.pipeline
             is_same = own is not None and (schedule.name, schedule.config) == (own.name, own.config)
