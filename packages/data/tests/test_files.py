@@ -20,14 +20,20 @@ import pytest
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
+from sley_data import files
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset
 from sley_data.documents import count_samples, read_documents
 from sley_data.files import find_files, text_files
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 KEY = ("data", "files")
-PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "txt": bytes}
+PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress, "txt": bytes}
 
 
 def config(*files: Path, **more: Any) -> TextConfig:
@@ -131,7 +137,7 @@ def test_compressed_text_is_read(tmp_path: Path, kind: str) -> None:
         assert problem.code == "data-json"
 
 
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
 @pytest.mark.parametrize("more", [{}, {"separator": "x"}])
 def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
     whole = PACKED[kind](random.Random(0).randbytes(5000))
@@ -141,6 +147,15 @@ def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, 
     assert (problem.code, "damaged or incomplete" in problem.message) == ("data-format", True)
     with pytest.raises(PlanError, match="damaged or incomplete"):
         len(TextDataset(table, DataContext()))
+
+
+def test_the_package_for_zstd_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\x50\x2a\x4d\x18\2\0\0\0ab" + zstd.compress(b"some text"))  # as pzstd writes
+    assert texts(config(tmp_path / "a.txt")) == [b"some text"]
+    monkeypatch.delitem(files._OPENED, files._ZSTD)
+    (problem,) = check(config(tmp_path / "a.txt"), evaluates=False)
+    assert "compressed by zstd" in problem.message
+    assert "sley-data[zstd]" in str(problem.hint)
 
 
 def archive(kind: str) -> bytes:
@@ -157,7 +172,7 @@ def archive(kind: str) -> bytes:
 REFUSED = {
     "a zip archive": archive("zip"),
     "a tar archive": archive("tar.gz"),
-    "compressed by zstd": b"\x28\xb5\x2f\xfd" + bytes(40),
+    "compressed by lz4": b"\x04\x22\x4d\x18" + bytes(40),
     "a Parquet table": b"PAR1\x15\x04" + bytes(40),
     "an Arrow table": b"ARROW1\0\0" + bytes(40),
     "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",

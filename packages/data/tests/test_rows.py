@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -23,6 +24,11 @@ from sley_data.conversations import Conversation, conversations_in
 from sley_data.datasets import TextDataset
 from sley_data.files import as_error, row_files
 from sley_data.rows import rows_of
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"r": 2}}}
 ROWS: list[dict[str, Any]] = [
@@ -59,6 +65,7 @@ FORMATS: dict[str, Callable[[Path, list[Any]], Any]] = {
     "a.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
     "a.jsonl.bz2": lambda path, rows: path.write_bytes(bz2.compress(lines(rows))),
     "a.jsonl.xz": lambda path, rows: path.write_bytes(lzma.compress(lines(rows))),
+    "a.jsonl.zst": lambda path, rows: path.write_bytes(zstd.compress(lines(rows))),
     "a.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2), "utf-8"),
     "a.parquet": lambda path, rows: parquet.write_table(pa.Table.from_pylist(rows), path),
     "a.arrow": write_arrow,

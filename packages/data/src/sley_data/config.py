@@ -36,7 +36,7 @@ class TextConfig(DataConfig):
 
     files: Array[PlanPattern] = ()
     """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once. Files of
-    gzip, bzip2 and xz are decompressed.
+    gzip, bzip2, xz and zstd are decompressed.
     """
 
     sequence: Positive

@@ -12,6 +12,7 @@ import json
 import lzma
 import os
 import re
+import sys
 import sysconfig
 import zlib
 from array import array
@@ -32,20 +33,33 @@ from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.megatron import MAGIC, Index, read_index
 
+try:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+except ImportError:
+    zstd = None  # type: ignore[assignment]
+
 _HEAD = 512
 """Bytes of a file that are searched for marks; the mark of tar is at byte 257."""
 
 Opener = Callable[[Path], BufferedIOBase]
 T = TypeVar("T")
 
+_ZSTD = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or one to skip, with which several may begin
+
 _OPENED: dict[bytes, Opener] = {
     rb"\x1f\x8b\x08": gzip.GzipFile,
     rb"BZh[1-9]1AY&SY": bz2.BZ2File,
     rb"\xfd7zXZ\x00": lzma.LZMAFile,
+    **({_ZSTD: zstd.ZstdFile} if zstd is not None else {}),
 }
 """Formats of a single compressed file, by their mark, with their readers."""
 
-SUFFIXES = frozenset({".gz", ".bz2", ".xz"})
+_BROKEN = (zlib.error, lzma.LZMAError, *([zstd.ZstdError] if zstd is not None else []))
+
+SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
 """The last suffix of such a file; the suffix before it tells the content: `.jsonl.gz`."""
 
 PARQUET = rb"PAR1\x15"
@@ -55,11 +69,15 @@ _TABLES = re.compile(b"|".join((PARQUET, ARROW_FILE, _ARROW_STREAM)), re.DOTALL)
 
 _UNPACK = "unpack it, and name the files that come out"
 _COLUMN = 'name its column of texts: `field = "text"`'
+_INSTALL_ZSTD = """install sley-data[zstd], in a clone of Sley's repository: `pip install -e "packages/data[zstd]"`"""
 _MARKS = {
     rb"PK\x03\x04": ("a zip archive", _UNPACK),
-    rb"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it: `zstd -d`; gzip, bzip2 and xz are read as they are"),
-    rb"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it: `lz4 -d`; gzip, bzip2 and xz are read as they are"),
-    rb"\x1f\x9d": ("compressed by compress", "unpack it: `uncompress`; gzip, bzip2 and xz are read as they are"),
+    _ZSTD: (
+        "compressed by zstd",
+        'install sley-data[zstd], in a clone of Sley\'s repository: `pip install -e "packages/data[zstd]"`',
+    ),
+    rb"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it: `lz4 -d`; gzip, bzip2, xz and zstd are read as they are"),
+    rb"\x1f\x9d": ("compressed by compress", "unpack it: `uncompress`; gzip, bzip2, xz and zstd are read as they are"),
     rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
     rb"Rar!\x1a\x07": ("a rar archive", _UNPACK),
     rb".{257}ustar": ("a tar archive", _UNPACK),
@@ -118,7 +136,7 @@ def format_of(path: Path) -> Format:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedIOBase]:
-    """Opens a file for reading; decompresses gzip, bzip2 and xz.
+    """Opens a file for reading; decompresses gzip, bzip2, xz and zstd.
 
     Raises OSError; PlanError "data-format" for compressed content that is damaged or incomplete.
     """
@@ -131,7 +149,7 @@ def opened(path: Path) -> Iterator[BufferedIOBase]:
     try:
         with opener(path) as file:
             yield file
-    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+    except (EOFError, OSError, *_BROKEN) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's; gzip and bz2 give none
             raise
         message = f"`{path}` is compressed, and damaged or incomplete: {error}"
