@@ -16,6 +16,8 @@ from layouts import LAYOUTS, SHARDED, layout_of, num_ranks, staged
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from sley_checkpoint.reader import read
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
@@ -36,6 +38,25 @@ PLAN = small_plan(
     evaluation={"every": 2, "steps": 1},
 )
 """257 tokens and 27 channels divide by no number of ranks: shards are padded."""
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------------
+
+
+def counted(tables: Tables, folder: Path) -> list[list[float]]:
+    """Tokens, trained ones and 10^12 FLOPs of all devices, of two steps."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        rows = [run.step() for _ in range(2)]
+        return [[row["tokens"], row["trained_tokens"], row["tflops"] * row["seconds"] * world.size] for row in rows]
+
+
+@pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2 wdp2 sharded", "wp2 sp2", "pp2 dp2 sharded"])
+def test_a_step_has_the_tokens_and_flops_of_one_process(ranks: Any, texts: Path, layout: str):
+    tables = layout_of(layout, PLAN)
+    alone, *more = [counted(PLAN, texts), *ranks(num_ranks(tables))(counted, tables, texts)]
+    assert alone[0][0] == 8 * 16 > alone[0][1] > 8 * 8, "no label is across documents"
+    for every in more:
+        assert every == [pytest.approx(row, rel=1e-12) for row in alone]
 
 
 # -- canonical sums: one hash of weights, masters, optimizer states, losses and norms -----------------------------------

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 
 from sley_core.json_text import to_json, write_json
-from train_cli.progress import Reporter, RunFacts, RunTotals, closing, draws_line, duration, opening, rate, repeats, summary
+from train_cli.progress import (
+    Reporter,
+    RunFacts,
+    RunTotals,
+    UnsavedNote,
+    closing,
+    draws_line,
+    duration,
+    opening,
+    rate,
+    repeats,
+    summary,
+)
 
 SIZES = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352, "tokens_per_sample": 256}
 FACTS = RunFacts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, **SIZES)
@@ -62,6 +74,19 @@ def test_notes_of_the_run_are_shown_once_when_they_come(line: bool) -> None:
     assert ("\x1b[2K" in stream.getvalue()) == line, "one line is redrawn"
 
 
+@pytest.mark.parametrize(("seconds", "told_at"), [(0.31, 5), (0.29, None), (200.0, 2)])
+def test_a_long_run_without_checkpoints_says_so_once(seconds: float, told_at: int | None) -> None:
+    """A thousand steps, of which the first takes a minute and does not count, and a second of them is timed first."""
+    notes: list[str] = []
+    note = UnsavedNote(1000, notes)
+    num_notes = []
+    for step in range(1, 10):
+        note({"step": step, "seconds": 60.0 if step == 1 else seconds})
+        num_notes.append(len(notes))
+    assert num_notes == [int(told_at is not None and step >= told_at) for step in range(1, 10)]
+    assert all("about 5m 10s" in text or "about 55h 30m" in text for text in notes), notes
+
+
 @pytest.mark.parametrize("line", [True, False])
 def test_a_stream_that_takes_no_more_ends_nothing(line: bool) -> None:
     stream = Terminal()
@@ -83,7 +108,9 @@ def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: st
 def test_numbers_as_people_read_them() -> None:
     rates = [rate({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
     assert rates == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
-    assert rate({"tokens_per_s": None, "samples_per_s": 0.314}) == "0.31 samples/s"
+    assert rate({"tokens_per_s": None, "samples_per_s": 0.314, "tflops": None, "mfu": None}) == "0.31 samples/s"
+    assert rate({"tokens_per_s": 9.0, "tflops": 0.0513}) == "9 tok/s  0.051 TFLOP/s"
+    assert rate({"tokens_per_s": 812.3, "tflops": 412.4, "mfu": 0.4168}) == "812 tok/s  412 TFLOP/s  41.7% MFU"
     assert [duration(value) for value in (7.6, 62, 11100)] == ["8s", "1m 02s", "3h 05m"]
 
 
@@ -112,6 +139,8 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     steps = rows(40)
     steps[19]["held_out_loss"] = 3.75
     steps[39] |= {"held_out_loss": 1.5, "memory_mb": 31.5}
+    for each in steps:
+        each |= {"trained_tokens": 500, "tflops": 200.0 if each["step"] <= 20 else 100.0, "mfu": 0.25}
     totals = RunTotals(steps[:10])  # of a run that was resumed
     for each in steps[10:]:
         totals.add(each)
@@ -126,10 +155,13 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "mean_loss_last_20": sum(6.0 - step / 8 for step in range(21, 41)) / 20,
         "held_out_loss": 1.5,
         "tokens": 40 * 512,
+        "trained_tokens": 40 * 500,
         "seconds": 10.0,
         "tokens_per_s": 2048.0,
         "samples": 640,
         "samples_per_s": 64.0,
+        "tflops": 150.0,
+        "mfu": 0.25,
         "epochs": 640 / 4352,
         "parameters": 1056896,
         "trained_parameters": 1056896,
@@ -146,7 +178,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "finished: 40 steps in 10s",
         "  loss           1.0000  (mean of the last 20: 2.1875)",
         "  held-out loss  1.5000",
-        "  speed          2.0k tok/s",
+        "  speed          2.0k tok/s  150 TFLOP/s  25.0% MFU",
         "  run folder     runs/small",
         "  mine.handler counted",
         "    kept  3",
@@ -163,7 +195,8 @@ def test_the_summary_of_odd_runs() -> None:
     content = summary(FACTS, "finished", RunTotals(frames))
     assert (content["tokens"], content["tokens_per_s"], content["samples_per_s"]) == (0, None, 64.0)
     none = summary(FACTS, "failed", RunTotals())
-    assert [none[key] for key in ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s")] == [None] * 4
+    unknown = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s", "samples_per_s", "tflops", "mfu")
+    assert [none[key] for key in unknown] == [None] * 7
     assert closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"
 
 

@@ -1,7 +1,7 @@
 """Shows a run on stderr, and sums it up in `summary.json`: its size before the first step, then a line that is redrawn on a
 terminal, else one every `log_every` steps; totals at the end. Imports no torch.
 
-step 120/500  loss 2.413  8.1k tok/s  31.2 GiB  1m 02s left
+step 120/500  loss 2.413  8.1k tok/s  412 TFLOP/s  41.7% MFU  31.2 GiB  1m 02s left
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ SUMMARY = "summary.json"
 NUM_LAST = 20
 """Over how many of the last steps the mean loss is taken: one step's loss says more of its batch than of the model."""
 
+LONG_S = 300.0
+"""How long the steps of a run without checkpoints may take unsaid."""
+
+TIMED_S = 1.0
+"""Seconds of steps from which the time of all is told."""
+
 MIB = 1 << 20
 JSONL = "core.jsonl"
 _REDRAW_S = 0.2
@@ -37,7 +43,7 @@ class RunFacts:
     """Describes a run before its first step.
 
     parameters, trained: elements of the whole model's, and of those that are not frozen. samples_per_step: over all ranks.
-    samples_per_epoch: None for a stream. tokens_per_sample: None for data without sequences, or of several lengths. device: as
+    samples_per_epoch: None for a stream. tokens_per_sample: None for data without tokens, or of several lengths. device: as
     a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of ranks. plugins: distribution and version by plugin.
     versions: of Python and torch.
     """
@@ -63,7 +69,8 @@ class RunTotals:
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.steps = 0
-        self.tokens = 0
+        self.tokens = self.trained_tokens = 0
+        self.tflop = self.mfu_seconds = 0.0
         self.seconds = 0.0
         self.held_out_loss: float | None = None
         self.losses: deque[float] = deque(maxlen=NUM_LAST)
@@ -76,7 +83,10 @@ class RunTotals:
         """Counts one step's row. Losses that are not finite, of skipped steps, are left out."""
         self.steps += 1
         self.memory_mb = row.get("memory_mb", self.memory_mb)
-        self.tokens += int(row.get("tokens", 0))  # rows of data without sequences count samples
+        self.tokens += int(row.get("tokens", 0))  # rows of data without tokens count samples
+        self.trained_tokens += int(row.get("trained_tokens", 0))
+        self.tflop += row.get("tflops", 0.0) * row["seconds"]
+        self.mfu_seconds += row.get("mfu", 0.0) * row["seconds"]
         self.seconds += row["seconds"]
         self.skipped += int(row.get("skipped", 0))
         if math.isfinite(row["loss"]):
@@ -96,10 +106,15 @@ def summary(
 
     outcome: `"finished"`, `"interrupted"` or `"failed"`. counts, memory: `Run.counts` and `Run.memory.bytes` of rank 0. notes:
     what went wrong and did not end the run. Losses are null if there was no step, or no evaluation; `tokens_per_s`, null for
-    data without sequences, and `samples_per_s` are over all steps; `memory_mb` is the peak as in the rows.
+    data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if not known, are over all steps;
+    `memory_mb` is the peak as in the rows.
     """
     losses = list(totals.losses)
     samples = totals.steps * facts.samples_per_step
+
+    def per_s(amount: float) -> float | None:
+        return amount / totals.seconds if amount and totals.seconds > 0 else None
+
     return {
         "name": facts.name,
         "outcome": outcome,
@@ -109,10 +124,13 @@ def summary(
         f"mean_loss_last_{NUM_LAST}": sum(losses) / len(losses) if losses else None,
         "held_out_loss": totals.held_out_loss,
         "tokens": totals.tokens,
+        "trained_tokens": totals.trained_tokens,
         "seconds": totals.seconds,
-        "tokens_per_s": totals.tokens / totals.seconds if totals.tokens and totals.seconds > 0 else None,
+        "tokens_per_s": per_s(totals.tokens),
         "samples": samples,
-        "samples_per_s": samples / totals.seconds if totals.seconds > 0 else None,
+        "samples_per_s": per_s(samples),
+        "tflops": per_s(totals.tflop),
+        "mfu": per_s(totals.mfu_seconds),
         "epochs": facts.epochs(totals.steps),
         "parameters": facts.parameters,
         "trained_parameters": facts.trained,
@@ -174,6 +192,30 @@ def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
     """Returns whether to redraw one line of progress: `stream` is a terminal and plain output was not asked for."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("SLEY_NO_PROGRESS") or os.environ.get("TERM") == "dumb"
     return wanted and stream.isatty() and not plain
+
+
+class UnsavedNote:
+    """Reads the rows of a run without checkpoints; adds a note to `notes`, once, if its steps will take more than `LONG_S`."""
+
+    def __init__(self, num_steps: int, notes: list[str]) -> None:
+        self._num_steps = num_steps
+        self._notes = notes
+        self._num_timed = -1  # the first step, which warms everything up, does not count
+        self._seconds = 0.0
+        self._is_noted = False
+
+    def __call__(self, row: Row) -> None:
+        self._num_timed += 1
+        if self._is_noted or self._num_timed == 0:
+            return
+        self._seconds += row["seconds"]
+        all_s = self._seconds + self._seconds / self._num_timed * (self._num_steps - row["step"])
+        if all_s > LONG_S and self._seconds >= TIMED_S:
+            self._is_noted = True
+            lost = "a run that fails or is killed loses all of its steps"
+            self._notes.append(
+                f"this run takes about {duration(all_s)} and saves no checkpoint: {lost}; `[checkpoint]` saves it"
+            )
 
 
 class Reporter(AbstractContextManager["Reporter"]):
@@ -302,18 +344,22 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
 
 
 def rate(row: Mapping[str, Any]) -> str:
-    """Formats the speed of a row or summary: `812 tok/s`, `8.1k tok/s`; `31 samples/s` for data without sequences; "" if it has
-    none.
+    """Formats the speed of a row or summary: `812 tok/s`, `8.1k tok/s  412 TFLOP/s  41.7% MFU`, the last two if they are known;
+    `31 samples/s` for data without tokens; "" if it has none.
     """
     per_s, unit = row.get("tokens_per_s"), "tok/s"
     if per_s is None:
         per_s, unit = row.get("samples_per_s"), "samples/s"
     if per_s is None:
         return ""
-    for size, letter in ((1e6, "M"), (1e3, "k")):
-        if per_s >= size:
-            return f"{per_s / size:.1f}{letter} {unit}"
-    return f"{per_s:.0f} {unit}" if per_s >= 10 else f"{per_s:.2g} {unit}"
+    size, letter = next((pair for pair in ((1e6, "M"), (1e3, "k")) if per_s >= pair[0]), (1.0, ""))
+    number = f"{per_s / size:.1f}" if letter else f"{per_s:.0f}" if per_s >= 10 else f"{per_s:.2g}"
+    parts = [f"{number}{letter} {unit}"]
+    if (tflops := row.get("tflops")) is not None:
+        parts.append(f"{tflops:.0f} TFLOP/s" if tflops >= 100 else f"{tflops:.2g} TFLOP/s")
+    if (mfu := row.get("mfu")) is not None:
+        parts.append(f"{mfu:.1%} MFU")
+    return "  ".join(parts)
 
 
 def memory(mib: float) -> str:

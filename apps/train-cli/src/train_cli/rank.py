@@ -25,7 +25,7 @@ from sley_core.process import uncollected
 from train_cli.console import say
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note
-from train_cli.progress import SUMMARY, Reporter, RunFacts, RunTotals, closing, opening, repeats, summary
+from train_cli.progress import SUMMARY, Reporter, RunFacts, RunTotals, UnsavedNote, closing, opening, repeats, summary
 from train_cli.run_folder import recorder, write_plan
 from train_cli.saved import AUTO, is_finished, keep_files, load, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
@@ -155,6 +155,8 @@ def _begin(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: 
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
     say("\n".join((opening(_facts(run), run.plan, num_bytes), *run.notes)))
+    if run.plan.checkpoint is None:
+        run.readers.append(UnsavedNote(run.plan.run.steps, run.notes))
     run.readers += [totals.add, reporter]
     return reporter
 

@@ -318,7 +318,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         weighs_micros=parts.store.reduction.fixed_order,
     )
     reads = frozenset(name for layer in model.layers for name in layer.fields)
-    samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info), reads)
+    samples = Samples(dataset, splitter, Meter.of(plan, parts, model.layers, dataset.info), reads)
     if not has_feed:
         return samples
     config: Any = plan.data.config

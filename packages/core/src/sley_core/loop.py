@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
+from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.totals import PendingTotals, Votes, refusal
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
@@ -29,9 +31,9 @@ Row = dict[str, float | int]
 
 @dataclass(frozen=True)
 class CallCounts:
-    """What the calls of a step have read. count: of all ranks, in `Meter.unit`. seconds: of the calls but the last."""
+    """What the calls of a step have read. batch: of all ranks. seconds: of the calls but the last."""
 
-    count: int = 0
+    batch: BatchCounts = NO_COUNTS
     seconds: float = 0.0
     data_wait_s: float = 0.0
     samples: tuple[int, ...] = ()
@@ -130,10 +132,10 @@ class Loop:
                 self.parts.registry.check_complete(self.parts.layers)
             if outputs is not None:
                 outputs.micros = batch.micros
-            count = sum(map(self.samples.meter.count, batch.whole)) * self.parts.topology.dp
-            old = self._counts
-            self._counts = CallCounts(old.count + count, old.seconds, old.data_wait_s + wait_s, old.samples + numbers)
-            yield batch
+            counts = reduce(BatchCounts.plus, map(self.samples.meter.count, batch.whole))
+            yield replace(batch, counts=counts)
+            old, counts = self._counts, self.stepper.agreement.counts
+            self._counts = CallCounts(old.batch.plus(counts), old.seconds, old.data_wait_s + wait_s, old.samples + numbers)
         if self._watch is not None and self._is_first:
             self._watch.check()
             self._watch = None  # frees its copies of buffers
@@ -201,7 +203,7 @@ class Loop:
         if result.loss_scale is not None or skips is not None:
             row["skipped"] = int(result.skipped or is_skipped)
         row |= self.parts.numbers.row(result.numbers)
-        row |= self.samples.meter.measure(counts.count, seconds, counts.data_wait_s)
+        row |= self.samples.meter.measure(counts.batch, seconds, counts.data_wait_s)
         try:
             if self._evaluates_after(pending.number):
                 row["held_out_loss"] = self._mean_loss(None)

@@ -19,7 +19,8 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.records import MetricsWriterRecord
 from sley_testing.plans import loader_of
 
-ROW = ["step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "data_wait_s", "memory_mb"]
+ROW = ["step", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "seconds", "tokens_per_s", "data_wait_s", "memory_mb"]
+ROW += ["tflops"]
 
 
 class Listener:
@@ -130,6 +131,19 @@ def test_a_row_has_what_it_promises(alone, small):
         assert 0 <= row["data_wait_s"] <= row["seconds"]
         assert row["memory_mb"] > 1
         assert all(math.isfinite(value) for value in row.values())
+
+
+def counted(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        row = run.step()
+        return row["tokens"], row["trained_tokens"]
+
+
+def test_tokens_are_those_of_all_ranks_though_their_batches_differ(ranks, own, small):
+    """Samples of 4 and 8 tokens on rank 0, padded to 8, and of 12 and 4 on rank 1. Eight labels of all 28 are ignored."""
+    tables = small(data={"factory": "own_data:Padded", "shuffle": False})
+    assert counted(tables, own) == (4 * 12, 20)
+    assert ranks(2)(counted, {**tables, "parallel": {"dp": 2}}, own) == [(2 * 8 + 2 * 12, 20)] * 2
 
 
 def stop_one(tables, folder):

@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,19 +16,14 @@ import torch
 from torch import nn
 
 from sley_core.config import JsonlConfig, check_metrics
-from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORED, DataInfo, Field
+from sley_core.engine.step_batch import BatchCounts
 from sley_core.errors import RunError
 from sley_core.metrics.jsonl import JsonlWriter
 from sley_core.metrics.jsonl import rows as rows_of
-from sley_core.metrics.throughput import (
-    Meter,
-    device_peak_flops,
-    flops_per_token,
-    memory_mb,
-    model_flops_per_token,
-    peak_flops,
-    resident_mb,
-)
+from sley_core.metrics.throughput import Meter, ModelFlops, device_peak_flops, memory_mb, model_flops, peak_flops, resident_mb
+from sley_core.model.build import build_on_meta
+from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 
@@ -96,35 +92,68 @@ def test_a_writer_that_is_listed_twice_is_refused() -> None:
 
 
 CPU = torch.device("cpu")
-TOKENS = DataInfo({"mask": Field("bool"), "tokens": Field("int64", sequence_dim=1)}, vocab_size=256, sequence=7)
+IDS = Field("int64")
+TOKENS = DataInfo({"mask": Field("bool"), "ids": Field("int64", 0, 1, "token"), "next": Field("int64", 0, 1, "label")}, 256)
+PAIR = DataInfo({"labels": IDS, "tokens": IDS, "mask": Field("float32")})
 FRAMES = DataInfo({"frames": Field("float32", batch_dim=1, sequence_dim=0)})
-IMAGES = DataInfo({"image": Field("float32"), "class": Field("int64")})
+IMAGES = DataInfo({"image": Field("float32"), "class": IDS})
+ROWS = DataInfo({"x": Field("float32"), "y": IDS})
+
+NEXT = torch.tensor([[5, 6, IGNORED, 8], [IGNORED, 0, IGNORED, IGNORED]])
+ZEROS = torch.zeros(2, 4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("info", "batch", "unit", "count"),
+    ("info", "batch", "counts"),
     [
-        (TOKENS, {"mask": torch.zeros(3), "tokens": torch.zeros(3, 7)}, "tokens", 21),
-        (FRAMES, {"frames": torch.zeros(5, 2, 80)}, "tokens", 10),
-        (IMAGES, {"image": torch.zeros(4, 3, 8, 8), "class": torch.zeros(4)}, "samples", 4),
+        (TOKENS, {"mask": torch.zeros(2), "ids": ZEROS, "next": NEXT}, BatchCounts(2, 8, 4, 8, 2 * 16)),
+        (PAIR, {"labels": NEXT, "tokens": ZEROS, "mask": torch.zeros(2, 4)}, BatchCounts(2, 8, 4, 8, 2 * 16)),
+        (PAIR, {"labels": ZEROS[:, 0], "tokens": ZEROS, "mask": torch.zeros(2)}, BatchCounts(2, 8, 0, 8, 2 * 16)),
+        (FRAMES, {"frames": torch.zeros(5, 2, 80)}, BatchCounts(2, 0, 0, 10, 2 * 25)),
+        (IMAGES, {"image": torch.zeros(4, 3, 8, 8), "class": torch.zeros(4)}, BatchCounts(4)),
+        (ROWS, {"x": torch.zeros(4, 9), "y": torch.zeros(4)}, BatchCounts(4, 0, 0, 4, 4)),
+        (
+            replace(IMAGES, sequence=9),
+            {"image": torch.zeros(4, 3, 8, 8), "class": torch.zeros(4)},
+            BatchCounts(4, 0, 0, 36, 4 * 81),
+        ),
     ],
 )
-def test_samples_or_tokens_follow_the_declared_fields(
-    info: DataInfo, batch: dict[str, torch.Tensor], unit: str, count: int
+def test_tokens_are_counted_only_where_a_field_has_token_ids(
+    info: DataInfo, batch: dict[str, torch.Tensor], counts: BatchCounts
 ) -> None:
-    meter = Meter(CPU, info, flops_per_token=6e9, peak_flops=1e15)
-    assert (meter.unit, meter.count(batch)) == (unit, count)
-    row = meter.measure(count, 0.5, 0.0)
-    assert (row[unit], row[f"{unit}_per_s"]) == (count, 2 * count)
-    assert ("samples" in row, "mfu" in row) == ((True, False) if unit == "samples" else (False, True))
+    """And trained ones where each token has a label. Positions are unknown of pictures alone."""
+    meter = Meter(CPU, info)
+    assert meter.count(batch) == counts
+    row = meter.measure(counts, 0.5, 0.0)
+    unit, other = ("tokens", "samples") if counts.tokens else ("samples", "tokens")
+    assert (meter.unit, row[unit], row[f"{unit}_per_s"]) == (unit, getattr(counts, unit), 2 * getattr(counts, unit))
+    assert row.get("trained_tokens", 0) == counts.trained_tokens
+    assert row.keys().isdisjoint({other, f"{other}_per_s", "tflops", "mfu"}), "nothing is known of a model without matrices"
+
+
+def test_an_ignored_label_of_ones_own_and_samples_of_flat_pictures() -> None:
+    assert Meter(CPU, TOKENS, labels="next", ignored=0).count({"mask": NEXT, "ids": ZEROS, "next": NEXT}).trained_tokens == 3
+    pictures = {"x": torch.zeros(4, 64), "y": torch.zeros(4)}
+    assert Meter(CPU, ROWS, ModelFlops(1.0, convolves=True)).count(pictures).positions == 0, "a convolution has more of them"
+
+
+def test_attention_of_packed_documents_is_within_documents() -> None:
+    """Rows of 3 + 5 and of 8 positions, in a model that reads where documents begin; another looks at the whole row."""
+    info = DataInfo({"tokens": IDS, "labels": IDS, **BOUNDARY_FIELDS})
+    batch = {"tokens": torch.zeros(2, 8), "labels": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 3, 8], [0, 8, 8]])}
+    assert Meter(CPU, info, ModelFlops(in_documents=True)).count(batch).pairs == 9 + 25 + 64
+    assert Meter(CPU, info).count(batch).pairs == 64 + 64
 
 
 def test_what_a_step_measures_and_its_utilisation_where_the_peak_is_known() -> None:
-    row = Meter(CPU, TOKENS).measure(1000, 0.5, 0.125)
+    counts = BatchCounts(2, 1000, 900, 1000, 500_000)
+    row = Meter(CPU, TOKENS).measure(counts, 0.5, 0.125)
     assert row.pop("memory_mb") == pytest.approx(resident_mb(), rel=0.1)
-    assert row == {"tokens": 1000, "seconds": 0.5, "tokens_per_s": 2000.0, "data_wait_s": 0.125}
-    meter = Meter(CPU, TOKENS, flops_per_token=6e9, peak_flops=2 * 989.4e12)
-    assert meter.measure(65_536, 1.0, 0.0)["mfu"] == pytest.approx(65_536 * 6e9 / (2 * 989.4e12))
+    assert row == {"tokens": 1000, "trained_tokens": 900, "seconds": 0.5, "tokens_per_s": 2000.0, "data_wait_s": 0.125}
+    row = Meter(CPU, TOKENS, ModelFlops(6e9, 1e6), num_devices=4, peak_flops=4 * 1e14).measure(counts, 0.5, 0.0)
+    assert row["tflops"] == pytest.approx((6e12 + 5e11) / 0.5 / 4 / 1e12)
+    assert row["mfu"] == pytest.approx(row["tflops"] / 100)
 
 
 @pytest.mark.gpu
@@ -136,25 +165,66 @@ def test_on_cuda_memory_is_what_torch_allocated() -> None:
     assert 64 <= peak == memory_mb(device)
 
 
-def test_the_formula_on_numbers_worked_out_by_hand() -> None:
-    """GPT-3 175B: 96 layers, 96 heads of 128, sequence 2048; attention adds 1.4 % to 6 N when it is causal."""
-    num_parameters = 174_600_000_000
-    flops = flops_per_token(num_parameters, 96 * 96 * 128, 2048)
-    assert flops == 6 * num_parameters + 6 * 96 * 12288 * 2048
-    assert flops / (6 * num_parameters) == pytest.approx(1.0138, abs=1e-4)
-
-
 class Attention(nn.Module):
-    def __init__(self, heads: int, head_dim: int) -> None:
+    def __init__(self, heads: int, head_dim: int, **more: bool) -> None:
         super().__init__()
-        self.attention_width = heads * head_dim
+        self.num_heads, self.head_dim = heads, head_dim
+        self.__dict__.update(more)
+
+
+def layers(*modules: nn.Module, fields: tuple[str, ...] = ()) -> list[Layer]:
+    return [Layer(str(number), module, fields=fields) for number, module in enumerate(modules)]
 
 
 def test_matrices_count_and_embeddings_norms_and_biases_do_not() -> None:
     embed, head = nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)
     head.weight = embed.weight
     block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24), Attention(2, 4), nn.Conv1d(8, 8, 3))
-    assert model_flops_per_token([embed, block, head], 16) == 6 * (8 * 24 + 8 * 8 * 3 + 8 * 100) + 6 * 8 * 16
+    flops = model_flops(layers(embed, block, head))
+    assert flops == ModelFlops(6 * (8 * 24 + 8 * 8 * 3 + 8 * 100), 6 * 8, convolves=True)
+
+
+def test_a_small_llama_by_hand() -> None:
+    """2 layers, 16 wide, 4 heads of 4, 2 of keys and values, feed-forward 24, 97 ids, sequences of 24; 10 of them in 2 s on two
+    devices of 5 GFLOP/s.
+
+    Each layer has queries 16 x 16, keys and values 8 x 16 each, output 16 x 16, and three of 16 x 24: 768 + 1152 = 1920. With
+    the head of 97 x 16 = 1552, N = 5392. A token takes 6 N = 32352, and attention 6 x 2 layers x 16 x 24 = 4608: 36960 FLOPs.
+    240 tokens in 2 s are 120 tok/s, so 4,435,200 FLOP/s, 2,217,600 of each device.
+    """
+    info = DataInfo({"tokens": IDS, "labels": IDS}, vocab_size=97, sequence=24)
+    plan = plan_from_dict(small_plan(batch__global_size=10))
+    flops = model_flops(build_on_meta(plan.model, info, 0).layers)
+    meter = Meter(CPU, info, flops, num_devices=2, peak_flops=2 * 5e9)
+    row = meter.measure(meter.count({"tokens": torch.zeros(10, 24), "labels": torch.zeros(10, 24)}), 2.0, 0.0)
+    assert (row["tokens"], row["tokens_per_s"]) == (240, 120.0)
+    assert row["tflops"] == pytest.approx(2_217_600 / 1e12, rel=1e-12)
+    assert row["mfu"] == pytest.approx(2_217_600 / 5e9, rel=1e-12)
+
+
+def test_an_mlp_by_hand_and_with_frozen_parts() -> None:
+    """9 inputs, 32 hidden, 10 classes: N = 9 x 32 + 32 x 10 = 608, 3648 FLOPs a sample; 50 in 0.1 s are 1,824,000 FLOP/s.
+
+    Frozen before all that is trained, the first matrix is only multiplied forward: 2 x 288. Frozen behind, the second one's
+    gradients of inputs are still computed: 4 x 320. Within a layer that trains a part, as with adapters, 4 N too.
+    """
+    first, second = nn.Linear(9, 32), nn.Linear(32, 10)
+    meter = Meter(CPU, ROWS, model_flops(layers(first, second)), peak_flops=1e9)
+    row = meter.measure(meter.count({"x": torch.zeros(50, 9), "y": torch.zeros(50)}), 0.1, 0.0)
+    assert (row["samples"], row["samples_per_s"]) == (50, 500.0)
+    assert row["mfu"] == pytest.approx(1_824_000 / 1e9, rel=1e-12)
+    first.requires_grad_(False)
+    assert model_flops(layers(first, second)).matrices == 2 * 288 + 6 * 320
+    assert model_flops(layers(second, first)).matrices == 4 * 288 + 6 * 320
+    assert model_flops(layers(nn.Sequential(first, second))).matrices == 4 * 288 + 6 * 320
+    assert model_flops(layers(Attention(2, 4), second, Attention(2, 4))).attention == (2 + 6) * 8
+
+
+def test_gpt3_by_hand() -> None:
+    """175B: 96 layers, 96 heads of 128, sequence 2048; attention adds 1.4 % to 6 N when it is causal, twice that when not."""
+    attention = model_flops(layers(nn.Linear(1, 1), *[Attention(96, 128)] * 96)).attention * 2048
+    assert attention / (6 * 174_600_000_000) == pytest.approx(0.0138, abs=1e-4)
+    assert model_flops(layers(nn.Linear(1, 1), *[Attention(96, 128, is_causal=False)] * 96)).attention * 2048 == 2 * attention
 
 
 @pytest.mark.parametrize(

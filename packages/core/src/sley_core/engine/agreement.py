@@ -1,7 +1,7 @@
 """Checks, before the first gradient is sent, that ranks agree on a step.
 
     begin ──> first action of the step ──> check ──> everything else
-      └── one small sum over all ranks, on the hosts, beside that action; the loss weight of the batch is in it
+      └── one small sum over all ranks, on the hosts, beside that action; loss weight and counts of the batch are in it
 
 Ranks must agree on which parameters are frozen, on the number of micro-batches and on the batch: they decide which gradients
 are summed with which, how many messages are sent, and how long they are. A mismatch would give wrong numbers, end the process
@@ -27,6 +27,7 @@ from torch import Tensor
 from sley_core.comm.collectives import Pending, all_reduce, difference, gather_objects
 from sley_core.comm.marks import checksum
 from sley_core.engine.reduction import Reduction
+from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import StepBatch
 
 NEXT, TRAINED, MICROS, BATCH = range(4)
-_REFUSALS, _WEIGHT = 4, 5
-"""The places of refusals and of the weight's terms in the summed tensor, float64, in which facts are whole numbers below 2^53.
-No other exchange of these ranks has its length.
+_REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
+"""The places of refusals, counts and the weight's terms in the summed tensor, float64, in which facts are whole numbers below
+2^53. No other exchange of these ranks has its length.
 """
 
 _END_BYTES = 1 << 12
@@ -56,7 +57,7 @@ View = tuple[Any, int]
 
 
 class Agreement:
-    """Compares the ranks of `groups` in a step, and sums the loss weight of the global batch: `weight`, valid after `check`.
+    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`.
     store: whose trained parameters are compared, or None. first: called once, after the first check has passed.
     """
 
@@ -66,6 +67,7 @@ class Agreement:
         self.reduction = Reduction(groups, StepState()) if store is None else store.reduction
         self.first = first
         self.weight = 0.0
+        self.counts = NO_COUNTS
         self._everyone = groups["control"]
         self._facts: list[dict[str, View]] = []
         self._refusal: RunError | None = None
@@ -80,10 +82,11 @@ class Agreement:
 
         what: the name, for the error, of the work that begins. refusal: why this rank cannot; if any rank has one, `check`
         raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
-        on the ranks of one stage, and on ranks without the loss they weigh 0.
+        on the ranks of one stage, and on ranks without the loss they weigh 0. So are their counts, on the first stage.
         """
         terms = self.reduction.weight_terms(batch.weights if batch else ())
         self.weight = self.reduction.weight_of(terms)
+        self.counts = batch.counts if batch else NO_COUNTS
         self._refusal = refusal
         if not self._everyone.has_peers:
             return self
@@ -94,7 +97,9 @@ class Agreement:
             dict.fromkeys(self.reduction.micro_axes, (num_micros, num_micros)),
             {} if batch is None else self._samples(batch),
         ]
-        self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *terms], dtype=torch.float64)
+        is_first = all(self.groups[axis].coord == 0 for axis in ("pp", "sp"))
+        counts = self.counts if is_first else NO_COUNTS
+        self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *counts, *terms], dtype=torch.float64)
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         # All ranks, on the host; every step and every evaluation begins with it.
@@ -102,7 +107,9 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight`. Raises RunError on all ranks alike: `ranks-differ`, or some rank's refusal."""
+        """Waits for the sum, and sets `weight` and `counts`. Raises RunError on all ranks alike: `ranks-differ`, or some rank's
+        refusal.
+        """
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -118,6 +125,7 @@ class Agreement:
             code, message, hint = next(one for one in refusals if one)
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
+        self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
         if self.first is not None:  # only now is it known that all ranks do the same
             first, self.first = self.first, None
             first()
@@ -157,7 +165,7 @@ class Agreement:
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = gather_objects(own, self._everyone, what="what ranks do differently")
-        for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
+        for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
                 views_by_rank = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}

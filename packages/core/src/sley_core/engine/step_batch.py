@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -85,6 +85,24 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """One batch, or a list of its micro-batches, whose sequences may then differ in length."""
 
 
+class BatchCounts(NamedTuple):
+    """What a batch has. trained_tokens: those whose label is not ignored. positions: at which the model computes. pairs: of
+    positions in one sequence, or in one document of it, the sum of the squares of their lengths.
+    """
+
+    samples: float = 0.0
+    tokens: float = 0.0
+    trained_tokens: float = 0.0
+    positions: float = 0.0
+    pairs: float = 0.0
+
+    def plus(self, other: BatchCounts) -> BatchCounts:
+        return BatchCounts(*map(sum, zip(self, other, strict=True)))
+
+
+NO_COUNTS = BatchCounts()
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """This rank's samples of one step or one evaluation, on the host.
@@ -92,12 +110,13 @@ class StepBatch:
     micros: {field: tensor} of each micro-batch, fields in the declared order, with this rank's slice of each sequence. whole:
     the same samples with whole sequences, in the pieces in which they were given. weights: of the pieces (of the micro-batches,
     if sums are canonical), this rank's share of the loss weight of the global batch; empty on ranks without the model's last
-    chunk.
+    chunk. counts: of this rank's samples, which the ranks of a pipeline and of a sequence share.
     """
 
     micros: Sequence[Batch]
     whole: Sequence[Mapping[str, Tensor]]
     weights: Sequence[float] = ()
+    counts: BatchCounts = NO_COUNTS
 
     @property
     def weight(self) -> float:

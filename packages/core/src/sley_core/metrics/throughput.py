@@ -1,4 +1,4 @@
-"""Measures a step for its metrics row: tokens and samples per second, share of the device's FLOP/s, peak memory."""
+"""Measures a step for its metrics row: samples and tokens per second, FLOP/s and their share of the peak, memory."""
 
 from __future__ import annotations
 
@@ -9,79 +9,134 @@ import time
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from sley_core.data.dataset import IGNORED, TOKEN_FIELDS
+from sley_core.engine.step_batch import BatchCounts
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.parts import Parts
     from sley_core.model.layers import Layer
+    from sley_core.plan.plan import Plan
 
 
 MEMORY_EVERY_S = 0.5
+DOCUMENTS = "cu_seqlens"
+
+
+class ModelFlops(NamedTuple):
+    """FLOPs of a model's forward and backward. matrices: per position. attention: per pair of positions of one document.
+
+    convolves: whether a convolution is among the matrices. in_documents: whether a layer reads the documents' boundaries.
+    """
+
+    matrices: float = 0.0
+    attention: float = 0.0
+    convolves: bool = False
+    in_documents: bool = False
+
+    def of(self, counts: BatchCounts) -> float:
+        return self.matrices * counts.positions + self.attention * counts.pairs
 
 
 class Meter:
     """Counts what a batch has, as the dataset declares it, and measures steps.
 
-    unit: "tokens", the positions of the first field that has a sequence dim, or "samples" if no field has one.
-    flops_per_token: see `sley_core.metrics.throughput`. peak_flops: FLOP/s of all devices of the run together, None if not
-    known.
+    unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair `tokens` and `labels`), else "samples".
+    peak_flops: FLOP/s of all devices of the run together, None if not known. labels: the field that says which tokens are
+    trained: those whose label is neither negative nor `ignored`.
     """
 
     def __init__(
-        self, device: torch.device, info: DataInfo, *, flops_per_token: float = 0.0, peak_flops: float | None = None
+        self,
+        device: torch.device,
+        info: DataInfo,
+        flops: ModelFlops | None = None,
+        *,
+        num_devices: int = 1,
+        peak_flops: float | None = None,
+        labels: str = "labels",
+        ignored: int = IGNORED,
     ) -> None:
-        """Chooses the field by which batches are counted."""
+        """Chooses the fields by which batches are counted."""
         self.device = device
-        self.flops_per_token = flops_per_token
+        self.flops = flops or ModelFlops()
+        self.num_devices = num_devices
         self.peak_flops = peak_flops
+        self.ignored = ignored
+        self._info = info
         self._measured_at = -math.inf
         self._memory = 0.0
-        fields = list(info.fields.items())
-        self._name, self._field = next((item for item in fields if item[1].sequence_dim is not None), fields[0])
-        self.unit = "samples" if self._field.sequence_dim is None else "tokens"
+        fields = info.fields
+        pair = all(name in fields and fields[name].dtype == "int64" for name in TOKEN_FIELDS)
+        self._tokens = next((name for name, field in fields.items() if field.ids == "token"), "tokens" if pair else None)
+        self._labels = labels if labels in fields else next((name for name in fields if fields[name].ids == "label"), None)
+        self.unit = "samples" if self._tokens is None else "tokens"
 
     @classmethod
-    def of(cls, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
+    def of(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
         """Returns the meter of this run: FLOPs of all layers of the full model, peak of all devices."""
-        device = parts.world.device.torch_device
-        peak = device_peak_flops(device, parts.precision.compute)
+        device, size, loss = parts.world.device.torch_device, parts.world.size, plan.loss.config
+        peak = plan.run.peak_tflops
+        peak = device_peak_flops(device, parts.precision.compute) if peak is None else peak * 1e12
         return cls(
             device,
             info,
-            flops_per_token=model_flops_per_token(
-                (layer.module for layer in layers),
-                info.sequence or 0,
-                {id(param.parameter): prod(param.shape) for param in parts.registry if param.shard},
-            ),
-            peak_flops=None if peak is None else peak * parts.world.size,
+            model_flops(layers, {id(param.parameter): prod(param.shape) for param in parts.registry if param.shard}),
+            num_devices=size,
+            peak_flops=None if peak is None else peak * size,
+            labels=getattr(loss, "labels", "labels"),
+            ignored=getattr(loss, "ignore_index", IGNORED),
         )
 
-    def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns how many samples, or tokens, `batch` has; tokens whose label is ignored count, as they are computed."""
-        shape, dim = batch[self._name].shape, self._field.sequence_dim
-        return shape[self._field.batch_dim] * (1 if dim is None else shape[dim])
-
-    def measure(self, count: int, seconds: float, data_wait_s: float) -> dict[str, float | int]:
-        """Returns `tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, and `mfu` if the device's peak is
-        known; or `samples` and `samples_per_s` of data without sequences, and no `mfu`, which is of tokens.
-
-        count: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for
-        data. memory_mb: this rank's peak in MiB. mfu: of all devices together, a fraction.
+    def count(self, batch: Mapping[str, Tensor]) -> BatchCounts:
+        """Returns what `batch`, with whole sequences on the host, has; tokens whose label is ignored count, as they are
+        computed.
         """
-        per_s = count / seconds
-        row = {
-            self.unit: count,
-            "seconds": seconds,
-            f"{self.unit}_per_s": per_s,
-            "data_wait_s": data_wait_s,
-            "memory_mb": self._memory_mb(),
-        }
-        if self.peak_flops is not None and self.unit == "tokens":
-            row["mfu"] = per_s * self.flops_per_token / self.peak_flops
+        name, field = next(iter(self._info.fields.items()))
+        samples = batch[name].shape[field.batch_dim]
+        tokens = trained = 0
+        if self._tokens is not None:
+            tokens, labels = batch[self._tokens].numel(), batch.get(self._labels or "")
+            if labels is not None and labels.shape == batch[self._tokens].shape:
+                trained = int(torch.count_nonzero((labels >= 0) & (labels != self.ignored)))
+        length = tokens / samples if tokens else self._positions(batch)
+        pairs = samples * length**2
+        if self.flops.in_documents and DOCUMENTS in batch:
+            pairs = float(batch[DOCUMENTS].diff(dim=-1).double().square().sum())
+        return BatchCounts(samples, tokens, trained, samples * length, pairs)
+
+    def _positions(self, batch: Mapping[str, Tensor]) -> int:
+        """Returns how many positions a sample without tokens has; 0 if that is not known, as of a picture."""
+        if self._info.sequence is not None:
+            return self._info.sequence
+        for name, field in self._info.fields.items():
+            if field.sequence_dim is not None:
+                return batch[name].shape[field.sequence_dim]
+        return int(not self.flops.convolves and all(value.ndim <= 2 for value in batch.values()))
+
+    def measure(self, counts: BatchCounts, seconds: float, data_wait_s: float) -> dict[str, float | int]:
+        """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; of
+        data without tokens `samples` and `samples_per_s`.
+
+        counts: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for data.
+        trained_tokens: if each token has a label. memory_mb: this rank's peak in MiB. tflops: of one device, 10^12 FLOP/s, if
+        the model's FLOPs are known. mfu: of all devices together, a fraction, if their peak is known too.
+        """
+        count = int(counts.samples if self._tokens is None else counts.tokens)
+        row: dict[str, float | int] = {self.unit: count}
+        if counts.trained_tokens:
+            row["trained_tokens"] = int(counts.trained_tokens)
+        row |= {"seconds": seconds, f"{self.unit}_per_s": count / seconds}
+        row |= {"data_wait_s": data_wait_s, "memory_mb": self._memory_mb()}
+        if flops_per_s := self.flops.of(counts) / seconds:
+            row["tflops"] = flops_per_s / self.num_devices / 1e12
+            if self.peak_flops is not None:
+                row["mfu"] = flops_per_s / self.peak_flops
         return row
 
     def _memory_mb(self) -> float:
@@ -119,9 +174,6 @@ def peak_flops(device_name: str, compute: str) -> float | None:
     """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), None if not known.
 
     device_name: as `torch.cuda.get_device_name` gives it. A MIG slice is a part of a device and not known.
-
-    Model FLOPs utilisation is the first, times tokens per second, over the second. What recomputation adds is not counted,
-    so that the same tokens per second give the same utilisation.
     """
     if "MIG" in device_name:
         return None
@@ -140,40 +192,51 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), compute)
 
 
-def flops_per_token(num_matmul_parameters: int, attention_width: int, sequence: int) -> float:
-    """Returns 6 N + 6 W S: the FLOPs of one token's forward and backward through a causal model.
+def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None) -> ModelFlops:
+    """Returns the FLOPs of any model, counted from its modules, which may be on meta: 6 N + 6 W S for each of S tokens.
 
-    Every parameter that multiplies a token costs 2 FLOPs forward and 4 backward. A layer of causal attention, W = heads x
+    A trained matrix of N elements costs 2 N FLOPs per position forward, 2 N backward for its input and 2 N for itself; a frozen
+    one 4 N, or 2 N in layers before the first with a trained parameter, where no backward goes. Causal attention, W = heads x
     head_dim wide, takes 2 W FLOPs for its scores and 2 W for its context per position that is seen, S / 2 of them on average,
     and twice that backward: half of the 12 W S of PaLM (Chowdhery et al., 2022, appendix B), which counts the whole square.
+    What recomputation adds is not counted, so that the same tokens per second give the same utilisation.
 
-    attention_width: the sum of W over all layers. sequence: S, in tokens; of packed documents too, so that runs compare.
-    """
-    return 6.0 * num_matmul_parameters + 6.0 * attention_width * sequence
-
-
-def model_flops_per_token(layers: Iterable[nn.Module], sequence: int, whole: Mapping[int, int] | None = None) -> float:
-    """Returns `flops_per_token` of any model, counted from its modules, which may be on meta.
-
-    A matrix counts if it is the own `weight`, of two dims or more, of a module that is not an embedding: linears,
-    convolutions of stride 1, and a tied head, whose weight multiplies once more there. Attention counts if a module
-    declares `attention_width = heads * head_dim`; a model that does not declare it is counted without its attention.
+    A matrix counts if it is the own `weight` (or `in_proj_weight`) of two dims or more of a module that is not an embedding:
+    linears, convolutions of stride 1, and a tied head, whose weight multiplies once more there.
 
     whole: the full number of elements of sharded parameters, by id.
     """
-    whole = whole or {}
-    num_parameters = 0
-    attention_width = 0
+    matrices = attention = 0.0
+    goes_back = convolves = in_documents = False
     for layer in layers:
-        for module in layer.modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.ndim >= 2 and not isinstance(module, _LOOK_UP):
-                num_parameters += whole.get(id(weight), weight.numel())
-            attention_width += getattr(module, "attention_width", 0)
-    return flops_per_token(num_parameters, attention_width, sequence)
+        in_documents |= DOCUMENTS in layer.fields
+        goes_back |= any(param.requires_grad for param in layer.module.parameters())
+        for module in layer.module.modules():
+            for name in () if isinstance(module, _LOOK_UP) else _MATRICES:
+                weight = getattr(module, name, None)
+                if isinstance(weight, Tensor) and weight.ndim >= 2:
+                    passes = 3 if weight.requires_grad else 1 + goes_back
+                    matrices += 2.0 * passes * (whole or {}).get(id(weight), weight.numel())
+                    convolves |= weight.ndim > 2
+            attention += 2.0 * (1 + 2 * goes_back) * attention_width(module)
+    return ModelFlops(matrices, attention, convolves, in_documents)
 
 
 _LOOK_UP = (nn.Embedding, nn.EmbeddingBag)
+_MATRICES = ("weight", "in_proj_weight")
+
+
+def attention_width(module: Any) -> int:
+    """Returns heads x head_dim of an attention, twice if it says that it is not causal: the module's own `attention_width`, or
+    `head_dim` and `num_heads` as torch and transformers name them; 0 for other modules.
+    """
+    if (width := getattr(module, "attention_width", None)) is not None:
+        return int(width)
+    heads = getattr(module, "num_heads", None) or getattr(getattr(module, "config", None), "num_attention_heads", None)
+    head_dim = getattr(module, "head_dim", None)
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        return 0
+    return heads * head_dim * (1 if getattr(module, "is_causal", True) else 2)
 
 
 STATUS = Path("/proc/self/status")

@@ -53,6 +53,11 @@ class RunTable(Table):
     folder: PlanFolder = "runs"
     """The folder of run folders; a relative path starts in the current directory."""
 
+    peak_tflops: PositiveFloat | None = None
+    """What one device can do in `precision.compute`, in 10^12 dense FLOP/s, of which `mfu` is a share; left out, what the
+    datasheet of a known GPU says, and no `mfu` of other devices.
+    """
+
     log_every: Positive = 10
     """Steps between two lines of progress if no progress bar can be drawn."""
 

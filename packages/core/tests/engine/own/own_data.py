@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
 
@@ -35,6 +36,22 @@ class Rows:
         if index % 3 == 0:
             labels[:4] = IGNORED
         return {"tokens": row[:-1], "labels": labels}
+
+
+class Padded(Rows):
+    """Samples of 4, 8 and 12 tokens in turn, padded to the longest of a rank's batch."""
+
+    info = DataInfo(Rows.info.fields, vocab_size=VOCABULARY)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[: 4 + 4 * (index % 3)] for name, value in super().__getitem__(index).items()}
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        fill = {"tokens": 0, "labels": IGNORED}
+        return {
+            name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+            for name, value in fill.items()
+        }
 
 
 class Stream:

@@ -157,6 +157,8 @@ _CURVES = {
     "grad_norm": ("Gradient norm", "before clipping", "norm"),
     "tokens_per_s": ("Speed", "of all ranks together", "tokens/s"),
     "samples_per_s": ("Speed", "of all ranks together", "samples/s"),
+    "tflops": ("TFLOP/s", "of one device, of the model's forward and backward", "TFLOP/s"),
+    "mfu": ("MFU", "model FLOPs utilisation: the share of what the devices can do", "of 1"),
     "memory_mb": ("Memory", "peak so far of rank 0: of its tensors on a GPU, of its whole process on a CPU", "MiB"),
     "data_wait_s": ("Waiting for data", "of rank 0 in each step", "s"),
 }
@@ -165,7 +167,7 @@ _CURVES = {
 _MOST_CHARTS = 24
 """A plugin may add a number for each layer."""
 
-_NO_CURVES = frozenset({"step", "tokens", "samples", "seconds"})
+_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})
 """The speed says as much of a step already."""
 
 _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -175,6 +177,7 @@ _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "held-out loss": lambda one: _number(one["held_out_loss"]),
     "samples": lambda one: f"{one['samples']:,}",
     "tokens": lambda one: f"{one['tokens']:,}" if one["tokens"] else "",
+    "trained tokens": lambda one: f"{one['trained_tokens']:,}" if one.get("trained_tokens") else "",
     "time in steps": lambda one: duration(one["seconds"]),
     "speed": rate,
     "parameters": lambda one: f"{one['parameters']:,}",
@@ -237,10 +240,10 @@ def _fact(run: RecordedRun, name: str) -> str:
 
 
 def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the numbers that rows have, those of _CURVES first; of the two speeds, only what was counted."""
+    """Returns the numbers that rows have, those of _CURVES first; of the two speeds, only what was counted; FLOP/s if known."""
     recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
     speeds = {"tokens_per_s", "samples_per_s"}
-    left_out = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"}))
+    left_out = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"})) | ({"tflops", "mfu"} - recorded.keys())
     return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in left_out]
 
 
