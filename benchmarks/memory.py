@@ -23,7 +23,7 @@ from contestants import Sley, Torch, plan
 from protocol import Ratio, compare, interleave, noise_of, parser, report
 from sley_core.comm.copies import HostMemory
 from sley_core.run import Run
-from sley_testing.figures import Figure, note
+from sley_testing.live_bytes import Figure, note
 from sley_testing.ranks import Ranks
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 64}

@@ -31,8 +31,7 @@ from sley_estimate.calibrate.layers import measure_layers
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.testing import shortly
-from sley_testing.figures import Figure, note
-from sley_testing.live_bytes import memory_profile, peak_bytes
+from sley_testing.live_bytes import Figure, memory_profile, note, peak_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
 BYTES, SECONDS = 0.03, 0.10

@@ -5,7 +5,7 @@ or kept change no bit, and on CUDA each has the numbers of one process.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.checkpointer_contract import Stretch, assert_goes_on, assert_same_stretch, saving_at, stretch
+from sley_testing.checkpointer_contract import Stretch, assert_goes_on, assert_same_stretch, save_at, stretch
 from sley_testing.parity import Bits, differing, digest, trained
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, assert_same_run, record
@@ -178,7 +178,7 @@ def test_torch_puts_the_pieces_of_a_layout_together(texts: Path, tmp_path: Path,
 
 def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
     """Takes four steps, with a checkpoint after two; then two from there."""
-    whole = stretch(tables, 4, folder=texts, prepare=saving_at(2, path))
+    whole = stretch(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
     return [whole, stretch(tables, 2, folder=texts, load=path)]
 
 
@@ -315,7 +315,7 @@ def test_a_layout_on_cuda_has_the_numbers_of_one_process(ranks: Any, texts: Path
 def test_runs_on_cuda_go_on_from_checkpoints(ranks: Any, texts: Path, tmp_path: Path) -> None:
     """Of one process bit for bit, and of another layout within parity."""
     narrow = changed(ON_CUDA, precision__compute="bf16")
-    whole = stretch(narrow, 6, folder=texts, prepare=saving_at(3, tmp_path / "alone"))
+    whole = stretch(narrow, 6, folder=texts, prepare=partial(save_at, 3, tmp_path / "alone"))
     assert_same_stretch([whole], [stretch(narrow, 3, folder=texts, load=tmp_path / "alone")])
     whole = stretch(ON_CUDA, 6, folder=texts)
     first, second = (layout_of(name, ON_CUDA) for name in ("dp2 sharded", "wp2"))

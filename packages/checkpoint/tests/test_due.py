@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.checkpointer_contract import assert_same_stretch, saving_at, stretch
+from sley_testing.checkpointer_contract import assert_same_stretch, save_at, stretch
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import weights
 
@@ -63,7 +64,7 @@ def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_pat
     """Writing takes longer than the step that follows, which changes every tensor that is not written yet."""
     options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
     tables = plan(precision__compute=precision, optimizer=options)
-    stretch(tables, 4, folder=texts, prepare=saving_at(2, tmp_path / "still-2"), save=tmp_path / "still-4")
+    stretch(tables, 4, folder=texts, prepare=partial(save_at, 2, tmp_path / "still-2"), save=tmp_path / "still-4")
     written = LocalFolder.write
     stepped = threading.Event()
 

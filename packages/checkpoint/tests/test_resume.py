@@ -6,6 +6,7 @@ import os
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -20,7 +21,7 @@ from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import tables as with_dropout
-from sley_testing.checkpointer_contract import CheckpointerContract, assert_same_stretch, saving_at, stretch
+from sley_testing.checkpointer_contract import CheckpointerContract, assert_same_stretch, save_at, stretch
 from sley_testing.plans import changed, small_plan
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
@@ -47,7 +48,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_layout_goes_on_bit_for_bit(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
-    whole = stretch(tables, 6, folder=texts, prepare=saving_at(3, tmp_path / "saved"))
+    whole = stretch(tables, 6, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
     assert_same_stretch([whole], [stretch(tables, 3, folder=texts, load=tmp_path / "saved")])
 
 

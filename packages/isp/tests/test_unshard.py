@@ -21,7 +21,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
-from sley_testing.live_bytes import allocations, memory_profile
+from sley_testing.live_bytes import memory_profile
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import weights
 
@@ -211,7 +211,7 @@ def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
         with memory_profile() as profile:
             run.step()
         own = run.registry["experts.0.weight"].parameter.nbytes
-    return [one.num_bytes for one in allocations(profile) if one.num_bytes >= own]
+    return [one.num_bytes for one in profile if one.num_bytes >= own]
 
 
 def test_a_step_allocates_nothing_as_large_as_a_shard(ranks, sharded, texts):

@@ -265,9 +265,7 @@ def load_machine(path: str | Path) -> MachineFile:
 
 
 def machine_from_dict(tables: Mapping[str, Any]) -> MachineFile:
-    """Returns the machine that plain data describes, as TOML would give it. Raises PlanError for a wrong format or key, as
-    `load_machine`.
-    """
+    """Returns the machine that plain data describes. Raises PlanError as `load_machine`, for a wrong format or key."""
     return _checked(read_tables(tables))
 
 

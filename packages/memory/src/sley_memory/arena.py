@@ -94,9 +94,7 @@ class HostArena:
         insort(self._spare, place, key=_size)
 
     def trim(self, num_bytes: int = 0) -> int:
-        """Frees unused blocks, the smallest first, until at most `num_bytes` are held; returns the bytes freed. Waits for
-        copies if it frees.
-        """
+        """Frees unused blocks, small ones first, until `num_bytes` are held, behind all copies; returns the bytes freed."""
         unused = sorted((block for block in self._blocks if block.num_spare == block.num_places), key=_num_bytes)
         freed = 0
         while unused and self.num_bytes > num_bytes:

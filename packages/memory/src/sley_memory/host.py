@@ -42,16 +42,13 @@ if TYPE_CHECKING:
     from sley_core.api.parts import MicroStep, Parts, Phase
     from sley_memory.config import HostConfig
 
-MOST_WASTE = 1.25
-"""A spare place up to this much larger than a request is lent: lengths differ from step to step."""
+MOST_WASTE = 1.25  # a spare place up to this much larger than a request is lent: lengths differ from step to step
 
 COUNTS = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
 
 
 class Geometry(NamedTuple):
-    """Where a tensor lies in its storage. span: its first byte, and the byte after its last. is_dense: whether all between are
-    its own.
-    """
+    """Where a tensor lies in its storage. span: its first byte and its end. is_dense: whether all between are its own."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -341,9 +338,7 @@ class HostActivations(ActivationPolicy):
         return iter(()) if self._parts is None else self.arena.held()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes moved, fetched and kept, the host's seconds in copies, and the bytes on the host; {} before
-        `attach`.
-        """
+        """Returns bytes moved, fetched, kept and on the host, and the host's seconds in copies; {} before `attach`."""
         if self._parts is None:
             return {}
         return {

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Parts
     from sley_memory.config import HostOptimizerConfig
 
-RING = 2
-"""Buckets whose gradients are on the host at once: one is stepped while the next arrives."""
+RING = 2  # buckets whose gradients are on the host at once: one is stepped while the next arrives
 
 
 class SteppedBucket(NamedTuple):
@@ -139,9 +138,7 @@ class HostOptimizer(OffloadManager):
         return fetched
 
     def _send(self, at: int) -> None:
-        """Rounds the new weights of bucket number `at` to the device's format, on the host, and starts to copy them to the
-        device.
-        """
+        """Rounds the weights of bucket number `at` to the device's format on the host, and starts to copy them there."""
         bucket, _, weights = self._buckets[at]
         masters = [param.parameter.detach() for param in bucket]
         if bucket[0].original.dtype == masters[0].dtype and not self._device.is_async:
@@ -172,9 +169,7 @@ class HostOptimizer(OffloadManager):
         self._moved["masters"].timed_in += sent.num_bytes
 
     def _plan(self, stepped: Sequence[Stepped]) -> None:
-        """Makes buckets of `stepped`, and host memory for two of them, in the first step; and again where weights were unfrozen
-        since.
-        """
+        """Makes buckets, and host memory for two of them, in the first step and where weights were unfrozen since."""
         if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
         buckets, wide = by_bytes(stepped, int(self.config.bucket_mb * MB)), self._store.dtype

@@ -105,9 +105,7 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 where there is none, as of sparse tensors, stand-ins, an estimate's tensors,
-    and within a `vmap`.
-    """
+    """Returns the address of a tensor's storage; 0 for none, as of sparse or fake tensors, stand-ins, and within `vmap`."""
     try:
         storage = tensor.untyped_storage()
         # by the storage's own device, whatever the tensor says
@@ -137,9 +135,7 @@ def _paths(targets: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[i
 
 
 def _everywhere() -> Iterator[tuple[str, object]]:
-    """Yields, with their paths, the contents of all modules but torch's and Python's, and the local variables of all running
-    functions.
-    """
+    """Yields with their paths the contents of all modules but torch's and Python's, and all running functions' variables."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in OTHERS:
             continue

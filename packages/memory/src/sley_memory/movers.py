@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from sley_core.api.memory import Stepped
     from sley_memory.arena import HostArena
 
-SMALL = 1 << 20
-"""Bytes. A larger copy takes 40 us and more at 25 GB/s, so the time to start it does not count."""
+SMALL = 1 << 20  # bytes. A larger copy takes 40 us and more at 25 GB/s, so the time to start it does not count
 
 OWNERS = 3
 """Of a storage that nothing else looks at: its tensor, the view of the whole in `StorageEntry`, and Python's object."""
@@ -33,8 +32,7 @@ MB = 10**6
 
 Pieces = Callable[[], Sequence[StorageEntry]]
 
-Placed = tuple[StorageEntry, Tensor, int]
-"""A piece, its copy on the host, and its bytes."""
+Placed = tuple[StorageEntry, Tensor, int]  # a piece, its copy on the host, and its bytes
 
 
 def packed(pieces: Sequence[StorageEntry], most_bytes: int) -> list[StorageEntry]:
@@ -55,9 +53,7 @@ def packed(pieces: Sequence[StorageEntry], most_bytes: int) -> list[StorageEntry
 
 
 def _is_movable(piece: StorageEntry) -> bool:
-    """Returns whether a storage may be laid together with others: at most 1 MiB, torch's own, of one plain tensor, and known to
-    nobody else.
-    """
+    """Returns whether a storage may join others: at most 1 MiB, torch's own, of one plain tensor, known to nobody else."""
     if len(piece.tensors) > 1 or not 0 < piece.memory.numel() <= SMALL or not can_leave(piece):
         return False
     (tensor,) = piece.tensors.values()
@@ -85,9 +81,7 @@ def _together(run: Sequence[StorageEntry]) -> StorageEntry:
 
 
 def can_leave(piece: StorageEntry) -> bool:
-    """Returns whether the memory of `piece` is torch's own, to free and to grow: not shared between processes, nor another
-    library's.
-    """
+    """Returns whether the memory of `piece` is torch's own to free and grow: not shared, nor another library's."""
     storage = piece.memory.untyped_storage()
     # A host tensor that processes share says that it can be resized; to grow it again ends the process.
     return storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared())

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Param, Parts
     from sley_memory.config import OffloadConfig
 
-OF_LAYERS: tuple[Part, ...] = ("weights", "buffers")
-"""Parts that a layer's forward needs."""
+OF_LAYERS: tuple[Part, ...] = ("weights", "buffers")  # parts that a layer's forward needs
 
 
 class BetweenSteps(Mover):
@@ -75,9 +74,7 @@ class BetweenSteps(Mover):
             self._come(0)
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket of weights to be stepped, once its states are on the device; meanwhile the next one's come, and
-        afterwards its own leave.
-        """
+        """Yields each bucket of weights once its states are here; meanwhile the next one's come, afterwards its own leave."""
         # New buckets: all in the first step, later those of weights that were unfrozen.
         known = {id(each.parameter) for bucket, _ in self._buckets for each in bucket}
         for bucket in by_bytes([each for each in stepped if id(each.parameter) not in known], self._bucket_bytes):
@@ -205,9 +202,7 @@ class Manager(OffloadManager):
         )
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` off the device; returns a function that waits for it. While weights or buffers are away, calls
-        of layers are refused.
-        """
+        """Starts to move `part` off the device; returns what waits. Without weights or buffers, calls of layers are refused."""
         if part in OF_LAYERS:
             self._gate.close()
         self._movers[part].offload()

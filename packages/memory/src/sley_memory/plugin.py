@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for `memory.selective` with compiled layers, and one for each offload that shares host copies of states
-    that come and go in every step.
-    """
+    """Yields problems: `memory.selective` with compiled layers; shared host copies of states that move in every step."""
     if plan.activations.name == "memory.selective" and plan.model.config.compile:
         message = "`memory.selective` sees the operations of a layer one by one, which a compiled layer has not"
         hint = "`core.recompute` works with compiled layers"

@@ -92,9 +92,7 @@ class KeptAttention:
         return [_detached(value) if isinstance(value, Tensor) else value for value, _ in result]
 
     def check_taken(self) -> None:
-        """Raises RunError `attention-differs` if the second run, which is over, attended less often than the first: one of its
-        attentions may have been given what another computed.
-        """
+        """Raises RunError `attention-differs` if the second run attended less often: a result may have been another's."""
         if self._at < self._num_needed:
             raise self._differs("less") from None
 
@@ -119,9 +117,7 @@ class KeptTally:
         self.seconds = 0.0
 
     def keep(self, num_bytes: int, *, is_drawn: bool) -> bool:
-        """Counts an attention of `num_bytes`; returns whether it is kept: it drew no random numbers, and the budget has
-        room.
-        """
+        """Counts an attention; returns whether it is kept: it drew no random numbers, and the budget has room."""
         if is_drawn or (self.budget_bytes is not None and self.num_bytes + num_bytes > self.budget_bytes):
             self.again_bytes += num_bytes
             self.num_again += 1
@@ -133,9 +129,7 @@ class KeptTally:
         return True
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers since the beginning, by name: bytes kept, attentions kept and recomputed, the host's seconds in
-        second runs.
-        """
+        """Returns totals by name: bytes kept, attentions kept and recomputed, the host's seconds in second runs."""
         return {
             "kept_bytes": self.total_bytes,
             "max_kept_bytes": self.max_bytes,
@@ -171,9 +165,7 @@ not seen."""
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Sees the operators below autograd: in the first run keeps the results of attention, in the second gives them out in the
-    same order.
-    """
+    """Sees operators below autograd: the first run keeps results of attention, the second gives them out in order."""
 
     def __init__(self, kept: KeptAttention, *, is_first: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -268,9 +260,7 @@ class SelectiveRecompute(Recompute):
         self.tally = KeptTally(config.budget_bytes)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns two contexts for one call of a layer: its first run within one keeps attention, its second within the other
-        reuses it.
-        """
+        """Returns two contexts for a call of a layer: the first run keeps attention, the second reuses it."""
         kept = KeptAttention(self.tally)
         return _First(kept), _Second(kept)
 

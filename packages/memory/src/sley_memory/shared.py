@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from sley_core.api.comm import CopyEvent, Group
     from sley_memory.arena import HostArena
 
-Report = list[tuple[str, int, int]]
-"""Name, bytes and fingerprint of each piece of one rank."""
+Report = list[tuple[str, int, int]]  # name, bytes and fingerprint of each piece of one rank
 
 
 class SharedCopies(Mover):
@@ -260,8 +259,7 @@ class SharedCopies(Mover):
             start += round_up(size, ALIGNMENT_BYTES)
 
 
-WIDTH = 1024
-"""Words in a row."""
+WIDTH = 1024  # words in a row
 
 CHUNK = {"cpu": 64, "cuda": 3072}
 """Rows that are multiplied at a time: on a CPU the products stay in its cache; on CUDA they are 24 MiB (35 ms for 4.5 GiB on an

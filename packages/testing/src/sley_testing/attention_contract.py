@@ -6,15 +6,15 @@
 Each of two ranks has half of every sequence. What a rank gets for its half, in the forward and in the backward, is compared
 with core's attention over the whole sequence: causal, with fewer key heads than query heads, and with documents that begin in
 one half and end in the other. Then a small model in fp64 is trained in this way and compared with one process.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
+from sley_core.comm.groups import Group
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import Attention
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
+from sley_core.protocols import SequenceCommunicator
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import model_plan
@@ -35,8 +37,7 @@ from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_parity, gradients, same_on_all, weights
 
 Table = dict[str, Any]
-Case = tuple[int, int, bool]
-"""Query heads, key heads, and whether rows hold several documents."""
+Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold several documents
 
 NUM_STEPS = 2
 BATCH, LENGTH, WIDTH = 2, 8, 3
@@ -44,8 +45,7 @@ BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """Where the documents of each row begin; one of each lies in both halves."""
 
 DIVISIBLE: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
-ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]
-"""Of which two ranks cannot have as many heads each."""
+ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # of which two ranks cannot have as many heads each
 
 
 @dataclass
@@ -62,50 +62,50 @@ class Attended:
     kept: bool = False
 
 
-def attend(sequence: Table, cases: Sequence[Case]) -> list[Attended]:
-    """Calls an attention of each case on this rank's slice, twice with different numbers, and once on whole sequences."""
-    found = []
+@contextmanager
+def attention_on_ranks(sequence: Table) -> Iterator[tuple[Group, Callable[[], SequenceCommunicator]]]:
+    """Yields the group of all ranks, and a function that builds the attention over it."""
     with World.join("cpu") as world:
         group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
         component = plan_from_dict(tables(sequence)).sequence
         assert component is not None, sequence
-        for heads, kv_heads, packed in cases:
+        yield group, partial(component.build, group)
+
+
+def attend(sequence: Table, cases: Sequence[Case]) -> list[Attended]:
+    """Calls an attention of each case on this rank's slice, twice with different numbers, and once on whole sequences."""
+    results = []
+    with attention_on_ranks(sequence) as (group, build):
+        for case in cases:
             seen, layer = Attended(), Layer("layer", _Attentive())
-            before = dict(layer.module.named_parameters())
-            attention = component.build(group)
+            before = list(dict(layer.module.named_parameters()))
+            attention = build()
             attention.attach([layer])
             names = list(dict(layer.module.named_parameters()))
             with collectives() as seen.calls:
                 try:
-                    for seed in range(2):
-                        seen.errors += _errors(layer.module, group.coord, world.size, (heads, kv_heads, packed), seed)
+                    seen.errors = [error for seed in range(2) for error in _errors(layer.module, group, case, seed)]
                 except SleyError as error:
                     seen.refused = error.diagnostics[0].code
             attention.detach()
-            q, k, v, more = _drawn((heads, kv_heads, packed), 9)
-            is_whole = torch.equal(layer.module(q, k, v, **more), Attention()(q, k, v, **more))
-            seen.kept = is_whole and names == list(before)
-            found.append(seen)
-    return found
+            q, k, v, more = _drawn(case, 9)
+            seen.kept = names == before and torch.equal(layer.module(q, k, v, **more), Attention()(q, k, v, **more))
+            results.append(seen)
+    return results
 
 
 def refused(sequence: Table) -> str:
     """Returns the error code for a model without attention."""
-    with World.join("cpu") as world:
-        group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
-        component = plan_from_dict(tables(sequence)).sequence
-        assert component is not None, sequence
+    with attention_on_ranks(sequence) as (_, build):
         try:
-            component.build(group).attach([Layer("layer", nn.Linear(2, 2))])
+            build().attach([Layer("layer", nn.Linear(2, 2))])
         except PlanError as error:
             return error.diagnostics[0].code
     return ""
 
 
 def train(plan: Table) -> tuple[Recorded, float, list[list[Collective]]]:
-    """Takes NUM_STEPS steps of `plan` on this rank; returns the record, the held-out loss before them, and each step's
-    collectives.
-    """
+    """Takes NUM_STEPS steps on this rank; returns the record, the held-out loss before, and each step's collectives."""
     recorded, sent = Recorded(), []
     with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
         recorded.first = weights(run)
@@ -121,9 +121,7 @@ def train(plan: Table) -> tuple[Recorded, float, list[list[Collective]]]:
 
 
 class SequenceAttentionContract:
-    """Tests a sequence attention: inherit, set `sequence` to its table, and pytest does the rest. timeout_s: of each run on
-    ranks.
-    """
+    """Tests a sequence attention: inherit and set `sequence` to its table. timeout_s: of each run on ranks."""
 
     sequence: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
@@ -160,7 +158,8 @@ class SequenceAttentionContract:
         """Loss, norm, gradients, weights and the held-out loss, recomputed or not; ranks stay equal bit for bit."""
         activations: Table = {"activations": {"use": "core.recompute", "fraction": fraction}}
         wanted, before, _ = train(tables(None, **activations))
-        recorded, first, sent = zip(*self._train(ranks, tables(self.sequence, **activations)), strict=True)
+        layouts = ranks(2, self.timeout_s)(train, tables(self.sequence, **activations))
+        recorded, first, sent = zip(*layouts, strict=True)
         assert_parity(wanted, recorded, "fp64")
         same_on_all(recorded)
         assert list(first) == pytest.approx([before] * len(first), rel=1e-10)
@@ -172,16 +171,12 @@ class SequenceAttentionContract:
         """Slices draw different numbers, so steps differ from those of one process; evaluations, which drop nothing, do not."""
         _, wanted, _ = train(tables(None, dropout=0.3))
         plan = tables(self.sequence, dropout=0.3)
-        one, other = self._train(ranks, plan), self._train(ranks, plan)
+        one, other = (ranks(2, self.timeout_s)(train, plan) for _ in range(2))
         for (first, before, _), (second, _, _) in zip(one, other, strict=True):
             assert before == pytest.approx(wanted, rel=1e-10)
             assert [row["loss"] for row in first.rows] == [row["loss"] for row in second.rows]
             assert_same_bits(first.weights, second.weights)
         same_on_all([recorded for recorded, _, _ in one])
-
-    def _train(self, ranks: Callable[..., Ranks], plan: Table) -> list[tuple[Recorded, float, list[list[Collective]]]]:
-        found: list[tuple[Recorded, float, list[list[Collective]]]] = ranks(2, self.timeout_s)(train, plan)
-        return found
 
 
 class _Attentive(nn.Module):
@@ -207,14 +202,14 @@ def _drawn(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Ten
     return q, k, v, {"cu_seqlens": BOUNDS} if packed else {}
 
 
-def _errors(attention: nn.Module, index: int, num_slices: int, case: Case, seed: int) -> list[float]:
-    """Returns how far context and gradients of slice `index` are from those of the whole, and the context without gradients."""
+def _errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
+    """Returns how far this rank's context, with and without gradients, and its gradients are from the whole's."""
     *whole, more = _drawn(case, seed)
     factor = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64)
 
     def own(value: Tensor | None) -> Tensor:
         assert value is not None, "no gradient"
-        return value.chunk(num_slices, dim=1)[index]
+        return value.chunk(group.size, dim=1)[group.coord]
 
     sliced = [own(one).clone().requires_grad_() for one in whole]
     with torch.no_grad():
@@ -230,9 +225,6 @@ def _errors(attention: nn.Module, index: int, num_slices: int, case: Case, seed:
 
 
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """Returns the contract's plan, as tables, whose sequences two ranks share by the attention `sequence`;
-    None has them whole.
-    """
-    batch = {"global_size": 4, "micro_size": 2}
-    found = model_plan(dropout, batch=batch, optimizer={"use": "core.sgd", "lr": 0.01})
-    return found | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes
+    """Returns the contract's plan: two ranks share sequences by the attention `sequence`; None has them whole."""
+    plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
+    return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

@@ -57,8 +57,7 @@ LAYOUTS: dict[RecordKind, Tables] = {
 
 EACH = {"use": "core.each"}
 STEPS = 3
-RANKS_S = 120.0
-"""Seconds that the ranks of one run may take."""
+RANKS_S = 120.0  # seconds that the ranks of one run may take
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,7 @@ class _Report:
 
 
 def _compare(kind: RecordKind, each: Record, table: Tables) -> None:
-    """Asserts that the small plan has the same numbers with the record on two ranks as on one. Raises AssertionError, and
-    SleyError if the plan is refused.
-    """
+    """Asserts that the small plan has one process's numbers with the record on two ranks. Raises AssertionError, SleyError."""
     layout = {**LAYOUTS[kind], kind if kind == "gradient_handlers" else CONTRACTS[kind][2]: table}
     if isinstance(each, GradientHandlerRecord):
         handlers = {"reducer": [table], "before": [table, EACH], "after": [EACH, table]}

@@ -4,8 +4,6 @@
         checkpoint = {"use": "pickles.folder"}
 
 Runs of a small model are stopped and resumed, in their layout and in another, beside one that was never stopped.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -142,13 +138,8 @@ def stretch(
     return found
 
 
-def saving_at(step: int, path: Path) -> Callable[[Run], None]:
-    """Returns what lets a run save a checkpoint to `path` behind that step, and go on: for `prepare` of a `stretch`."""
-    return partial(_let_save, step, path)
-
-
-def _let_save(step: int, path: Path, run: Run) -> None:
-    """Makes the run save a checkpoint at `path` after `step`."""
+def save_at(step: int, path: Path, run: Run) -> None:
+    """Makes the run save a checkpoint at `path` after `step`, and go on: for `prepare` of a `stretch`, by `partial`."""
 
     def save(row: Row) -> None:
         if row["step"] == step:
@@ -169,17 +160,11 @@ def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch])
 
 
 def assert_goes_on(reference: Stretch, others: Sequence[Stretch], precision: str) -> None:
-    """Asserts that every rank of `others` goes on as the undisturbed one-process `reference`, within the parity of this
-    precision.
-    """
+    """Asserts that every rank of `others` goes on as the one-process `reference`, within the parity of this precision."""
     limit = WEIGHTS[precision]
     for rank, other in enumerate(others):
         for wanted, found in zip(reference.rows[-len(other.rows) :], other.rows, strict=True):
             assert (wanted["step"], wanted["lr"]) == (found["step"], found["lr"]), f"rank {rank}: {wanted}, {found}"
             for key in ("loss", "grad_norm"):
                 assert math.isclose(wanted[key], found[key], rel_tol=limit), f"rank {rank}: {key}, {wanted}, {found}"
-        assert_close_gradients(_of(reference.weights, other.weights), other.weights, limit)
-
-
-def _of(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensors:
-    return {name: tensors[name] for name in other}
+        assert_close_gradients({name: reference.weights[name] for name in other.weights}, other.weights, limit)

@@ -94,9 +94,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
 
 
 def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Returns, per communicator, the calls of each of its members, none for one that never used it; in the
-    order of first use.
-    """
+    """Returns, per communicator in order of first use, the calls of each member, none for one that never used it."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         for call in calls:
@@ -159,9 +157,7 @@ _NAMES = {
 
 
 def _unseen() -> dict[tuple[type, str], tuple[str, int]]:
-    """Returns the verbs that read the memory of peers, which torch does not dispatch: the name of each, and which argument
-    this rank gives. Empty without sley-cma.
-    """
+    """Returns the verbs of sley-cma, which torch does not see: the name of each, and which argument this rank gives."""
     if find_spec("sley_cma") is None:
         return {}
     transport, rows = import_module("sley_cma.transport").Cma, import_module("sley_cma.rows").Shared
@@ -376,9 +372,7 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def can_read_peers() -> bool:
-    """Returns whether sley-cma is installed and a process may read another of this user: on x86-64 Linux, unless Yama lets
-    parents only; root may in any case.
-    """
+    """Returns whether sley-cma may read peers' memory: on x86-64 Linux, unless Yama lets parents only; root may."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     return os.geteuid() == 0 or not YAMA.exists() or YAMA.read_text("ascii").strip() == "0"

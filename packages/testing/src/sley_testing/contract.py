@@ -9,14 +9,12 @@ are reduced over both ranks, and gathered for the comparison: its layout is fixe
 is compared with `core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler
 of another role runs after `core.each`, or before it if its record says `before=("reducer",)`. The learning rate is tiny, so
 that even with a reducer that is not exact the gradients stay comparable with those under `core.each`.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -43,8 +41,7 @@ NUM_STEPS = 3
 SAMPLES = 4
 WIDTH = 6
 LR = 1e-6
-ALONE = "first"
-"""The layer whose parameters reduce over a group of one."""
+ALONE = "first"  # the layer whose parameters reduce over a group of one
 
 
 class Samples:
@@ -100,8 +97,7 @@ def contract_plan(module: str, **tables: Any) -> dict[str, Any]:
     }
 
 
-SQUARES = {"factory": f"{__name__}:Squares"}
-"""The table `[loss]` of `Squares`."""
+SQUARES = {"factory": f"{__name__}:Squares"}  # the table `[loss]` of `Squares`
 
 
 class Data(Samples):
@@ -137,13 +133,13 @@ def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: 
     )
 
 
+@dataclass
 class Seen:
     """Records what one rank saw: the gradients and the collectives of each step, and the hooks that are left after `detach`."""
 
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, Tensor]] = []
-        self.calls: list[list[Collective]] = []
-        self.hooks_left = -1
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    calls: list[list[Collective]] = field(default_factory=list)
+    hooks_left: int = -1
 
 
 def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True, reduction: str = "fast") -> Seen:
@@ -197,8 +193,9 @@ class GradientHandlerContract:
                 _assert_equal(due, given, within=1e-12)
             else:
                 left_alone = [name for name in due[0] if name.startswith(ALONE)]
-                _assert_equal(_only(due[:1], left_alone), _only(given[:1], left_alone), within=1e-12)
-                _assert_equal(_only(due, left_alone), _only(given, left_alone), within=100 * LR)
+                alone, given_alone = ([{name: step[name] for name in left_alone} for step in steps] for steps in (due, given))
+                _assert_equal(alone[:1], given_alone[:1], within=1e-12)
+                _assert_equal(alone, given_alone, within=100 * LR)
                 for name in due[0].keys() - set(left_alone):
                     _assert_within(name, [step[name] for step in due], [step[name] for step in given], tolerance)
 
@@ -278,10 +275,6 @@ def _assert_same_bits(clean: list[Seen], others: list[Seen], what: str) -> None:
             assert not differing, f"{what}: rank {rank}, step {step}: the gradients of {', '.join(differing)}"
 
 
-def _only(steps: list[dict[str, Tensor]], names: list[str]) -> list[dict[str, Tensor]]:
-    return [{name: step[name] for name in names} for step in steps]
-
-
 def _assert_equal(due: list[dict[str, Tensor]], given: list[dict[str, Tensor]], within: float) -> None:
     """Asserts that gradients are equal within a tolerance, relative and absolute."""
     for number, (wanted, found) in enumerate(zip(due, given, strict=True)):
@@ -321,8 +314,5 @@ def _split_reduce_groups(run: Run) -> None:
 
 def _num_hooks(run: Run) -> int:
     """Returns the number of hooks on the run's parameters."""
-    found = 0
-    for param in run.registry:
-        found += len(param.parameter._post_accumulate_grad_hooks or ())
-        found += len(param.parameter._backward_hooks or ())
-    return found
+    hooks = ((one._post_accumulate_grad_hooks, one._backward_hooks) for one in (param.parameter for param in run.registry))
+    return sum(len(each or ()) for pair in hooks for each in pair)

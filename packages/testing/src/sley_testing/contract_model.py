@@ -1,7 +1,4 @@
-"""The data and the model of the contracts of weights and of sequences: odd sizes, ties, documents, and a place to fail.
-
-Since core 0.1.
-"""
+"""The data and the model of the contracts of weights and of sequences: odd sizes, ties, documents, and a place to fail."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3
 
 
 class Data(Samples):
-    """Rows of two documents, the second of which begins at another place in each row; and what the model should say of each
-    token.
-    """
+    """Rows of two documents, whose border moves from row to row; and what the model should say of each token."""
 
     info = DataInfo(
         {
@@ -75,9 +70,7 @@ class Embed(nn.Module):
 
 
 class Block(Uneven):
-    """Attention with two query heads to a key head, dropout, `Uneven`, two linears and between them a place at which a step
-    may fail.
-    """
+    """Attention with two query heads to a key head, dropout, `Uneven`, two linears and a place to fail between them."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)

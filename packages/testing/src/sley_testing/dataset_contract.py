@@ -8,8 +8,6 @@
 
 Every rank opens the data itself, and a restarted run opens it again: they must all see the same samples under the same numbers.
 The tests run in this process, through the feed that a run reads.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import pytest
 import torch
@@ -33,8 +31,7 @@ from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 
-BATCH = 4
-"""Samples of a global batch; two ranks have half of it each."""
+BATCH = 4  # samples of a global batch; two ranks have half of it each
 
 NUM_BATCHES = 6
 SEED = 7
@@ -94,9 +91,9 @@ class DatasetContract:
     def test_a_sample_stays_as_it_is(self, folder: Path) -> None:
         """While others are read, since they become one batch."""
         dataset = self._open(folder)
-        held = self._numbered(dataset)
+        samples = dict(self._numbered(dataset))
         kept = self._kept(self._open(folder))
-        for index, sample in held.items():
+        for index, sample in samples.items():
             assert _same(sample, kept[index]), f"sample {index} changes while others are read: its memory is used again"
 
     def test_it_leaves_the_default_generator_alone(self, folder: Path) -> None:
@@ -160,32 +157,28 @@ class DatasetContract:
         """Returns which samples are looked at: the first and last ones, and some between."""
         return sorted({*range(0, len(dataset), max(1, len(dataset) // self.num_samples)), len(dataset) - 1} - {-1})
 
-    def _numbered(self, dataset: AnyDataset) -> dict[int, Sample]:
-        """Returns samples by their number, as they are given."""
+    def _numbered(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
+        """Yields samples with their number: of a stream the first ones, else the first and last ones, and some between."""
         if is_stream(dataset):
-            return dict(enumerate(islice(cast(Any, dataset), self.num_samples)))
-        indexed = cast(Dataset, dataset)
-        return {index: indexed[index] for index in self._indices(indexed)}
+            yield from enumerate(islice(cast(Any, dataset), self.num_samples))
+        else:
+            indexed = cast(Dataset, dataset)
+            yield from ((index, indexed[index]) for index in self._indices(indexed))
 
     def _kept(self, dataset: AnyDataset) -> dict[int, Sample]:
         """Returns copies of samples by their number, each made before the next one is read."""
-        if is_stream(dataset):
-            given = enumerate(islice(cast(Any, dataset), self.num_samples))
-            return {number: _copy(sample) for number, sample in given}
-        indexed = cast(Dataset, dataset)
-        return {index: _copy(indexed[index]) for index in self._indices(indexed)}
+        return {number: {name: value.clone() for name, value in sample.items()} for number, sample in self._numbered(dataset)}
 
     def _samples(self, dataset: AnyDataset) -> list[Sample]:
         return list(self._kept(dataset).values())
 
 
-class _Fed:
+class _Fed(NamedTuple):
     """A batch, the numbers of its samples, and the feed's state after it."""
 
-    def __init__(self, batch: Batch, numbers: tuple[int, ...], state: dict[str, Any]) -> None:
-        self.batch = batch
-        self.numbers = numbers
-        self.state = state
+    batch: Batch
+    numbers: tuple[int, ...]
+    state: dict[str, Any]
 
 
 def _check_field(name: str, value: Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
@@ -200,10 +193,6 @@ def _check_field(name: str, value: Tensor, field: Field, num_samples: int, seque
     assert field.sequence_dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no sequence_dim {field.sequence_dim}"
     length = value.shape[field.sequence_dim]
     assert sequence in (None, length), f"the field `{name}` has {length} positions; declared are {sequence}"
-
-
-def _copy(sample: Mapping[str, Tensor]) -> Sample:
-    return {name: value.clone() for name, value in sample.items()}
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

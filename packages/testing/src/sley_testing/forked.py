@@ -93,9 +93,7 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
 
 
 def _end_with_the_server() -> None:
-    """Makes this program's server end with pytest, and on Linux this program with its server: a killed pytest
-    closes neither.
-    """
+    """Makes the server end with pytest, and on Linux this program with its server: a killed pytest closes neither."""
     if sys.platform != "linux":
         return
     # The server ends when nobody has the other end of this pipe, of which it gives each process it forks a copy.
@@ -112,9 +110,7 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def fork_children(path: Sequence[str]) -> None:
-    """Makes this process fork, from now on, where it starts a module of Python by `subprocess`. path: `sys.path` of a fresh
-    one.
-    """
+    """Makes this process fork where it starts a module of Python by `subprocess`. path: `sys.path` of a fresh one."""
 
     known = frozenset(sys.modules)
 

@@ -249,8 +249,7 @@ KINDS: tuple[type[nn.Module], ...] = (
     Hooked,
     WrittenGradients,
 )
-HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}
-"""By name, each called with the width of the model."""
+HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}  # by name, each called with the width of the model
 
 OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Assigned)}
 """Others, which need whole gradients of weights: they are refused where weights are sharded."""

@@ -57,9 +57,7 @@ class Copied:
         return self.number <= clock.get(self.stream, 0)
 
     def covers(self, other: Copied) -> bool:
-        """Returns whether whoever is ordered after this one is so after `other` too, and no access conflicts with `other`
-        alone.
-        """
+        """Returns whether order after this one implies order after `other`, and conflicts with `other` conflict with it."""
         return (
             self.stream == other.stream
             and self.first <= other.first

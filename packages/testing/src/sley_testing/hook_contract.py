@@ -5,8 +5,6 @@
 
 Two ranks train a small decoder in several micro-batches, with half of its layers recomputed, and evaluate it; everything is
 compared with the same run without the hook.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from sley_testing.runs import counts_of, fail_once, weights
 Table = dict[str, Any]
 
 NUM_STEPS = 2
-FAILING = 1
-"""The step before which another one fails, where one is to fail."""
+FAILING = 1  # the step before which another one fails, where one is to fail
 
 PLAN = small_plan(
     run__steps=NUM_STEPS,
@@ -127,8 +124,8 @@ class SchedulerHookContract:
 
     def test_it_keeps_no_graph(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """A tensor that it keeps is detached: else all that autograd saved for it stays in memory."""
-        without, found = self._both(ranks, texts, fails=False)
-        for plain, seen in zip(without, found, strict=True):
+        without, hooked = (ranks(2).once(observe, hooks, texts, fails=False) for hooks in ([], [self.hook]))
+        for plain, seen in zip(without, hooked, strict=True):
             for number, (wanted, left) in enumerate(zip(plain.graphs, seen.graphs, strict=True), start=1):
                 extra = [name for name in left if name not in wanted]
                 assert not extra, f"after step {number} the hook keeps tensors with their graph: {extra[:3]}"
@@ -143,13 +140,10 @@ class SchedulerHookContract:
         failed = call_bare([self.hook], texts)
         assert not failed, "\n".join(failed)
 
-    def _both(self, ranks: Callable[..., Ranks], texts: Path, *, fails: bool) -> tuple[list[Seen], list[Seen]]:
-        """Returns what ranks see without the hook and with it."""
-        return tuple(ranks(2).once(observe, hooks, texts, fails=fails) for hooks in ([], [self.hook]))  # type: ignore[return-value]
-
     def _compare(self, ranks: Callable[..., Ranks], texts: Path, *, fails: bool, when: str) -> None:
         """Asserts that rows and weights of runs with and without the hook are bit for bit equal."""
-        for rank, (plain, seen) in enumerate(zip(*self._both(ranks, texts, fails=fails), strict=True)):
+        without, hooked = (ranks(2).once(observe, hooks, texts, fails=fails) for hooks in ([], [self.hook]))
+        for rank, (plain, seen) in enumerate(zip(without, hooked, strict=True)):
             for wanted, found in zip(plain.rows, seen.rows, strict=True):
                 for key in ("loss", "grad_norm", "held_out_loss"):
                     same = repr(wanted.get(key)) == repr(found.get(key))

@@ -6,8 +6,6 @@
 Each rank is a stage, on which known messages stand in for layers (`link_walks`): random lists of actions, several chunks per
 stage, neighbours in either direction and on the same stage; messages of several dtypes, with an empty tensor, one that occurs
 twice, two that overlap in memory, and gradients for some, for others or for none.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -67,9 +65,7 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]],
 
 
 def differ(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]]) -> str:
-    """Walks over the link with other lengths on each stage; returns the code of the error with which that ends, "" if it does
-    not.
-    """
+    """Walks with other lengths on each stage; returns the code of the error that ends it, or ""."""
     placement = Placement(route)
     with linked(link) as (made, stage):
         try:
@@ -135,15 +131,12 @@ class StageLinkContract:
         assert max(ranks(2)(abandon, self.link)) < WAIT_S / 2
 
 
-WAIT_S = 10.0
-"""How long a collective of these walks waits for another rank."""
+WAIT_S = 10.0  # how long a collective of these walks waits for another rank
 
 
 @contextmanager
 def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
-    """Yields the link that `[link]` would have with `table`, prepared, and this rank's stage, in a world of which each rank is
-    one.
-    """
+    """Yields the link with this `[link]`, prepared, and this rank's stage, in a world of one rank per stage."""
     loader = Loader()
     record = loader.record("stage_links", table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})

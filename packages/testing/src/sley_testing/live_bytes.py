@@ -1,19 +1,20 @@
-"""Counts the most tensor bytes that were alive at once on the host, as torch's profiler hears of the allocator.
+"""Measures a run: the most tensor bytes that were alive at once on the host, and figures beside their targets.
 
     with memory_profile() as profile:
         run.step()
     peak_bytes(profile)
 
-The profiler hears of memory alone, and of no operators. That is faster, and an exchange of gloo that it hears of keeps the
+torch's profiler hears of memory alone, and of no operators. That is faster, and an exchange of gloo that it hears of keeps the
 modes of the thread that began it, and by them what a layer had kept for its second run, until the exchange is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch._C import _autograd, _profiler  # torch's: nothing public tells each allocation, or leaves operators out
@@ -33,51 +34,35 @@ class Allocation(NamedTuple):
     num_bytes: int
 
 
-class MemoryProfile:
-    """Hears what the threads of a `with` allocate and free on the host. results: torch's, behind its end."""
-
-    def __init__(self) -> None:
-        self.results: Any = None
-
-    def __enter__(self) -> MemoryProfile:
-        torchs: Any = profile(profile_memory=True)
-        enable: Any = _autograd._enable_profiler  # its stub lacks the scopes
-        _autograd._prepare_profiler(torchs.config(create_trace_id=True), torchs.kineto_activities)
-        enable(torchs.config(), torchs.kineto_activities, {_profiler.RecordScope.LITE_INTERPRETER})  # which no run has
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.results = _autograd._disable_profiler()
-
-
-def memory_profile() -> MemoryProfile:
-    """Returns a profile of what is allocated and freed on the host within a `with`."""
-    return MemoryProfile()
+@contextmanager
+def memory_profile() -> Iterator[list[Allocation]]:
+    """Yields a list that has, behind the block, what its threads allocated and freed on the host, in the order of time."""
+    events: list[Allocation] = []
+    torchs: Any = profile(profile_memory=True)
+    enable: Any = _autograd._enable_profiler  # its stub lacks the scopes
+    _autograd._prepare_profiler(torchs.config(create_trace_id=True), torchs.kineto_activities)
+    enable(torchs.config(), torchs.kineto_activities, {_profiler.RecordScope.LITE_INTERPRETER})  # which no run has
+    try:
+        yield events
+    finally:
+        for event in _autograd._disable_profiler().experimental_event_tree():
+            fields: Any = event.typed[1]
+            events.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+        events.sort()
 
 
-def allocations(ended: MemoryProfile) -> list[Allocation]:
-    """Returns what was allocated and freed within an ended profile, by its threads, in the order of time."""
-    assert ended.results is not None, "the profile has not ended"
-    found = []
-    for event in ended.results.experimental_event_tree():
-        fields = event.typed[1]
-        assert isinstance(fields, _profiler._ExtraFields_Allocation), fields
-        found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
-    return sorted(found)
-
-
-def peak_bytes(ended: MemoryProfile) -> int:
-    """Returns the most bytes that were there at once within an ended profile, above what was there before, by address.
+def peak_bytes(events: list[Allocation]) -> int:
+    """Returns the most bytes that were there at once within a profile, above what was there before, by address.
 
     The profiler's own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
     """
     live: dict[int, int] = {}
     total = peak = 0
-    for event in allocations(ended):
-        total -= live.pop(event.address, 0)
-        if event.num_bytes > 0:
-            live[event.address] = event.num_bytes
-            total += event.num_bytes
+    for _, address, num_bytes in events:
+        total -= live.pop(address, 0)
+        if num_bytes > 0:
+            live[address] = num_bytes
+            total += num_bytes
         peak = max(peak, total)
     return peak
 
@@ -97,9 +82,25 @@ class RealBytes:
 def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes."""
     plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, memory_profile() as profile, assemble(plan, world) as run:
+    with World.join("cpu") as world, memory_profile() as events, assemble(plan, world) as run:
         for _ in range(num_steps):
             run.step()
-        states = dict(run.memory.bytes)
-        found = dict(run.facts.plan_values)
-    return RealBytes(states, peak_bytes(profile), found)
+        states, values = dict(run.memory.bytes), dict(run.facts.plan_values)
+    return RealBytes(states, peak_bytes(events), values)
+
+
+class Figure(NamedTuple):
+    """A figure with its unit, and its target: "" where there is none; is_met: None then."""
+
+    what: str
+    figure: str
+    target: str = ""
+    is_met: bool | None = None
+
+
+def note(figure: Figure) -> None:
+    """Adds a line to the file that the environment variable SLEY_FIGURES names, if it does: `nox -s gpu` prints that."""
+    if place := os.environ.get("SLEY_FIGURES"):
+        verdict = {True: "met", False: "NOT MET", None: ""}[figure.is_met]
+        with Path(place).open("a", encoding="utf-8") as file:
+            file.write(f"{figure.what:<70}{figure.figure:<40}{figure.target:<20} {verdict}\n")

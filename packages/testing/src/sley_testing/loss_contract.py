@@ -8,8 +8,6 @@
 
 A layout may cut a batch anywhere, so a loss is a sum and its weight counts what is summed. The tests run in this process: whole
 batches are compared with their micro-batches, gradients with finite differences, half precision with fp64.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from sley_testing.plans import small_plan
 
 Batch = dict[str, Tensor]
 
-EXACT = 1e-10
-"""How far sums in fp64 may be from one another, relative."""
+EXACT = 1e-10  # how far sums in fp64 may be from one another, relative
 
 
 class LossContract:
@@ -179,4 +176,5 @@ def _cut(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
+    """Returns the norm of the difference, relative to that of `wanted`."""
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))

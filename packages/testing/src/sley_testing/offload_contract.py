@@ -5,15 +5,13 @@
 
 A small decoder in bf16, with masters, is trained in one process on a device that chooses at random when copies happen
 (`drawn_copies`): memory that has not been copied yet is NaN, and a missing wait is an error, whether or not it did harm.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,14 +25,14 @@ from sley_core.memory.state import COPIED, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
+from sley_testing.parity import same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import fail_once, weights
 
 Bits = dict[tuple[str, str], Tensor]
 
 NUM_STEPS = 2
-PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")
-"""Two micro-batches."""
+PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two micro-batches
 
 
 class OffloadManagerContract:
@@ -66,7 +64,11 @@ class OffloadManagerContract:
             run.step()
             for part in self._by_call(run):
                 run.memory.offload(part).wait()
-                refusal = _raised(run.step)
+                refusal = None
+                try:
+                    run.step()
+                except Exception as error:  # any, to be looked at
+                    refusal = error
                 ended = "is taken" if refusal is None else f"ends with {type(refusal).__name__}: {refusal}"
                 is_refused = isinstance(refusal, StateError) and refusal.diagnostics[0].code == "memory-away"
                 assert is_refused, f"a step while {part} are away is not refused: it {ended}"
@@ -134,17 +136,18 @@ class OffloadManagerContract:
         assert moved["loss"] == plain["loss"], f"after a failed step: the loss is {moved['loss']}, not {plain['loss']}"
         assert moved["grad_norm"] == plain["grad_norm"], f"after a failed step: the norm is not {plain['grad_norm']}"
 
-    def _running(self, texts: Path, order: int = 0, *, closes: bool = True) -> Any:
+    def _running(self, texts: Path, order: int = 0, *, closes: bool = True) -> AbstractContextManager[Run]:
         """Returns a context manager that gives a run with the manager."""
         return _running(changed(PLAN, offload=[self.offload], **self.plan), texts, order, closes=closes)
 
     def _by_call(self, run: Run) -> list[Part]:
         """Returns the parts that move by call alone, and hold memory now; pools and messages are trimmed, not moved."""
-        return [part for part, where in run.memory.where.items() if where is Where.HERE and self._moves(run, part)]
-
-    def _moves(self, run: Run, part: Part) -> bool:
         (manager,) = run.memory.managers
-        return part in manager.parts and part not in ("pools", "messages") and run.memory.bytes[part] > 0
+        return [
+            part
+            for part, where in run.memory.where.items()
+            if where is Where.HERE and part in manager.parts and part not in ("pools", "messages") and run.memory.bytes[part]
+        ]
 
     def _leave_and_come(self, run: Run) -> None:
         """Sends away what moves by call, looks at the host's copies, and brings it back."""
@@ -194,15 +197,6 @@ def _earlier_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _raised(call: Callable[[], Any]) -> Exception | None:
-    """Returns the error that `call` raises, or None."""
-    try:
-        call()
-    except Exception as error:  # any, to be looked at
-        return error
-    return None
-
-
 def _bits(run: Run, parts: Sequence[Part]) -> Bits:
     """Returns copies of every tensor of `parts` by part and name, from wherever it is."""
     return {(part, name): value.clone() for part in parts for name, value in run.memory.host(part)}
@@ -210,9 +204,5 @@ def _bits(run: Run, parts: Sequence[Part]) -> Bits:
 
 def _assert_same(wanted: Bits, found: Bits, when: str) -> None:
     assert wanted.keys() == found.keys(), f"{when}: {sorted(wanted.keys() ^ found.keys())[:3]} are there once and not again"
-    other = [f"{part} {name}" for (part, name), value in wanted.items() if not _is_same(value, found[part, name])]
-    assert not other, f"{when}: {len(other)} of {len(wanted)} tensors have other bits: {', '.join(other[:3])}"
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    wrong = [f"{part} {name}" for (part, name), value in wanted.items() if not same_bits(value, found[part, name])]
+    assert not wrong, f"{when}: {len(wrong)} of {len(wanted)} tensors have other bits: {', '.join(wrong[:3])}"

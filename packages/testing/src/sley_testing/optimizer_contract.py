@@ -6,8 +6,6 @@
 A run gives an optimizer masters in place of weights, parts in place of whole parameters, some parameters at a time, and
 another process after a restart. Two small parameters are tried first, as every run does; then a small model is trained, and
 compared with a plain loop of the same optimizer over the same gradients.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,7 +29,6 @@ from sley_core.optim.config import scope_of
 from sley_core.optim.shared import in_training
 from sley_core.optimizer_probe import try_optimizer
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
@@ -44,8 +40,7 @@ from sley_testing.runs import Tensors, record, weights
 
 NUM_STEPS = 7
 SAVED_AT = 3
-EXACT = 1e-9
-"""How far weights of fp64 may be from those of the plain loop, relative."""
+EXACT = 1e-9  # how far weights of fp64 may be from those of the plain loop, relative
 
 
 class Layer(nn.Linear):
@@ -92,7 +87,12 @@ def train(
         if load is not None:
             run.load_checkpoint(load)
         stepped = run.stepper.update.masters.stepped
-        run.parts.events.gradients_done.append(partial(_note, seen, run))  # the update may write into them
+
+        def note() -> None:  # the update may write into them
+            parts = zip(stepped, run.store.parts([one.param for one in stepped]), strict=True)
+            seen.given.append({one.name: gradient.clone() for one, gradient in parts if gradient is not None})
+
+        run.parts.events.gradients_done.append(note)
         seen.first = {one.name: one.parameter.detach().clone() for one in stepped}
         while run.num_steps_done < NUM_STEPS:
             if evaluates and run.num_steps_done == NUM_STEPS - 1:
@@ -104,13 +104,6 @@ def train(
         seen.stepped = {one.name: one.parameter.detach().clone() for one in stepped}
         seen.weights = weights(run)
     return seen
-
-
-def _note(seen: Seen, run: Run) -> None:
-    """Records the gradients of the step."""
-    stepped = run.stepper.update.masters.stepped
-    parts = zip(stepped, run.store.parts([one.param for one in stepped]), strict=True)
-    seen.given.append({one.name: gradient.clone() for one, gradient in parts if gradient is not None})
 
 
 class _Copy(NamedTuple):
@@ -209,7 +202,8 @@ class OptimizerContract:
             pytest.skip("its scope says that it needs all parameters at once")
         tables = self._plan()
         seen = train(tables, one_by_one=True)
-        if not self._draws():
+        ndims = (2,) if self.only_matrices else (2, 1)
+        if not try_optimizer(plan_from_dict(tables), ndims, torch.float64, torch.device("cpu"))[0].draws:
             assert_close_gradients(by_hand(tables, seen), seen.stepped, EXACT)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
@@ -280,21 +274,14 @@ class OptimizerContract:
             **tables,
         )
 
-    def _draws(self) -> bool:
-        plan = plan_from_dict(self._plan())
-        return try_optimizer(plan, (2,) if self.only_matrices else (2, 1), torch.float64, torch.device("cpu"))[0].draws
 
-
-NUM_LATE = 10
-"""A program of one's own may take more steps than the plan says."""
+NUM_LATE = 10  # a program of one's own may take more steps than the plan says
 
 LR = 0.01
 
 
 class LRScheduleContract:
-    """Tests a learning-rate schedule: inherit, set `learning_rate` to its table, and pytest does the rest. num_steps: of the
-    run.
-    """
+    """Tests a learning-rate schedule: inherit and set `learning_rate` to its table. num_steps: of the run."""
 
     learning_rate: ClassVar[dict[str, Any]]
     num_steps: ClassVar[int] = 100
@@ -338,12 +325,9 @@ class LRScheduleContract:
         wanted = [LR * rate for rate in self._rates(self.num_steps)[:3]]
         assert found == pytest.approx(wanted), f"a run has the rates {found}, not {wanted}"
 
-    def _factor(self, num_steps: int) -> Callable[[int], float]:
+    def _factor(self, num_steps: int) -> Any:
         """Returns the schedule of a run of `num_steps`, made anew."""
-        factor: Callable[[int], float] = plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(
-            num_steps
-        )
-        return factor
+        return plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(num_steps)
 
     def _rates(self, num_steps: int) -> list[float]:
         """Returns the factors of all steps of a run and of NUM_LATE more, asked for in order."""

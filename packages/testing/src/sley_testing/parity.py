@@ -43,9 +43,7 @@ def relative_errors(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]
 def assert_close_gradients(
     reference: Mapping[str, Tensor], other: Mapping[str, Tensor], relative: float, *, floor: float = 0.0
 ) -> None:
-    """Asserts that every parameter of `other` is within `relative` of `reference`; the message lists the worst with their
-    errors.
-    """
+    """Asserts that all of `other` is within `relative` of `reference`; the message lists the worst with their errors."""
     errors = relative_errors(reference, other, floor=floor)
     wrong = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
     if wrong:
@@ -58,7 +56,7 @@ def assert_close_gradients(
 def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     """Asserts that every tensor of `other` equals that of `reference` in each bit; the message lists those that do not."""
     _assert_same_layout(reference, other)
-    wrong = [name for name, value in reference.items() if not _same_bits(value, other[name])]
+    wrong = [name for name, value in reference.items() if not same_bits(value, other[name])]
     if wrong:
         lines = [f"  {name}: {_count_differing(reference[name], other[name])}" for name in wrong[:_SHOWN]]
         raise AssertionError("\n".join([f"{len(wrong)} of {len(reference)} differ", *lines]))
@@ -84,12 +82,11 @@ def _error(reference: Tensor, other: Tensor, floor: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _same_bits(reference: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same dtype and the same bytes."""
-    if reference.dtype != other.dtype:
+def same_bits(reference: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same shape, dtype and bytes."""
+    if (reference.shape, reference.dtype) != (other.shape, other.dtype):
         return False
-    pair = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (reference, other)]
-    return torch.equal(*pair)
+    return _bytes(reference) == _bytes(other)
 
 
 def _count_differing(reference: Tensor, other: Tensor) -> str:
@@ -100,8 +97,7 @@ def _count_differing(reference: Tensor, other: Tensor) -> str:
     return f"{int(unequal.sum())} of {unequal.numel()} elements, error {_error(reference, other, 0.0):.3g}"
 
 
-Bits = dict[str, bytes]
-"""Of each tensor and number, by a name that no layout changes."""
+Bits = dict[str, bytes]  # of each tensor and number, by a name that no layout changes
 
 
 def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
@@ -147,9 +143,7 @@ def _merged(ranks: Sequence[Bits]) -> Bits:
 
 
 def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and values: weights, then masters and states; a collective per tensor, in the order of the registry on
-    all.
-    """
+    """Yields names and values: weights, masters, states; a collective per tensor, in the registry's order on all ranks."""
     run.parts.weights.settle()
     known = {(one.name, one.state): one for one in states_of(run.stepper.update)}
     # A rank that steps no element of a weight has no state of it, and yet takes part.

@@ -4,8 +4,6 @@ tables = small_plan(batch__micro_size=1)                      # keys by `table__
 reference = record(tables, 3, folder=texts)                   # `texts` is a fixture: a folder with the text files
 layouts = ranks(2)(record, changed(tables, parallel={"dp": 2}), 3, folder=texts)
 assert_parity(reference, layouts, "fp64")
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ def small_plan(**changes: Any) -> Tables:
 
 
 def loader_of(plugins: Mapping[str, Any]) -> Loader:
-    """Returns a loader of `plugins`, by name, that finds nothing else that is installed but what `small_plan` names, and what
-    saves a run.
-    """
+    """Returns a loader that finds `plugins`, by name, and what `small_plan` names and what saves a run, and nothing else."""
     return Loader({name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins))
 
 

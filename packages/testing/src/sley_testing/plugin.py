@@ -46,6 +46,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} CUDA devices, here are {present}")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Adds the numbers of tests to the table of `nox -s gpu`."""
+    if "SLEY_FIGURES" in os.environ:
+        from sley_testing.live_bytes import Figure, note
+
+        passed, failed, errors = (len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error"))
+        wrong = failed + errors
+        note(Figure("tests", f"{passed} passed, {wrong} failed", "some, and none fails", is_met=passed > 0 and not wrong))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Lets the traceback of a failed test name tensors whose memory was freed; printing one would end the process."""

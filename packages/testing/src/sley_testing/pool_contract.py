@@ -5,14 +5,12 @@
 
 The tests run in this process, on the CPU: buffers of several shapes and dtypes are lent at the same time, filled, and returned
 in random orders.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from random import Random
 from typing import Any, ClassVar
 
@@ -45,9 +43,7 @@ SIZES: tuple[Size, ...] = (
 
 
 class MemoryPoolContract:
-    """Tests a memory pool: inherit, set `pool` to a table of `[pools.NAME]`, and pytest does the rest. num_draws: leases and
-    returns of a test.
-    """
+    """Tests a memory pool: inherit and set `pool` to a table of `[pools.NAME]`. num_draws: leases and returns of a test."""
 
     pool: ClassVar[dict[str, Any]]
     num_draws: ClassVar[int] = 300
@@ -128,10 +124,10 @@ class MemoryPoolContract:
         references = []
         for shape, dtype in SIZES:
             with pool.lease(shape, dtype, CPU) as buffer:
-                references.append(_watched(buffer))
+                references.append(StorageWeakRef(buffer.untyped_storage()))  # type: ignore[no-untyped-call]  # torch's
         del buffer
         pool.trim()
-        kept = sum(not is_gone() for is_gone in references)
+        kept = sum(not reference.expired() for reference in references)  # type: ignore[no-untyped-call]  # torch's
         assert not kept, f"after trim {kept} of {len(references)} buffers still have their memory"
 
     def test_it_says_what_it_holds(self) -> None:
@@ -161,23 +157,14 @@ class MemoryPoolContract:
 
     def _lend_all(self, pool: MemoryPool) -> None:
         """Lends a buffer of each size at a time, and gives them back by an error."""
-        try:
-            with ExitStack() as leases:
-                for size in SIZES:
-                    leases.enter_context(pool.lease(*size, CPU))
-                raise _BlockError
-        except _BlockError:
-            pass
+        with suppress(_BlockError), ExitStack() as leases:
+            for size in SIZES:
+                leases.enter_context(pool.lease(*size, CPU))
+            raise _BlockError
 
 
 class _BlockError(Exception):
-    """What ends a block of leases."""
-
-
-def _watched(buffer: Tensor) -> Callable[[], bool]:
-    """Returns a function that tells whether the memory of `buffer` is gone."""
-    reference = StorageWeakRef(buffer.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-    return reference.expired
+    """Ends a block of leases."""
 
 
 def _filled(buffer: Tensor, mark: int) -> Tensor:

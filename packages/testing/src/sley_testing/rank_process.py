@@ -128,9 +128,7 @@ def _join(job: Job) -> None:
 
 @contextlib.contextmanager
 def _surroundings(job: Job) -> Iterator[None]:
-    """Takes over the parent's folder, path, environment and warning filters; output and stacks go to files of
-    the run's folder.
-    """
+    """Takes over the parent's folder, path, environment and filters; output and stacks go to the run's folder."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path

@@ -30,8 +30,7 @@ from sley_testing import rank_process
 from sley_testing.rank_process import Job, Outcome, output_file, rank_main, stacks_file
 from sley_testing.shipping import Packed, pack
 
-GRACE_S = 1.0
-"""How long the other ranks have to finish once one has failed."""
+GRACE_S = 1.0  # how long the other ranks have to finish once one has failed
 
 _LAST_WORDS_S = 2.0
 
@@ -118,8 +117,7 @@ class Ranks:
         ]
 
 
-_known: dict[Hashable, list[bytes]] = {}
-"""What calls of `Ranks.once` returned."""
+_known: dict[Hashable, list[bytes]] = {}  # what calls of `Ranks.once` returned
 
 
 @dataclass

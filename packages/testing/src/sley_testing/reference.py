@@ -134,8 +134,7 @@ with a dot. The name of the plan's own folder is never a pattern.
 """
 
 
-PLUGINS = (CORE, "data", "models", "checkpoint")
-"""The plugins whose tables the page has: what most plans use."""
+PLUGINS = (CORE, "data", "models", "checkpoint")  # the plugins whose tables the page has: what most plans use
 
 
 class Row(NamedTuple):

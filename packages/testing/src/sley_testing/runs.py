@@ -37,8 +37,7 @@ from sley_testing.plain import PlainLoop, assert_step
 
 Tensors = dict[str, Tensor]
 
-BF16_SUMS = "bf16 sums"
-"""The key, in the tables below, of plans with `[precision] gradients = "bf16"`."""
+BF16_SUMS = "bf16 sums"  # the key, in the tables below, of plans with `[precision] gradients = "bf16"`
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
 """How far weights may be from the one-process run after three steps: ||d|| / ||w||. Why: docs/internals.md, Parity."""
@@ -125,9 +124,7 @@ def gradients(run: Run) -> Tensors:
 
 
 def _from_parts(run: Run) -> dict[Param, Tensor]:
-    """Returns whole gradients of the parameters whose buffers are cut; a collective of their ranks per buffer, in one order on
-    all.
-    """
+    """Returns whole gradients where buffers are cut: a collective of their ranks per buffer, in one order on all."""
     found: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
         if buffer.shard is not None:
@@ -168,9 +165,7 @@ def assert_same_run(reference: Recorded, other: Recorded) -> None:
 
 
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
-    """Asserts that each of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this
-    precision.
-    """
+    """Asserts that each of `others` equals the one-process `reference`, within this precision's limits."""
     floor = _floor(reference.gradients[0])
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
@@ -180,9 +175,7 @@ def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: st
 
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
-    """Asserts the parity of ranks that hold a part of the model each, as the stages of a pipeline, with the one-process
-    `reference`; and that each part is on some rank.
-    """
+    """Asserts the parity of ranks that hold a part of the model each, and that each part is on some rank."""
     near, far = GRADIENTS[precision], WEIGHTS[precision]
     for rank, layout in enumerate(layouts):
         assert_same_bits(_part(reference.first, layout.first), layout.first)
@@ -288,9 +281,7 @@ def counts_of(part: object) -> dict[str, float]:
 
 
 def any_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
-    """Returns the lists of a walk that does whatever could be done next, backwards whole or split: they can
-    run, that is all.
-    """
+    """Returns lists of a walk that does whatever could be done next, backwards whole or split: they can run."""
     made: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
     ready = [(Kind.FORWARD, 0, micro) for micro in range(micros)]

@@ -9,8 +9,6 @@ weights, in the first step and after several: whatever is gathered too early, ke
 at all changes the numbers.
 
 The communicator decides which parameters are sharded (`shard_dim`); at least one of the model must be.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ Table = dict[str, Any]
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
-SAMPLES = 2
-"""Of each micro-batch."""
+SAMPLES = 2  # of each micro-batch
 
 
 @dataclass
@@ -133,9 +130,7 @@ def fail(run: Run, number: int) -> None:
 
 
 class WeightCommunicatorContract:
-    """Tests a weight communicator: inherit, set `weights` to its table, and pytest does the rest. timeout_s: of each run on
-    ranks.
-    """
+    """Tests a weight communicator: inherit and set `weights` to its table. timeout_s: of each run on ranks."""
 
     weights: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
@@ -166,9 +161,7 @@ class WeightCommunicatorContract:
         _assert_parity(_of_whole_weights(4 * SAMPLES, change), found)
 
     def test_weights_are_waited_for(self, ranks: Callable[..., Ranks]) -> None:
-        """The waits that `parts.waits` has for a layer are called before any of its weights is read or gathered, prefetched or
-        not.
-        """
+        """The waits of a layer are called before any of its weights is read or gathered, prefetched or not."""
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
         _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, late), "weights that come late")
 
@@ -204,20 +197,19 @@ def _of_whole_weights(global_size: int, change: Change | None = None) -> Seen:
     return observe(tables(None, 1, global_size, SAMPLES), change)
 
 
-def _assert_parity(wanted: Seen, found: Sequence[Seen]) -> None:
+def _assert_parity(wanted: Seen, others: Sequence[Seen]) -> None:
     """Asserts that all ranks' recorded runs equal the reference: losses, gradients, weights, held-out loss."""
-    recorded = [seen.recorded for seen in found]
+    recorded = [seen.recorded for seen in others]
     assert_parity(wanted.recorded, recorded, "fp64")
     same_on_all(recorded)
-    for step, gradient in enumerate(wanted.recorded.gradients):
-        for one in recorded:
-            assert_close_gradients(gradient, one.gradients[step], 1e-8, floor=1e-8)
     for one in recorded:
+        for wanted_step, step in zip(wanted.recorded.gradients, one.gradients, strict=True):
+            assert_close_gradients(wanted_step, step, 1e-8, floor=1e-8)
         assert one.held_out == pytest.approx(wanted.recorded.held_out, rel=1e-10), "the held-out loss"
 
 
-def _assert_same(wanted: Sequence[Seen], found: Sequence[Seen], when: str) -> None:
-    for one, other in zip(wanted, found, strict=True):
+def _assert_same(wanted: Sequence[Seen], others: Sequence[Seen], when: str) -> None:
+    for one, other in zip(wanted, others, strict=True):
         assert [row["loss"] for row in one.recorded.rows] == [row["loss"] for row in other.recorded.rows], when
         assert_same_bits(one.recorded.weights, other.recorded.weights)
 
@@ -262,9 +254,7 @@ def _called_after(run: Run) -> list[str]:
 
 
 def tables(weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any) -> dict[str, Any]:
-    """Returns the contract's plan, as tables, with its weights over `wp` ranks by the communicator `weights`; None holds them
-    whole.
-    """
+    """Returns the contract's plan, weights over `wp` ranks by the communicator `weights`; None holds them whole."""
     optimizer = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
     found = model_plan(batch={"global_size": global_size, "micro_size": micro_size}, optimizer=optimizer)
     return found | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes

@@ -8,8 +8,6 @@
 
 The tests run in this process: rows of a run, rows of two runs into one folder, rows that are taken again after a checkpoint, a
 full disk, and a process that is killed.
-
-Since core 0.1.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from sley_testing.plans import small_plan
 Point = tuple[int, str, float | None]
 """Step, name and value of a number; None for one that is not finite, if the writer has no form for it."""
 
-MOST_BYTES = 4096
-"""What a file may have where the disk is full; so many rows are written that it does not do."""
+MOST_BYTES = 4096  # what a file may have where the disk is full; so many rows are written that it does not do
 
 
 class MetricsWriterContract:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from sley_core.errors import Diagnostic
 
 LAUNCHER = "launcher.json"
-FORMAT = 1
-"""Of these files; others are not read."""
+FORMAT = 1  # of these files; others are not read
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,7 @@ class SeenExchange:
 
 @dataclass(frozen=True)
 class SeenWait:
-    """Describes a wait for other ranks in `exchange`. end: "" while it lasts, "late", "closed" or "differs". peer: who did not
-    come.
-    """
+    """Describes a wait in `exchange`. end: "" while it lasts, "late", "closed" or "differs". peer: who did not come."""
 
     exchange: SeenExchange
     seconds: float
@@ -115,9 +112,7 @@ class LaunchReport:
 
 @dataclass(frozen=True)
 class FoundReports:
-    """Holds the reports of one attempt. ranks: in order of rank. unreadable: names of files that are damaged or of another
-    version.
-    """
+    """Holds the reports of one attempt. ranks: in order of rank. unreadable: files that are damaged or of another version."""
 
     attempt: int
     ranks: tuple[FaultReport, ...]
@@ -152,9 +147,7 @@ def forget(run_folder: Path) -> None:
 
 
 def read(run_folder: Path) -> list[FoundReports]:
-    """Returns the reports of every attempt that has left any, the first attempt first. Raises OSError if they cannot be
-    listed.
-    """
+    """Returns the reports of every attempt that left any, in order. Raises OSError if they cannot be listed."""
     root = run_folder / FAULTS
     if not root.is_dir():
         return []
@@ -191,17 +184,12 @@ def _attempt(folder: Path, attempt: int) -> FoundReports:
     return FoundReports(attempt, tuple(sorted(ranks, key=lambda one: one.rank)), launch, tuple(unreadable))
 
 
-MOST_S = 2.0
-"""How long the report may take."""
-
-MOST_THREADS, MOST_LINES = 16, 80
-"""Of stacks: a report stays small."""
+MOST_S = 2.0  # how long the report may take
+MOST_THREADS, MOST_LINES = 16, 80  # of stacks: a report stays small
 
 
 def report_error(folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
-    """Writes into the run's `folder` what this rank was doing when it failed with `error`. what: the error as the user
-    sees it.
-    """
+    """Writes what this rank was doing when it failed with `error`. what: the error as the user sees it."""
     lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
     _report(folder, world, "error", what, {"the error": tuple(lines[-MOST_LINES:])})
 

@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from sley_core.comm.guard import Turn
 
 
-MOST_STEPS = 64
-"""Of a window are kept; quartiles of more steps are hardly others, and take longer to find."""
-
-MOST_MESSAGES = 64
-"""Of a window are kept by queue."""
+MOST_STEPS = 64  # of a window are kept; quartiles of more steps are hardly others, and take longer to find
+MOST_MESSAGES = 64  # of a window are kept by queue
 
 
 class _Waits:
@@ -200,9 +197,7 @@ _Value = TypeVar("_Value")
 
 
 def fewer(windows: Sequence[Window], most: int) -> list[Window]:
-    """Returns at most `most` windows of the same steps: the newest unchanged, older ones merged into about equal numbers of
-    steps.
-    """
+    """Returns at most `most` windows of the same steps: the newest unchanged, older ones merged evenly by steps."""
     if len(windows) <= most:
         return list(windows)
     num_newest = int(most * NEWEST)
@@ -283,11 +278,8 @@ def _messages(
     return found
 
 
-MOST_LINES = 512
-"""Of a file; then neighbours among its older windows become one."""
-
-PATIENCE_S = 1.0
-"""For the end of a file whose run fails: its file system may hang, and be the reason."""
+MOST_LINES = 512  # of a file; then neighbours among its older windows become one
+PATIENCE_S = 1.0  # for the end of a file whose run fails: its file system may hang, and be the reason
 
 FEWER_LINES = 448
 """How many stay by then: windows of a long run have about as many steps each, and the next time is hours away."""

@@ -21,8 +21,7 @@ from pydantic import TypeAdapter
 from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
 
-FORMAT = 1
-"""Of these files; others are not read."""
+FORMAT = 1  # of these files; others are not read
 
 DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
     "data",
@@ -167,9 +166,7 @@ def read(run_folder: Path) -> list[WorkRecord]:
 
 
 def record_in(path: Path) -> WorkRecord | None:
-    """Returns one rank's record since its last start, from its file; windows that a resumed run repeats are replaced. None if
-    there is no start. Raises OSError.
-    """
+    """Returns a rank's record since its last start, without windows that a resumed run repeats; None without a start."""
     start: Start | None = None
     windows: list[Window] = []
     with path.open("rb") as file:

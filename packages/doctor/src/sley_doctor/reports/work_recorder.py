@@ -75,11 +75,8 @@ def used() -> Usage:
 DETAILED, LONG_S = 4, 1.0
 """Of a run's steps, one in so many, and those after a step that took so long: windows of such steps have few."""
 
-SHARE, LEAST_S, MOST_S = 1 / 20, 0.5, 300.0
-"""How long a window is: a share of the time so far, and limits in seconds."""
-
-LEAST_STEPS = 8
-"""Of a window, unless they take longer than `MOST_S`: quartiles of a few steps tell little."""
+SHARE, LEAST_S, MOST_S = 1 / 20, 0.5, 300.0  # how long a window is: a share of the time so far, and limits in seconds
+LEAST_STEPS = 8  # of a window, unless they take longer than `MOST_S`: quartiles of a few steps tell little
 
 _PLACES = {
     standing_at.BEGINNING: BEGINNING,

@@ -147,8 +147,7 @@ def _row(rank: int, blocks: Sequence[Block]) -> WaitingRow:
 
 MAX_BYTES = 1_000_000
 
-_MOST_POINTS = 12_000
-"""Of all curves together, some 25 bytes each."""
+_MOST_POINTS = 12_000  # of all curves together, some 25 bytes each
 
 _CURVES = {
     "loss": ("Loss", "as the plan's [loss] says, mean of a step", "loss"),
@@ -164,11 +163,8 @@ _CURVES = {
 }
 """The numbers of a metrics row that come first, with title, explanation and unit; others follow under their own names."""
 
-_MOST_CHARTS = 24
-"""A plugin may add a number for each layer."""
-
-_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})
-"""The speed says as much of a step already."""
+_MOST_CHARTS = 24  # a plugin may add a number for each layer
+_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the speed says as much of a step already
 
 _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "outcome": lambda one: one["outcome"],
@@ -248,9 +244,7 @@ def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields a chart of each of the numbers `names`: title, note, and an `<svg>` element, "" where no run has recorded the
-    number.
-    """
+    """Yields title, note and `<svg>` of a chart for each of `names`; "" where no run has recorded the number."""
     most = max(30, _MOST_POINTS // (len(names) * len(runs)))
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))

@@ -28,11 +28,8 @@ from sley_doctor.reports.work_record import (
     WorkRecord,
 )
 
-MOST_BLOCKS = 60
-"""Of a run, however long."""
-
-MOST_DEVICE = 0.03
-"""Of a step: a host that waits longer for its device is not what the step waits for."""
+MOST_BLOCKS = 60  # of a run, however long
+MOST_DEVICE = 0.03  # of a step: a host that waits longer for its device is not what the step waits for
 
 
 @dataclass(frozen=True)
@@ -92,9 +89,7 @@ class Block:
 
 
 def blocks_of(records: Sequence[WorkRecord]) -> list[Block]:
-    """Returns the blocks in which all of `records` have steps, ascending, at most MOST_BLOCKS; none where a rank has recorded
-    nothing.
-    """
+    """Returns at most MOST_BLOCKS blocks in which all `records` have steps, ascending; none if a rank recorded nothing."""
     if not records or not all(record.windows for record in records):
         return []
     coarsest = min(records, key=lambda record: len(record.windows)).windows
@@ -130,23 +125,17 @@ def middle(values: Iterable[float]) -> float:
     return some[(len(some) - 1) // 2] if some else 0.0
 
 
-MOST_RATIO = 1.5
-"""Likes take this much longer than each other and nobody is slow."""
+MOST_RATIO = 1.5  # likes take this much longer than each other and nobody is slow
 
 MOST_FAR_RATIO = 3.0
 """As much where they are not quite alike: layers that other layers precede, weights of other shapes, other neighbours."""
 
-_EVERYONES = frozenset({DATA, BETWEEN, EVALUATION})
-"""Places where all ranks do the like."""
-
-_OF_CHUNKS = "FBIW"
-"""How places begin where layers work."""
+_EVERYONES = frozenset({DATA, BETWEEN, EVALUATION})  # places where all ranks do the like
+_OF_CHUNKS = "FBIW"  # how places begin where layers work
 
 
 class Excess(NamedTuple):
-    """Seconds of a step beyond what comparable work takes. usual_s: what that takes. layer: "" if no single layer stands
-    out.
-    """
+    """Seconds of a step beyond comparable work, which takes usual_s. layer: "" if no single layer stands out."""
 
     place: str
     layer: str

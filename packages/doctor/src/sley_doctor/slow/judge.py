@@ -19,24 +19,19 @@ from typing import NamedTuple
 from sley_doctor.reports.work_record import DATA, DEVICE, NOTHING, Queue, SeenMessage, WorkRecord
 from sley_doctor.slow.blocks import MOST_RATIO, Block, Excess, RankWork, blocks_of, excesses, middle
 
-LEAST_SHARE = 0.25
-"""Of a step: less is not told."""
-
-LEAST_OF_BLOCKS = 0.75
-"""The share of steps in whose blocks it must be so."""
+LEAST_SHARE = 0.25  # of a step: less is not told
+LEAST_OF_BLOCKS = 0.75  # the share of steps in whose blocks it must be so
 
 LEAST_STEPS = 8
 
-SAME_START_S = 600.0
-"""Ranks that were started together begin to record no further apart, by their hosts' clocks."""
+SAME_START_S = 600.0  # ranks that were started together begin to record no further apart, by their hosts' clocks
 
 WHY_NOTHING = (
     "it was stopped before the end of its first window, its disk was full, or it is on a host that does not share the run's "
     "folder"
 )
 
-LATE = 3
-"""The last part of a run, if it is not the whole of it: one in so many blocks."""
+LATE = 3  # the last part of a run, if it is not the whole of it: one in so many blocks
 
 LEAST_FAULTS, LEAST_SYSTEM = 500, 0.1
 """Page faults of a step that are looked at, and how much of a rank's longer work the kernel must take for them at least."""
@@ -227,9 +222,7 @@ def _links(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause
 
 
 def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
-    """Returns the ranks whose own work takes longer in the `late` blocks than in as many early ones, and that of others does
-    not.
-    """
+    """Returns the ranks whose own work, and not that of others, takes longer in `late` than in as many early blocks."""
     early = settled[: len(late)]
     before, after = middle(block.step_s for block in early), middle(block.step_s for block in late)
     if after - before < LEAST_SHARE * after:
@@ -259,9 +252,7 @@ def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
 
 
 def _grown(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
-    """Returns a cause for the memory that grows most, with all ranks whose memory in the same place grows at least half as
-    much.
-    """
+    """Returns a cause for the memory that grows most, with all ranks where it grows at least half as much."""
     found = [one for record in records for where in ("host", "device") if (one := _growth(record, where, step_s))]
     if not found:
         return []
@@ -275,12 +266,10 @@ def _is_most(some: Sequence[Block], blocks: Sequence[Block]) -> bool:
     return bool(some) and sum(one.num_steps for one in some) >= LEAST_OF_BLOCKS * sum(one.num_steps for one in blocks)
 
 
-LEAST_MB, LEAST_GROWTH = 64.0, 0.15
-"""Less than this, or than this share of what there was, may be caches that fill."""
+LEAST_MB, LEAST_GROWTH = 64.0, 0.15  # less than this, or than this share of what there was, may be caches that fill
 
 LEAST_WINDOWS = 5
-STEADY = 0.8
-"""The share of windows in which it must grow."""
+STEADY = 0.8  # the share of windows in which it must grow
 
 
 def _growth(record: WorkRecord, where: str, step_s: float) -> Cause | None:
@@ -307,8 +296,7 @@ def _growth(record: WorkRecord, where: str, step_s: float) -> Cause | None:
 LATENCY_S, BYTES_PER_S = 2.5e-3, 50e6
 """Of the slowest link that is sound: an exchange over TCP on a busy machine, and half of a gigabit network."""
 
-MOST_LINK_RATIO = 3.0
-"""Exchanges may take this much longer than by that."""
+MOST_LINK_RATIO = 3.0  # exchanges may take this much longer than by that
 
 
 class SlowExchange(NamedTuple):

@@ -20,8 +20,7 @@ from sley_doctor.reports.work_record import (
 from sley_doctor.slow.blocks import Block, RankWork, middle
 from sley_doctor.slow.judge import LEAST_SHARE, Cause, Judgement
 
-SHOWN_S = 5e-5
-"""What takes less is not shown."""
+SHOWN_S = 5e-5  # what takes less is not shown
 
 _ACTIONS = {
     "F": "forward",
@@ -170,9 +169,7 @@ def _for_whom(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tu
 
 
 def _waited(rank: RankWork, name: str) -> float:
-    """Returns how long `rank` waits in the queue, in seconds of a step; if the queue is not one of its own, in all of its
-    queues.
-    """
+    """Returns the seconds of a step that `rank` waits in the queue; if the queue is not its own, in all its queues."""
     return rank.waits[name].middle if name in rank.waits else rank.waiting_s + rank.device_s
 
 

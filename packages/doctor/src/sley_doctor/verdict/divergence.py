@@ -58,9 +58,7 @@ def _has_same_words(one: SeenExchange, other: SeenExchange) -> bool:
 
 
 def late_for(wait: SeenWait, by_rank: Mapping[int, FaultReport]) -> list[int]:
-    """Returns the ranks that have not reached the exchange of `wait`, as far as reports say; those without a report count as
-    late.
-    """
+    """Returns the ranks that have not reached the exchange of `wait`; those without a report count as late."""
     exchange = wait.exchange
     if wait.peer is not None:
         return [wait.peer]
@@ -167,9 +165,7 @@ def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds
 
 
 class _Late(NamedTuple):
-    """Rank `rank` waits in `exchange`; `started` are the ranks that have reported and started it, `late` those that have
-    not.
-    """
+    """Rank `rank` waits in `exchange`, which `started` of those that reported have started, and `late` have not."""
 
     started: int
     rank: int

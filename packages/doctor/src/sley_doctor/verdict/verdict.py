@@ -33,11 +33,8 @@ from train_cli.stopping import WARNINGS
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
 """Beside the outcomes of a summary: finished, interrupted, failed."""
 
-RECENT_S = 60.0
-"""What has written so lately may be under way elsewhere: locks are of one host, or of none."""
-
-SAME_TIME_S = 2.0
-"""Clocks of hosts may be that far apart; between the end of a run and its next start lies more."""
+RECENT_S = 60.0  # what has written so lately may be under way elsewhere: locks are of one host, or of none
+SAME_TIME_S = 2.0  # clocks of hosts may be that far apart; between the end of a run and its next start lies more
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,7 @@ class RunState:
 
 
 def state_of(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
-    """Returns how far the run in folder `run` has come. records: what its ranks have recorded. now: seconds since the epoch.
-    Raises OSError.
-    """
+    """Returns how far the run in folder `run` has come. now: seconds since the epoch. Raises OSError."""
     steps = [int(row["step"]) for row in rows(run)]
     step = max(steps, default=0)
     time = (run / METRICS).stat().st_mtime if step else None
@@ -119,8 +114,7 @@ def _ago(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-_LONGEST = 240
-"""Of what a rank said, as much is shown: C++ says a great deal."""
+_LONGEST = 240  # of what a rank said, as much is shown: C++ says a great deal
 
 _BETWEEN = frozenset(
     {"collective-failed", "ranks-differ", "stages-differ", "boundary-mismatch", "group-failed", "start-failed"}
@@ -178,9 +172,7 @@ def verdict(found: FoundReports) -> Verdict:
 
 
 def _raised(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict for ranks that raised an error of their own, not one about other ranks; the first one's. None if none
-    did.
-    """
+    """Returns the verdict for the first rank that raised an error of its own, not one about other ranks, if any did."""
     own = [one for one in by_rank.values() if one.kind != _STUCK and one.code not in _BETWEEN]
     if not own:
         return None

@@ -144,9 +144,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Patches torch within the block: the ledger sees storages that are resized or weakly referenced, and fake tensors have
-        addresses.
-        """
+        """Patches torch in the block: the ledger sees storages resized or weakly referenced; fake tensors have addresses."""
         kind, ledger = torch.UntypedStorage, self.ledger
         resize, address, refer = kind.resize_, kind.data_ptr, kind._weak_ref
 

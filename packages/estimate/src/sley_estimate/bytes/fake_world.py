@@ -63,9 +63,7 @@ class StepListener:
         return nothing
 
     def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        """Is called for a copy on stream number `stream`, behind copy number `after` of another stream; returns its number,
-        above all earlier ones.
-        """
+        """Is called for a copy on stream number `stream`, after copy number `after`; returns its number, in ascending order."""
         self._copies += 1
         return self._copies
 

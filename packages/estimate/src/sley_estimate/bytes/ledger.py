@@ -18,8 +18,7 @@ from sley_core.comm.copies import storage_id
 if TYPE_CHECKING:
     from sley_core.run import Run
 
-ALIGNMENT = 64
-"""Of torch's allocations on a host, bytes."""
+ALIGNMENT = 64  # of torch's allocations on a host, bytes
 
 
 class StepPlace(NamedTuple):
@@ -67,9 +66,7 @@ class MemoryPiece:
 
 
 class Ledger:
-    """Records the memory of storages. where: returns the place in the step. pieces: in order of birth. now: bytes in use.
-    num_events: allocations and frees so far.
-    """
+    """Records storages. where: gives the place in the step. pieces: by birth. now: bytes. num_events: allocations and frees."""
 
     def __init__(self, where: Callable[[], StepPlace]) -> None:
         self.where = where
@@ -106,9 +103,7 @@ class Ledger:
         self._ignored[key] = weakref.ref(storage, partial(self._forget, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Checks at each `see` whether `storage` is freed. A weak reference of torch's keeps its Python object alive, so that
-        Python's weak references do not report the end.
-        """
+        """Checks at each `see` whether `storage` is freed: torch's weak reference to it hides that from Python's."""
         key = storage._cdata
         if key not in self._watched:
             self._to_poll.add(key)
@@ -139,9 +134,7 @@ class Ledger:
             self.pieces.append(MemoryPiece(num_bytes, self.num_events - 1, place, self.num_events, place))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns an address for `storage` that overlaps no other live storage, stable until it is resized; 0 if it is
-        empty.
-        """
+        """Returns an address for `storage` that no other live storage overlaps, until it is resized; 0 if it is empty."""
         key, num_bytes = storage._cdata, storage.nbytes()
         if not num_bytes:
             return 0
@@ -236,8 +229,7 @@ class Ledger:
 
 
 _aten = torch.ops.aten
-_CHOOSE = {_aten.where, _aten.masked_fill}
-"""Their bool condition is not converted."""
+_CHOOSE = {_aten.where, _aten.masked_fill}  # their bool condition is not converted
 
 _REDUCE = {_aten.sum, _aten.mean, _aten.prod, _aten.linalg_vector_norm}
 """They convert their input to the dtype of their result; a mean to fp32 at least."""

@@ -56,11 +56,8 @@ that more micro-batches fill.
 POOLED = ("pools", "messages")
 """Parts that a long run has from a step's start; first steps of few micro-batches do not fill them."""
 
-STEPPED = frozenset(("masters", "optimizer_states"))
-"""Parts of an optimizer that may step on the host."""
-
-BATCHES = 2
-"""The one that is trained on, and the one that the feed has ready."""
+STEPPED = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
+BATCHES = 2  # the one that is trained on, and the one that the feed has ready
 
 LEAST_MICROS = 3
 """The first, those in between, the last: gradients come with the first, and are reduced with the last."""
@@ -179,9 +176,7 @@ def fake_run(
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Takes a step of a fake run on `batch`, a mapping per micro-batch. Raises RunError `estimate-layer`, with operator and
-    place, where it needs the values of a tensor.
-    """
+    """Takes a step of a fake run on `batch`. Raises RunError `estimate-layer` where it needs the values of a tensor."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:

@@ -44,17 +44,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BACKWARD_S = 60.0
-"""The most seconds of the backward of one element in a fork."""
-
-FEW = 2
-"""Up to so many ranks take their steps in this process: a fork is not worth it."""
+BACKWARD_S = 60.0  # the most seconds of the backward of one element in a fork
+FEW = 2  # up to so many ranks take their steps in this process: a fork is not worth it
 
 
 def first_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of the first of `size` ranks. Raises PlanError for all that the plan's checks find, and as
-    `draft_of`.
-    """
+    """Returns the draft of the first of `size` ranks. Raises PlanError for what the plan's checks find, and as `draft_of`."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     with World.fake(0, size) as world:
@@ -62,16 +57,12 @@ def first_draft(plan: Plan, size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns what the first rank of each stage of a world of `size` holds, which no other rank exceeds. Raises as
-    `first_draft` and `rank_bytes`.
-    """
+    """Returns the bytes of the first rank of each stage, which no other exceeds. Raises as `first_draft`, `rank_bytes`."""
     return [memory for memory, _ in each_stage(plan, size, cores, first_draft(plan, size), records=False)]
 
 
 def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool) -> list[tuple[RankBytes, RankRecord | None]]:
-    """Returns for the first rank of each stage its bytes, and with `records` the recorded step of the first stage of its
-    kind.
-    """
+    """Returns the bytes of the first rank of each stage, and with `records` the step of the first stage of its kind."""
     topology = plan.topology(size)
     kinds = stage_kinds(plan, topology, draft)
     firsts = sorted({kinds.index(kind) for kind in kinds})
@@ -140,9 +131,7 @@ def _on_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
 
 
 def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns the kind of every stage, equal for stages that hold as much: alike, with the same list except for neighbours'
-    numbers. Raises as `alike_stages`.
-    """
+    """Returns a value per stage, equal for stages that hold as much: alike, with equal lists. Raises as `alike_stages`."""
     lists, of_micros = draft.stage.lists, plan.num_micros(topology)
     alike = alike_stages(plan, topology, draft)
     return [(kind, _entries(lists.at(number), of_micros)) for number, kind in enumerate(alike)] if topology.pp > 1 else alike
@@ -189,9 +178,7 @@ def representatives(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[
 
 
 def most_waiting(steps: Sequence[Step]) -> int:
-    """Returns the most forwards of a stage's list that wait for their (whole) backward at once. The list need not be
-    lowered.
-    """
+    """Returns the most forwards of a stage's list, lowered or not, that wait for their (whole) backward at once."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 

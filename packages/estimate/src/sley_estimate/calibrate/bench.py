@@ -50,8 +50,7 @@ REPETITIONS = 5
 too.
 """
 
-HOST_CALLS = 3
-"""Calls of an idle device that show how far the host must be ahead."""
+HOST_CALLS = 3  # calls of an idle device that show how far the host must be ahead
 
 HOST_S = 0.03
 """Seconds per repetition in which the host is timed: hosts have other work at times, by up to a third within a tenth of a
@@ -61,14 +60,9 @@ second.
 NEARLY = 0.5
 """Share of the device's seconds from which the host is timed in rows; wider layers, of which few fit, in single calls."""
 
-ROW = 4
-"""Calls in a row."""
-
-EMPTY_BACKWARDS = 20
-"""Backwards through nothing that are timed."""
-
-DIGITS = 6
-"""Decimals of seconds in a resolved plan, so that it has exactly the numbers by which the layers were cut."""
+ROW = 4  # calls in a row
+EMPTY_BACKWARDS = 20  # backwards through nothing that are timed
+DIGITS = 6  # decimals of seconds in a resolved plan, so that it has exactly the numbers by which the layers were cut
 
 
 class Half(NamedTuple):

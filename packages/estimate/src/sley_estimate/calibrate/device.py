@@ -21,14 +21,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}
 """Edges of the square products that are timed."""
 
-MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""Of the addition that measures bandwidth: more than caches hold."""
-
-STARTS = 200
-"""Operators with nothing to do whose start is timed."""
-
-PATIENCE_S = 0.5
-"""Seconds for one figure, after which no further repetition begins."""
+MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of the addition that measures bandwidth: more than caches hold
+STARTS = 200  # operators with nothing to do whose start is timed
+PATIENCE_S = 0.5  # seconds for one figure, after which no further repetition begins
 
 REPETITIONS = 7
 
@@ -39,8 +34,7 @@ BUCKETS, BUCKET = 4, 1 << 24
 """Buckets that an optimizer steps on the host, and elements of each: about 64 MB at a time, as in a run, and together more than
 a server's caches hold."""
 
-RING = 2
-"""Buckets whose gradients are on the host at once."""
+RING = 2  # buckets whose gradients are on the host at once
 
 STEP_BYTES = 7 * 4 + 6
 """Per element in fp32: weight, gradient and two states are read, all but the gradient written; the weight is rounded to
@@ -50,8 +44,7 @@ bf16.
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Of one write of a `Lead`, more than caches hold: in a run other layers fill them before a layer's turn."""
 
-LEAD = 1.5
-"""How many times the host's seconds the device is kept at work: these vary."""
+LEAD = 1.5  # how many times the host's seconds the device is kept at work: these vary
 
 
 def measure_device(device: Device) -> dict[str, Any]:
@@ -80,9 +73,7 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 
 def saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Returns `flops_per_s` and `half_flops` (never negative) of seconds = (FLOPs + half_flops) / flops_per_s that fit `times`,
-    pairs of FLOPs and seconds, by least squares of relative errors.
-    """
+    """Fits `flops_per_s` and `half_flops`, not negative, to pairs (FLOPs, seconds) by least squares of relative errors."""
     # t / t_i = 1: columns n / t_i and 1 / t_i, with unknowns 1 / rate and half / rate
     a = sum((n / t) ** 2 for n, t in times)
     b = sum(n / t**2 for n, t in times)
@@ -166,9 +157,7 @@ def host_bandwidth(device: Device) -> float:
 
 
 class HostStepping:
-    """Steps buckets on the host, as an optimizer there does. parameters: fp32, per bucket. sent: the last of them on `device`,
-    in bf16.
-    """
+    """Steps fp32 `parameters` on the host, bucket by bucket. sent: the last bucket on `device`, in bf16."""
 
     def __init__(self, device: Device) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(BUCKET)) for _ in range(BUCKETS)]

@@ -29,17 +29,13 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
-WEIGHTS = 8, 128
-"""Of a run of few weights, and of one of many."""
-
-MICROS = 1, 5
-"""Micro-batches of a step."""
+WEIGHTS = 8, 128  # of a run of few weights, and of one of many
+MICROS = 1, 5  # micro-batches of a step
 
 STEPS, TURNS = 4, 7
 """Steps of each run in a turn, and turns; medians of turns count, since hosts have other work at times."""
 
-FIRST_STEPS = 3
-"""In which optimizer states and orders come."""
+FIRST_STEPS = 3  # in which optimizer states and orders come
 
 
 class Numbers:
@@ -95,9 +91,7 @@ class Identity:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]` of a machine file, in seconds; takes a second or two. plan: gives the dtypes of weights and
-    gradients; None for weights in bf16.
-    """
+    """Measures the table `[engine]`, a second or two. plan: gives the dtypes of weights and gradients; None: bf16."""
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.random_state_kept():

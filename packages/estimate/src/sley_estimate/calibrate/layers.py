@@ -49,14 +49,9 @@ if TYPE_CHECKING:
     from sley_core.protocols import SequenceCommunicator
     from sley_estimate.search.layouts import Choice
 
-BUDGET_S = 50.0
-"""Of a calibration, unless the plan's own layers alone take longer."""
-
-REPETITIONS = 15
-"""Of each layer as the plan has it."""
-
-REPETITIONS_OF_OTHERS = 7
-"""Of each layer under another policy, or on other micro-batches."""
+BUDGET_S = 50.0  # of a calibration, unless the plan's own layers alone take longer
+REPETITIONS = 15  # of each layer as the plan has it
+REPETITIONS_OF_OTHERS = 7  # of each layer under another policy, or on other micro-batches
 
 LATE = "the time was over"
 

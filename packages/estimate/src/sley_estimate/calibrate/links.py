@@ -18,19 +18,15 @@ if TYPE_CHECKING:
     from sley_core.comm.transport import Work
     from sley_core.comm.world import World
 
-FEW, MANY = 1 << 12, 1 << 23
-"""Bytes of the whole tensors: few show the latency, many the bandwidth."""
+FEW, MANY = 1 << 12, 1 << 23  # bytes of the whole tensors: few show the latency, many the bandwidth
 
 REPETITIONS = 12
 
 EDGE, MANY_PRODUCTS = 256, 32
 """Of the products that are computed before or beside an exchange, and how many are timed first."""
 
-WORK_S = 2e-3
-"""Seconds of work before an exchange: about one half of a layer."""
-
-Begin = Callable[[], Callable[[], object]]
-"""Begins an exchange, and returns a function that ends it."""
+WORK_S = 2e-3  # seconds of work before an exchange: about one half of a layer
+Begin = Callable[[], Callable[[], object]]  # begins an exchange, and returns a function that ends it
 
 
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
@@ -71,9 +67,7 @@ def end_of(work: Work) -> Callable[[], None]:
 
 
 def collectives(stage: Group, shards: Group, slices: Group, world: World) -> dict[str, Callable[[int], Begin]]:
-    """Returns, per kind, a function that makes tensors of so many bytes and returns what begins an exchange of them. The groups
-    have all ranks.
-    """
+    """Returns, per kind, a function of bytes that makes tensors and returns what begins an exchange. Groups have all ranks."""
     size, device = world.size, world.device.torch_device
 
     def tensor(num_bytes: int) -> Tensor:
@@ -140,9 +134,7 @@ def _both_ways(group: Group, world: World, num_bytes: int) -> Begin:
 
 
 def _after_work(groups: Groups, begin: Begin, world: World) -> float:
-    """Returns the seconds that an exchange adds to work before it, at least its own: after work, ranks do not come at the same
-    moment. Equal on all ranks.
-    """
+    """Returns the seconds that an exchange adds to work before it, from which ranks come apart; equal on all ranks."""
     work = _work(WORK_S, groups, world)
 
     def both() -> None:

@@ -16,8 +16,7 @@ from train_cli.console import Settings
 from train_cli.faults import Fault, write_report
 from train_cli.options import SetOption
 
-TIMEOUT_S = 60.0
-"""Of every wait of ranks for each other."""
+TIMEOUT_S = 60.0  # of every wait of ranks for each other
 
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
 PlanOption = Annotated[

@@ -185,9 +185,7 @@ def unit_of(count: int) -> tuple[str, int]:
 
 
 def drawn_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
-    """Yields the drawing of a step of `plan` on `size` ranks of `machine`, and what each stage does. Raises SleyError with its
-    place in the plan.
-    """
+    """Yields a drawing of a step of `plan`, and what each stage does. Raises SleyError with its place in the plan."""
     from sley_estimate.step.estimate import estimate_seconds
 
     try:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from sley_estimate.search.find import ExactEstimate, Result, SearchResult
     from sley_estimate.search.layouts import Layout
 
-BUDGET_S = 140.0
-"""Default seconds after the ranking in which layouts begin the steps that verify them."""
+BUDGET_S = 140.0  # default seconds after the ranking in which layouts begin the steps that verify them
 
 
 def search(

@@ -40,9 +40,7 @@ PHASES: tuple[PhaseName, ...] = ("forward", "recompute", "backward", "input_grad
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. num_bytes: of inputs and outputs, each once. flops: of a product of `dtype`, else 0. is_on_host: whether the
-    host's cores run it, on the host's memory.
-    """
+    """One kernel. num_bytes: of inputs and outputs. flops: of a product of `dtype`. is_on_host: runs on the host's cores."""
 
     name: str
     num_bytes: int
@@ -190,9 +188,7 @@ def attention_backward(
 
 
 def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
-    """Returns torch's attention over documents, [positions, heads, d], or its backward. Lengths are unknown: all pairs within
-    the longest possible document count, as where a mask of documents is traced.
-    """
+    """Returns torch's attention over documents, [positions, heads, d], or its backward: of all pairs in the longest."""
     named = _named(func, args, kwargs)
     query, longest = named["query"], named["max_q"]
     positions, heads, width = query.shape
@@ -236,8 +232,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-Note = Callable[[Operator], None]
-"""Records a kernel that torch does not see as one operator."""
+Note = Callable[[Operator], None]  # records a kernel that torch does not see as one operator
 
 
 @contextmanager
@@ -291,9 +286,7 @@ class FusedKernels(TorchFunctionMode):
         return dropped
 
     def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Runs torch's backward from the gradient edges of `tensors`: from tensors torch would turn this mode off, and layers
-        that run again within the backward would not be fused.
-        """
+        """Runs torch's backward from gradient edges: from tensors it would turn this mode off, and recomputation with it."""
         with self:
             torch.autograd.backward([get_gradient_edge(tensor) for tensor in tensors], *args, **kwargs)
 

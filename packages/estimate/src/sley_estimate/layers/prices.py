@@ -44,9 +44,7 @@ KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer and one micro-batch. backward, input_gradient: recomputation included. host_forward and so on: of
-    the host to start each; 0 where it does not run ahead, or is not known.
-    """
+    """Seconds of a layer and micro-batch, recomputation included. host_*: to start each; 0 if it does not run ahead."""
 
     forward: float
     backward: float
@@ -136,9 +134,7 @@ def _ratio(measured: float, counted: float) -> float:
 
 
 def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of consecutive operators: on CUDA the longer of the host's starts and the device's work, on a CPU the
-    sum. Raises PlanError "machine-matmul" for a product of a dtype that the machine file does not have.
-    """
+    """Returns the seconds of operators: on CUDA the longer of starts and work, on a CPU their sum. Raises "machine-matmul"."""
     host_s, device_s = device.launch_s * len(operators), device_seconds_of(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
 

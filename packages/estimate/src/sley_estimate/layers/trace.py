@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 PLACE = (0, 0)
 
-Value = tuple[Description, list[Tensor]]
-"""The output of a layer, as it crosses between stages."""
+Value = tuple[Description, list[Tensor]]  # the output of a layer, as it crosses between stages
 
 Traced = dict[tuple[str, object], tuple[LayerWork, Value]]
 """Work and output of layers, by key and description of the input."""
@@ -157,9 +156,7 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _backward(in_flight: InFlight, output: Any, recorder: OperatorRecorder, queue: WeightQueue, *, split: bool) -> None:
-    """Runs the backward from the loss, if there is one, else from the output; if `split`, first the half for inputs, then the
-    queued products of weights.
-    """
+    """Runs the backward from the loss or the output; if `split`, the half for inputs, then the products of weights."""
     gradients = seeds(in_flight, output, torch.empty_like)
     recorder.phase = "input_gradient" if split else "backward"
     with queue.collecting(PLACE) if split else nullcontext():
@@ -172,9 +169,7 @@ def _backward(in_flight: InFlight, output: Any, recorder: OperatorRecorder, queu
 def entered(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns a call of `layer` that is in flight: with the output `value` of the layer before, None for the first, and the
-    layer's own fields.
-    """
+    """Returns a call of `layer` in flight, its argument `value` (None for the first layer), and the layer's own fields."""
     in_flight = InFlight()
     args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}

@@ -124,9 +124,7 @@ class LayerKinds:
 
 
 def _treatment(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """Returns the policy's part of a layer's key: None if it leaves the layer alone; else name, settings, and the layer's own
-    name unless the policy lists its layers.
-    """
+    """Returns the policy's part of a layer's key: None if it leaves the layer alone; its name unless the policy lists names."""
     names = getattr(policy, "names", None)
     if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
         return None
@@ -137,11 +135,8 @@ def _treatment(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-ATTENTION = "attention"
-"""The operator as which an attention is recorded."""
-
-TENSORS, COPY = 4, 3
-"""q, k, v and the context; and how many bytes a copy moves per byte, as `operator_of` counts."""
+ATTENTION = "attention"  # the operator as which an attention is recorded
+TENSORS, COPY = 4, 3  # q, k, v and the context; and how many bytes a copy moves per byte, as `operator_of` counts
 
 _MISSING: Any = object()
 
@@ -193,9 +188,7 @@ class LayerVariants:
         return self._plan(policy)[1]
 
     def keys(self, variant: Variant, attention: Choice | Component | None = None) -> list[str]:
-        """Returns the key of each layer. attention: needed with `sp` > 1. Raises PlanError for a policy that cannot be
-        built.
-        """
+        """Returns each layer's key. attention: needed with `sp` > 1. Raises PlanError for a policy that cannot be built."""
 
         def kinds() -> LayerKinds:
             plan, policy = self._plan(variant.policy)
@@ -250,9 +243,7 @@ class LayerVariants:
 
 
 def with_variant(plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None) -> Plan:
-    """Returns `plan` with another policy, `micro_size` or `sp`; itself if nothing differs. Raises PlanError for a wrong
-    plan.
-    """
+    """Returns `plan` with another policy, `micro_size` or `sp`; itself if nothing differs. Raises PlanError."""
     document, tables = plan.document.tables, dict[str, Any]()
     own = plan.activations
     if policy is not None and (policy.name, policy.config) != (own.name, own.config):
@@ -280,9 +271,7 @@ def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
 
 
 def with_copies(work: LayerWork) -> LayerWork:
-    """Returns the work of a layer whose attentions exchange slices: each forward, recomputation and backward of an attention
-    copies q, k, v and the context for the exchange.
-    """
+    """Adds the copies that attentions over slices make: each forward, recomputation and backward, of q, k, v and context."""
 
     def copied(operators: Sequence[Operator], attentions: Sequence[Operator]) -> tuple[Operator, ...]:
         sizes = [operator.num_bytes for operator in attentions if operator.name == ATTENTION]

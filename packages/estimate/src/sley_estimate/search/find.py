@@ -37,23 +37,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NUM_EXACT = 30
-"""The best layouts that take their own steps; if too few of them fit, so many more follow."""
-
-MOST_ROUNDS = 4
-"""How often that happens."""
-
-LEAST_EXACT = 8
-"""The best layouts that take their own steps whatever the budget is."""
-
-NEARLY = 0.01
-"""Layouts whose seconds and bytes differ by a smaller share count as nearly equal."""
-
-SLOWEST = 1.2
-"""A layout with less memory may take this many times the fastest step."""
-
-LESS = 0.8
-"""The most that it may need of the memory of those before it."""
+NUM_EXACT = 30  # the best layouts that take their own steps; if too few of them fit, so many more follow
+MOST_ROUNDS = 4  # how often that happens
+LEAST_EXACT = 8  # the best layouts that take their own steps whatever the budget is
+NEARLY = 0.01  # layouts whose seconds and bytes differ by a smaller share count as nearly equal
+SLOWEST = 1.2  # a layout with less memory may take this many times the fastest step
+LESS = 0.8  # the most that it may need of the memory of those before it
 
 
 @dataclass(frozen=True)
@@ -216,9 +205,7 @@ def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many:
 
 
 def _front(takes: Sequence[ExactEstimate | Rough], top: int) -> Iterator[int]:
-    """Yields the numbers of those of `takes`, ordered by seconds, behind the `top` fastest that need less memory than all
-    before them.
-    """
+    """Yields the numbers of those behind the `top` fastest that need less memory than all before; `takes` is by seconds."""
     if not takes:
         return
     least = min(each.num_bytes for each in takes[:top])

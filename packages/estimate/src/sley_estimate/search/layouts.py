@@ -27,8 +27,7 @@ Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reduc
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 
-MOST_SLICES = 64
-"""The most ranks that share a sequence: attention seldom has more heads."""
+MOST_SLICES = 64  # the most ranks that share a sequence: attention seldom has more heads
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,7 @@ def choices_of(plan: Plan) -> Choices:
 
 
 def _offload(plan: Plan, offered: list[Choice], skipped: list[str]) -> tuple[Choice | None, ...]:
-    """Returns the ways to keep optimizer states off the device in a step, the plan's own first, without those that the plan's
-    optimizer cannot be stepped with.
-    """
+    """Returns the ways to keep optimizer states off the device that the plan's optimizer allows, the plan's own first."""
     choices: list[Choice | None] = [next((_own(plan, manager) for manager in plan.offload if _in_steps(plan, manager)), None)]
     for choice in (None, *offered):
         if choice in choices or (choice is not None and not _in_steps(plan, choice)):
@@ -129,9 +126,7 @@ def _offload(plan: Plan, offered: list[Choice], skipped: list[str]) -> tuple[Cho
 
 
 def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
-    """Returns the plan's `[[offload]]` with `choice` in place of the manager that moves memory in every step, and without
-    managers that move one of its parts by call.
-    """
+    """Returns `[[offload]]` with `choice` for the manager that moves in every step, without others that move its parts."""
     moved = _moved_by(choice) if choice is not None else set()
     tables = [
         dict(table)
@@ -277,9 +272,7 @@ class Layouts:
         return layout.offload is not None and "offload" not in self.keep
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields pp, sp, wp and micro_size for every whole division of the ranks and of the batch, with micro-batches of powers
-        of two.
-        """
+        """Yields pp, sp, wp and micro_size, a power of two, for every whole division of the ranks and of the batch."""
         own, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
         stages = [own.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
         slices = [own.sp] if "sp" in self.keep else divisors(world, MOST_SLICES) if choices.attention else [1]

@@ -48,11 +48,8 @@ T = TypeVar("T")
 
 Floats = NDArray[np.float64]
 
-MANY = 1 << 24
-"""Elements of the update that is priced, so that the start of a copy does not count."""
-
-TOTALS_BYTES = 64
-"""Loss, norm, votes."""
+MANY = 1 << 24  # elements of the update that is priced, so that the start of a copy does not count
+TOTALS_BYTES = 64  # loss, norm, votes
 
 
 class Rough(NamedTuple):
@@ -63,9 +60,7 @@ class Rough(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """Seconds of a micro-batch's forward and backward and of the host to start both; bytes kept for the backward, handed on,
-    and needed by the backward beside them; each [layers].
-    """
+    """Seconds of forward, of backward and of the host; bytes kept, handed on, and passing in the backward; each [layers]."""
 
     forward: Floats
     backward: Floats
@@ -93,9 +88,7 @@ class StageCut(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """Costs that do not depend on micro-batches, [stages]: seconds of sums and gathers beside computing, of their exposed part,
-    of the update; bytes of weights, gradients and states.
-    """
+    """Costs of a step, [stages]: sums and gathers beside computing, their exposed part, update; bytes between steps."""
 
     sums: Floats
     gathers: Floats
@@ -124,9 +117,7 @@ class Roofline:
         return value
 
     def of(self, layout: Layout) -> Rough:
-        """Returns the estimate of a layout. Raises SleyError for one that cannot be assembled, or that the machine file does
-        not have the figures for.
-        """
+        """Returns the estimate of a layout. Raises SleyError for one that cannot be assembled or priced."""
         cut, micros = self._cut(layout), layout.micros(self.plan, self.world)
         if micros * len(cut.route) > MOST_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
@@ -142,9 +133,7 @@ class Roofline:
         return Rough(seconds, float((fixed.num_bytes + held_bytes).max()))
 
     def _micro_batch(self, layout: Layout, cut: StageCut, micros: int) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns, [stages]: seconds of a micro-batch's forward and backward, and of the host in a step; bytes that wait for
-        backwards and that one needs. And the seconds of one micro-batch's messages, both ways.
-        """
+        """Returns, [stages]: seconds of a micro-batch and of the host, bytes held by forwards; and the messages' seconds."""
         layers, (gather, reduce) = self._layers(layout), self._shard_exchanges(layout)
         forward = cut.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         back = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
@@ -253,9 +242,7 @@ class Roofline:
         return self._once(("stages", id(cut), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
 
     def _update(self, offload: Choice | None) -> tuple[float, float]:
-        """Returns, per element that a rank steps, the seconds of norm and update with their copies, and the bytes of master and
-        states on the device between two steps.
-        """
+        """Returns, per stepped element, seconds of norm, update and copies; and bytes of master and states on the device."""
         device, states = self.machine.device, self._num_states * self._wide
         master = self._wide if self._wide != self._working else 0
         moved = moved_by_update(self.plan, self._num_states)
@@ -292,9 +279,7 @@ class Roofline:
         return np.array([float(sum(each.numel() for each in parameters)) for parameters in self._trained])
 
     def _sharded(self, layout: Layout) -> Floats:
-        """Returns the trained elements of each layer that the weight communicator shards: it is built for two ranks and
-        asked.
-        """
+        """Returns each layer's trained elements that the weight communicator shards: it is built for two ranks and asked."""
         if layout.weights is None:
             return np.zeros(len(self._numel))
 

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from sley_estimate.layers.operators import Operator
     from sley_estimate.machine import MachineFile
 
-Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
-"""Measured seconds of each layer, by stage and chunk."""
+Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
 
 
 class Records(NamedTuple):
@@ -108,9 +107,7 @@ class _Pricing:
         self._known: dict[int, _OperatorSeconds | SleyError] = {}  # by `id` of operators, which the records hold
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
-        """Yields a stage's program: exchanges that the step before began, the opening, messages and actions of the lowered
-        list, the closing, and the engine's seconds.
-        """
+        """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, engine's seconds."""
         record = self.records[stage]
         computing = [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
         step = expanded(record.step, computing, record.more)
@@ -206,9 +203,7 @@ class _Pricing:
         return once(self._known, id(operators), price)
 
     def _exchange(self, began: Began, number: int, stage: int, counts: Counter[str], after: Exchange | None) -> Exchange:
-        """Returns an exchange or copy. Members of a group over several stages begin its exchanges in one order, so its key is
-        the axis and their count there.
-        """
+        """Returns an exchange or copy; the key of one over several stages is the axis and its count, in which members agree."""
         record = self.records[stage]
         is_copy = began.axis == HOST
         members = (stage,) if is_copy else once(self._members, (began.axis, stage), lambda: _stages_of(record, began.axis))
@@ -331,9 +326,7 @@ def records_from(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int
 
 
 def seconds_from(records: Records, plan: Plan, size: int, machine: MachineFile, draft: Draft) -> PlanSeconds:
-    """Returns the seconds of a step from recorded steps. Chunks whose layers are all measured, or in proportion to measured
-    ones, take those seconds. Raises as `seconds_of_records`.
-    """
+    """Returns the seconds of a step; chunks whose layers are all measured take those. Raises as `seconds_of_records`."""
     fields = meta_micro_batch(plan, draft.dataset)
     layers = priced_layers(plan, draft.model, fields, machine) or []
     by_name = {layer.name: layer for layer in layers if layer.source != "counted"}
@@ -350,9 +343,7 @@ def seconds_from(records: Records, plan: Plan, size: int, machine: MachineFile, 
 
 
 def waits_before_updates(plan: Plan) -> bool:
-    """Returns whether host and device wait for each other before each update: the host steps the weights, the loss is scaled,
-    or the optimizer cannot skip a step on the device.
-    """
+    """Returns whether host and device wait before each update: it is stepped there, scaled, or cannot be skipped."""
     if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
         return True
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))]}]
@@ -360,9 +351,7 @@ def waits_before_updates(plan: Plan) -> bool:
 
 
 def moved_by_update(plan: Plan, num_states: int) -> int:
-    """Returns the bytes that norm, clipping and update move per element: gradients twice, and once more both ways if clipped;
-    weight and states both ways; a working copy, if there is one.
-    """
+    """Returns the bytes that norm, clipping and update move per element, with masters' working copies."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, stepped = dtypes(plan)

@@ -190,9 +190,7 @@ class Lanes:
         self._event(now_s + exchange.latency_s, "bytes", key, running.version)
 
     def _share_again(self, changed: _Running, now_s: float) -> None:
-        """Computes new ends of the exchanges that share a link with `changed`, which came or went: each runs at 1/n, where n
-        exchanges are on its fullest link.
-        """
+        """Computes new ends of exchanges that share a link with `changed`: each runs at 1/n, n on its fullest link."""
         neighbours = {key: None for link in changed.exchange.links for key in self._on_link[link]}
         if changed.exchange.key in self._running:
             neighbours[changed.exchange.key] = None

@@ -83,9 +83,7 @@ def _on_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int,
 
 
 def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
-    """Returns the cost of a message between two global ranks, while all ranks of the sender's host send one. Raises as
-    `collective`.
-    """
+    """Returns the cost of a message between two ranks, while all of the sender's host send. Raises as `collective`."""
     if sender // links.ranks_per_host == receiver // links.ranks_per_host:
         same = _link(links, "same_host")
         way = same.send or same
@@ -156,9 +154,7 @@ def slowest(kind: Collective, num_bytes: int, groups: Iterable[Ranks], links: Li
 
 
 def slowest_message(num_bytes: int, stages: tuple[int, int], topology: Topology, links: LinksTable) -> Cost:
-    """Returns the cost of the slowest of the messages that the ranks of a stage send to those of another. Raises as
-    `message`.
-    """
+    """Returns the cost of the slowest message from a stage's ranks to those of another. Raises as `message`."""
     size, per_host = topology.ranks_per_stage, links.ranks_per_host
     firsts = [stage * size for stage in stages]
     pairs = {
@@ -181,9 +177,7 @@ def copy_cost(kind: CopyKind, num_bytes: int, machine: MachineFile) -> Cost:
 
 
 def on_host_s(operators: Sequence[Operator], machine: MachineFile) -> float:
-    """Returns the seconds of operators on the host's cores, by its memory bandwidth; a CPU is its own host. Raises PlanError
-    "machine-host" if the file does not have it.
-    """
+    """Returns the seconds of operators on the host's cores, by its memory bandwidth. Raises PlanError "machine-host"."""
     if machine.device.kind == "cpu":
         return seconds_of(operators, machine.device)
     if machine.host is None or machine.host.memory_bandwidth is None:

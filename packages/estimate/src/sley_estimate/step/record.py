@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
     from sley_estimate.bytes.fake_tensors import FakeTensors
 
-HOST = "host"
-"""The axis of copies between a device and its host: no group, the rank alone."""
-
-MESSAGES = "pp"
-"""The axis of messages, which the lists have already."""
+HOST = "host"  # the axis of copies between a device and its host: no group, the rank alone
+MESSAGES = "pp"  # the axis of messages, which the lists have already
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,7 @@ class Computed:
     operators: tuple[Operator, ...]
 
 
-Queue = tuple[str, str]
-"""Axis and lane: exchanges of one queue run one after another."""
+Queue = tuple[str, str]  # axis and lane: exchanges of one queue run one after another
 
 
 class Earlier(NamedTuple):
@@ -79,8 +75,7 @@ class Awaited:
     exchange: Earlier
 
 
-_Raw = Computed | tuple[Literal["began", "awaited"], int]
-"""Operators, or what was done with the exchange of a number."""
+_Raw = Computed | tuple[Literal["began", "awaited"], int]  # operators, or what was done with the exchange of a number
 
 Event = Computed | Began | Awaited
 Events = tuple[Event, ...]
@@ -88,9 +83,7 @@ Events = tuple[Event, ...]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank. actions: the compute actions of its list, each with its events. carried: exchanges that the step
-    before began and this one waited for.
-    """
+    """One step of one rank. actions: with their events. carried: exchanges of the step before that this one waited for."""
 
     opening: Events
     actions: Sequence[tuple[Action, Events]]

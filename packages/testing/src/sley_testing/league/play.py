@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 Start: TypeAlias = Callable[[Sequence[LeagueRow], int, Path], str]
 """Calls `take` on so many ranks, for these rows and this folder; returns why they failed, or nothing."""
 
-ALONE, PLAIN = "alone", "plain"
-"""The folders of a row's references."""
+ALONE, PLAIN = "alone", "plain"  # the folders of a row's references
 
 
 def play(rows: Sequence[LeagueRow], folder: Path, start: Start) -> Iterator[Result]:

@@ -112,14 +112,9 @@ _SMALL: Tables = {
     "limits": {"start_timeout_s": 60.0, "collective_timeout_s": 60.0},
 }
 
-BUCKETS = {"use": "dp.bucketed", "bucket_mb": 0.002}
-"""A reducer with several buckets, though the model is tiny."""
-
-SHARDED = {"use": "dp.sharded", "bucket_mb": 0.002}
-"""The same of a sharded optimizer."""
-
-TIES = {"use": "pp.shared_modules"}
-"""What sums the gradients of weights that stages share."""
+BUCKETS = {"use": "dp.bucketed", "bucket_mb": 0.002}  # a reducer with several buckets, though the model is tiny
+SHARDED = {"use": "dp.sharded", "bucket_mb": 0.002}  # the same of a sharded optimizer
+TIES = {"use": "pp.shared_modules"}  # what sums the gradients of weights that stages share
 
 
 def small(**changes: Any) -> Tables:
@@ -380,9 +375,7 @@ class Result:
 
 
 def judged(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings] | None) -> Result:
-    """Returns the result of a row. alone: findings of its ranks beside one process; plain: beside the plain loop, if it has
-    one.
-    """
+    """Returns the result of a row. alone, plain: findings beside one process, and beside the plain loop if it has one."""
     limits = Limits(row.limit, row.limit)
     found = {one.kind: one.error for one in worst(alone, limits)}
     found["loss"] = max(found["loss"], found.get("held-out loss", 0.0))

@@ -182,9 +182,7 @@ def _skipped(ranks: Sequence[RankFindings]) -> list[int]:
 
 
 def as_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
-    """Returns the content of `in_words` for JSON, and every difference in the order of causes; null is a number that is not
-    finite.
-    """
+    """Returns the content of `in_words` for JSON, and every difference in the order of causes; null is not finite."""
     return {
         "agrees": not differences(ranks, limits) and not no_step_taken(ranks, num_steps),
         "ranks": len(ranks),

@@ -39,9 +39,7 @@ _NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held
 
 
 def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False) -> Limits:
-    """Returns the errors that are allowed: `tolerance` if given, 0 for canonical sums, else by precision and handlers'
-    records.
-    """
+    """Returns the errors allowed: `tolerance` if given, 0 for canonical sums, else by precision and handlers' records."""
     if tolerance is not None:
         return Limits(tolerance, tolerance)
     if plan.parallel.reduction == "canonical" and not is_plain:
