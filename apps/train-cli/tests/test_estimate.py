@@ -59,7 +59,7 @@ def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
     before = sorted(plan.parent.iterdir())
     result = cli("run", plan, "--dry-run")
     assert result.code == 0, result.err
-    assert "dry run on 2 ranks: steps can be taken; the most is " in result.err
+    assert "dry run on 2 ranks: the first steps succeed; the peak is " in result.err
     assert sorted(plan.parent.iterdir()) == before
 
 

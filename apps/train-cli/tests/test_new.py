@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sley_core.errors import UsageError
-from train_cli.commands.plugins import OURS, PluginKind, rendered
+from train_cli.commands.plugins import OURS, PluginKind, package_files
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
@@ -21,7 +21,7 @@ PUBLIC = ("sley_core.api.", "sley_core.errors", "sley_core.hookspecs", "sley_cor
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="the example is not part of the sdist")
 def test_a_handler_is_the_example_that_the_documentation_explains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train_cli.commands.plugins.check_name", lambda *_: None)  # the example may be installed
-    files = rendered("handler", "narrow")
+    files = package_files("handler", "narrow")
     del files["README.md"]  # the example's is a page of this repository
     assert len(files) == 7
     for path, text in files.items():
@@ -54,7 +54,7 @@ def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str, mon
 
 @pytest.mark.parametrize("kind", list(PluginKind))
 def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
-    files = rendered(kind, "my_own")
+    files = package_files(kind, "my_own")
     assert "@" not in "".join(text for path, text in files.items() if "plugin.py" not in path and "test_" not in path)
     for path, text in files.items():
         if path.endswith(".py") and path.startswith("src/"):
@@ -74,8 +74,8 @@ def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folde
 
 def test_a_name_that_is_installed_is_refused(folder: Path, install: Any) -> None:
     install("sley-odd", "odd", "")
-    with pytest.raises(UsageError, match="`odd` is taken: plugin `odd`"):
-        rendered("hook", "odd")
+    with pytest.raises(UsageError, match="`odd` is already used by plugin `odd`"):
+        package_files("hook", "odd")
 
 
 def test_a_folder_with_something_in_it_is_left_alone(cli: Any, folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""Prints to stderr: lines for the user, and diagnostics in one of three forms. stdout is for data (`show`, `--format json`).
+"""Prints lines and diagnostics on stderr. stdout is for data (`show`, `--format json`).
 
-full     a picture of the line with a caret under the culprit; the default on a terminal
-short    `plan.toml:24:1: error[unknown-key]: ...`, a line each, clickable everywhere; the default elsewhere
-json     an object per line: code, file, line, column, path, message, hint
+full     the source line with a caret under the error; the default on a terminal
+short    one clickable line per error, `plan.toml:24:1: error[unknown-key]: ...`; the default elsewhere
+json     one object per line: code, file, line, column, path, message, hint
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Settings:
-    """The options that every command has; `None` if the user has not chosen."""
+    """The values of the options that every command has; None if the user did not set one."""
 
     message_format: MessageFormat | None = None
     traceback: bool = False
 
 
 def say(text: str) -> None:
-    """Prints a line for the user on stderr; a closed stderr is no error."""
+    """Prints a line on stderr; ignores a closed stderr."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def show(fault: Fault, settings: Settings) -> None:
-    """Prints a fault's diagnostics on stderr, and its traceback if asked for; a closed stderr is no error."""
+    """Prints the diagnostics of a fault on stderr, and its traceback if requested; ignores a closed stderr."""
     stream = sys.stderr
     form = settings.message_format or (MessageFormat.full if stream.isatty() else MessageFormat.short)
     color = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -52,16 +52,14 @@ def show(fault: Fault, settings: Settings) -> None:
 
 
 def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: bool = False) -> str:
-    """Returns the text to print, ending in a newline, in the order given; the last line counts the problems if there are
-    several.
-    """
+    """Returns the diagnostics as text that ends in a newline; if there are several, the last line has their number."""
     problems = list(diagnostics)
     if form is MessageFormat.json:
-        return "".join(f"{json.dumps(_fields(each), ensure_ascii=False)}\n" for each in problems)
+        return "".join(f"{json.dumps(_fields(problem), ensure_ascii=False)}\n" for problem in problems)
     if form is MessageFormat.short:
-        parts = [_short(each) for each in problems]
+        parts = [_short(problem) for problem in problems]
     else:
-        parts = ["\n".join(_picture(each, color)) + "\n" for each in problems]
+        parts = ["\n".join(_picture(problem, color)) + "\n" for problem in problems]
     if len(parts) > 1:
         parts.append(f"found {len(parts)} errors")
     return "".join(f"{part}\n" for part in parts)
@@ -81,13 +79,13 @@ def _fields(diagnostic: Diagnostic) -> dict[str, object]:
 
 
 def _short(diagnostic: Diagnostic) -> str:
-    where = f"{diagnostic.place}: " if diagnostic.place else ""
+    location = f"{diagnostic.place}: " if diagnostic.place else ""
     hint = f" (hint: {diagnostic.hint})" if diagnostic.hint else ""
-    return _printable(" ".join(f"{where}error[{diagnostic.code}]: {diagnostic.message}{hint}".split("\n")))
+    return _printable(" ".join(f"{location}error[{diagnostic.code}]: {diagnostic.message}{hint}".split("\n")))
 
 
 def _picture(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
-    """Yields the lines of one diagnostic as the compilers of Rust and ruff draw it: error, source line with a caret, hint."""
+    """Yields the lines of one diagnostic in the style of rustc and ruff: the error, the source line with a caret, the hint."""
 
     def paint(text: str, fg: str) -> str:
         return typer.style(text, fg=fg, bold=True) if color else text
@@ -99,11 +97,11 @@ def _picture(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
         margin, bar = " " * len(number), paint("|", "blue")
         yield f"{margin}{paint('-->', 'blue')} {place}"
         if diagnostic.source_line is not None and place.column:
-            shown, start = _printable(diagnostic.source_line.rstrip("\r\n")), place.column - 1
-            culprit = shown[start : start + max(1, place.length)]
-            blank = "".join("\t" if char == "\t" else " " * _width(char) for char in shown[:start])
+            line, start = _printable(diagnostic.source_line.rstrip("\r\n")), place.column - 1
+            culprit = line[start : start + max(1, place.length)]
+            blank = "".join("\t" if char == "\t" else " " * _width(char) for char in line[:start])
             yield f"{margin} {bar}"
-            yield f"{paint(number, 'blue')} {bar} {shown}"
+            yield f"{paint(number, 'blue')} {bar} {line}"
             yield f"{margin} {bar} {blank}{paint('^' * max(1, _width(culprit)), 'red')}"
             yield f"{margin} {bar}"
     if diagnostic.hint:

@@ -1,6 +1,6 @@
-"""The command line of `train-cli`: its commands, each imported when it is called; errors as diagnostics; exit codes.
+"""The command line of `train-cli`. Commands are imported when they are called; errors become diagnostics and exit codes.
 
-Beside our commands there are those of other packages, entry points of the group `sley.commands`:
+Other packages add commands by entry points of the group `sley.commands`:
 
     [project.entry-points."sley.commands"]
     sweep = "my_package.sweep:sweep"          # a function with Typer's annotations, or a typer.Typer
@@ -28,7 +28,7 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginE
 from sley_core.process import uncollected
 from train_cli import console
 from train_cli.console import Settings
-from train_cli.options import MessageFormat, remedy
+from train_cli.options import MessageFormat, option_hint
 from train_cli.stopping import Terminated
 
 GROUP = "sley.commands"
@@ -41,34 +41,34 @@ SECTIONS = {
         "schema": "Print the JSON Schema of a plan.",
         "check": "Find every mistake of one or more plans.",
         "show": "Show the resolved plan, ranks and groups.",
-        "data": "Show what a plan's model will see of its data.",
+        "data": "Show the samples that a plan's model will see.",
     },
     "Look ahead": {
-        "estimate": "Say how much memory each stage needs.",
+        "estimate": "Estimate how much memory each stage needs.",
         "search": "Find the fastest layouts that fit.",
-        "calibrate": "Measure this machine, for estimates of seconds.",
+        "calibrate": "Measure this machine for estimates of step times.",
     },
     "Train": {
-        "run": "Train as the plan says.",
-        "launch": "Print what starts a plan on several hosts.",
+        "run": "Train.",
+        "launch": "Print a job script that runs a plan on several hosts.",
         "verify": "Compare a plan's layout with one process.",
     },
     "Look back": {
-        "doctor": "Say what went wrong in a run, from the reports of its ranks.",
-        "report": "Write a page about runs, with curves and tables.",
+        "doctor": "Find out why a run failed, or which rank is slow.",
+        "report": "Write an HTML page about runs, with curves and tables.",
         "eval": "Print the held-out loss of a run's weights.",
         "sample": "Generate text from a run's weights.",
         "export": "Write a run's weights for other programs.",
-        "env": "Print versions and devices, for a report.",
+        "env": "Print versions and devices for a bug report.",
     },
 }
-"""Sley's commands in the order in which one comes to use them, as in `--help`."""
+"""Sley's commands in the order of `--help`."""
 
 PACKAGES = {"estimate": "estimate", "search": "estimate", "calibrate": "estimate", "doctor": "doctor", "report": "doctor"}
-"""The commands that are in a package `sley-<...>` of their own."""
+"""The commands that need another package, by the name of the package without `sley-`."""
 
 MODULES = {"new": "plugins", "needs": "check", "schema": "check", "env": "check", "eval": "sample"}
-"""The module of `train_cli.commands` that has the function of a command, where it is not that of the command's name."""
+"""The module of `train_cli.commands` that defines a command, if its name differs from the command's."""
 
 COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}
 
@@ -102,14 +102,14 @@ Exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code (the table at the end of `--help`).
+    """Runs one command and returns its exit code, as listed at the end of `--help`.
 
-    argv: the arguments without the name of the program; those of this process if left out.
+    argv: the arguments without the program name; default: those of this process.
     """
     _open_standard_streams()
     settings = Settings()
     try:
-        with uncollected():  # imports allocate much and free nothing; training turns it on
+        with uncollected():  # imports allocate much and free nothing; training turns the collector on
             # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
             command().main(list(sys.argv[1:] if argv is None else argv), prog_name="train-cli", obj=settings)
         return EXIT_OK
@@ -129,11 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fault.exit_code
     finally:
         if argv is None:
-            gc.freeze()  # at its end Python would look through all modules for garbage, for most of a second
+            gc.freeze()  # else Python would search all modules for garbage at exit, for most of a second
 
 
 def _open_standard_streams() -> None:
-    """Opens missing standard streams (`2>&-`) on /dev/null, so that no file of the run gets their descriptors."""
+    """Opens closed standard streams (`2>&-`) on /dev/null, so that no other file gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             file = os.open(os.devnull, os.O_RDWR)
@@ -144,7 +144,7 @@ def _open_standard_streams() -> None:
 
 
 class Commands(TyperGroup):
-    """Lists our commands, then those of other packages, without importing any of them."""
+    """Lists Sley's commands, then those of other packages, without importing any of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.commands, *(name for name in foreign() if name not in self.commands)]
@@ -171,9 +171,9 @@ class Commands(TyperGroup):
 
 
 class LazyCommand(TyperCommand):
-    """Stands for a command until it is called or asked for its help; `load` returns its function or Typer app.
+    """A command that is imported only when it is called or its help is printed.
 
-    options: parameters that every command has beside its own.
+    load: imports the command and returns its function or Typer app. options: the parameters that every command has.
     """
 
     def __init__(self, name: str, summary: str, load: Callable[[], Any], options: Sequence[Any]) -> None:
@@ -192,29 +192,29 @@ class LazyCommand(TyperCommand):
         try:
             return command.make_context(info_name, args, parent, **extra)
         except Exception as error:
-            # Click's NoSuchOption, of which some releases of Typer have a copy: advice in place of options with similar names.
+            # Click's NoSuchOption, or the copy in some releases of Typer: print our hint instead of similar options.
             unknown: Any = error
             if hasattr(unknown, "possibilities") and hasattr(unknown, "option_name"):
-                advice = remedy(unknown.option_name, [name for each in command.params for name in each.opts])
+                hint = option_hint(unknown.option_name, [option for param in command.params for option in param.opts])
                 unknown.possibilities = None
-                unknown.message += f" ({advice})" if advice else ""
+                unknown.message += f" ({hint})" if hint else ""
             raise
 
 
 def command() -> Any:
-    """Returns the click command of the whole program, to be called with arguments and `obj=Settings()`."""
+    """Returns the click command of the whole program; call it with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, Commands), group
     common = _common()
     group.params.extend(common)
     for name, summary in COMMANDS.items():
-        group.add_command(LazyCommand(name, summary, partial(_load, name), common))
+        group.add_command(LazyCommand(name, summary, partial(_load_command, name), common))
     return group
 
 
-def _load(name: str) -> Any:
-    """Imports and returns the function of one of Sley's commands; raises PluginError "command-missing" if it is in a package
-    that is not installed.
+def _load_command(name: str) -> Any:
+    """Imports one of Sley's commands and returns its function. Raises PluginError "command-missing" if the package that has
+    it is not installed.
     """
     if name not in PACKAGES:
         return getattr(import_module(f"train_cli.commands.{MODULES.get(name, name)}"), name)
@@ -223,22 +223,22 @@ def _load(name: str) -> Any:
     return load_foreign(name)
 
 
-def not_installed(package: str, what: str) -> PluginError:
-    """Returns PluginError "command-missing": `what` is part of `sley-<package>`, which is not installed."""
-    message = f"{what} is part of sley-{package}, which is not installed"
+def not_installed(package: str, feature: str) -> PluginError:
+    """Returns the PluginError "command-missing" for a `feature` of `sley-<package>`, which is not installed."""
+    message = f"{feature} is part of sley-{package}, which is not installed"
     return PluginError("command-missing", message, hint=to_install(package))
 
 
-def module_of(package: str, module: str, what: str) -> Any:
+def module_of(package: str, module: str, feature: str) -> Any:
     """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
     if find_spec(module.partition(".")[0]) is None:
-        raise not_installed(package, what)
+        raise not_installed(package, feature)
     return import_module(module)
 
 
 @cache
 def foreign() -> dict[str, tuple[EntryPoint, ...]]:
-    """Returns the entry points of each command of other packages; several if packages claim the same name."""
+    """Returns the entry points of other packages' commands by name; several if packages use the same name."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         commands[point.name] = (*commands.get(point.name, ()), point)
@@ -246,25 +246,25 @@ def foreign() -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def foreign_summary(name: str) -> str:
-    """Returns the summary for `--help` of the command `name` of another package, without importing it."""
+    """Returns the `--help` summary of another package's command `name`, without importing it."""
     return f"A command of {_labels(foreign()[name])}."
 
 
 def load_foreign(name: str) -> Any:
-    """Imports the command `name` of another package. Raises PluginError "command-ambiguous" and "command-import"."""
-    point, *others = foreign()[name]
-    if others:
-        message = f"the command `{name}` is brought by {_labels(foreign()[name])}"
+    """Imports another package's command `name`. Raises PluginError "command-ambiguous" or "command-import"."""
+    points = foreign()[name]
+    if len(points) > 1:
+        message = f"several packages have a command `{name}`: {_labels(points)}"
         raise PluginError("command-ambiguous", message, hint="uninstall one of them")
     try:
-        return point.load()
+        return points[0].load()
     except Exception as error:
-        message = f"the command `{name}` of {_labels([point])} cannot be imported: {type(error).__name__}: {error}"
+        message = f"the command `{name}` of {_labels(points)} cannot be imported: {type(error).__name__}: {error}"
         raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
 
 
 def _labels(points: Sequence[EntryPoint]) -> str:
-    return " and ".join(f"{each.dist.name} {each.dist.version}" if each.dist else each.value for each in points)
+    return " and ".join(f"{point.dist.name} {point.dist.version}" if point.dist else point.value for point in points)
 
 
 def _set_format(context: typer.Context, value: MessageFormat | None) -> None:
@@ -277,15 +277,15 @@ def _set_traceback(context: typer.Context, value: bool) -> None:
 
 
 def _common() -> list[Any]:
-    """Returns the parameters of every command; they go into its context's Settings, not to its function."""
+    """Returns the parameters that every command has; their values go into the context's Settings."""
 
     def options(
         message_format: Annotated[
-            MessageFormat | None,
-            typer.Option(callback=_set_format, expose_value=False, help="The form in which problems are shown."),
+            MessageFormat | None, typer.Option(callback=_set_format, expose_value=False, help="How errors are printed.")
         ] = None,
         traceback: Annotated[
-            bool, typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Show where an error arose.")
+            bool,
+            typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Print the traceback of an error."),
         ] = False,
     ) -> None: ...
 
@@ -294,8 +294,8 @@ def _common() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _print_versions(wanted: bool) -> None:
-    if wanted:
+def _print_versions(is_set: bool) -> None:
+    if is_set:
         from train_cli.surroundings import sley_versions
 
         for name, version in sley_versions().items():

@@ -33,7 +33,7 @@ class MessageFormat(StrEnum):
 
 
 def _complete_set(incomplete: str) -> Iterator[str]:
-    """Yields the completions of `--set`: keys of the plan's tables, and after `use=` the installed records."""
+    """Yields completions for `--set`: the keys of the plan's tables, or after `use=` the installed records."""
     from sley_core.plan.kinds import COMPONENTS
 
     key, equals, _ = incomplete.partition("=")
@@ -56,30 +56,30 @@ SetOption = Annotated[
     ),
 ]
 WorldOption = Annotated[
-    int | None, typer.Option("--world", metavar="N", min=1, help="The number of ranks, where the plan leaves it open.")
+    int | None, typer.Option("--world", metavar="N", min=1, help="The number of ranks, if the plan does not set it.")
 ]
 NodesOption = Annotated[
-    int | None, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, in place of --world.")
+    int | None, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, instead of --world.")
 ]
 PerNodeOption = Annotated[int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")]
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]
 
 
-def given_world(world: int | None, nodes: int | None, per_node: int | None) -> int | None:
-    """Returns the number of ranks that the options give, None if they give none. Raises UsageError "world" if only one of
-    `nodes` and `per_node` is given, or both they and `world`.
+def world_size(world: int | None, nodes: int | None, per_node: int | None) -> int | None:
+    """Returns the number of ranks that the options set, or None if no option is set. Raises UsageError "world" if only one of
+    `nodes` and `per_node` is set, or if `world` is set beside them.
     """
     if nodes is None and per_node is None:
         return world
     if nodes is None or per_node is None:
-        raise UsageError("world", "`--nodes` and `--per-node` say the world together", hint="give both, or `--world`")
+        raise UsageError("world", "`--nodes` and `--per-node` must be used together", hint="pass both, or `--world`")
     if world is not None:
-        raise UsageError("world", "`--nodes` and `--per-node` say what `--world` says", hint="leave one of them out")
+        raise UsageError("world", "`--world` cannot be used with `--nodes` and `--per-node`", hint="remove one of them")
     return nodes * per_node
 
 
-def remedy(option: str, known: Iterable[str]) -> str:
-    """Returns advice for the unknown `option`, such as a similar one in `known` or a key of the plan; may be empty."""
+def option_hint(option: str, known: Iterable[str]) -> str:
+    """Returns a hint for the unknown `option`: a similar option in `known`, or a key of the plan. May be empty."""
     from sley_core.words import ELSEWHERE, HABITS
 
     if close := get_close_matches(option, known, n=1, cutoff=0.75):
@@ -89,11 +89,11 @@ def remedy(option: str, known: Iterable[str]) -> str:
         return ELSEWHERE[word]
     suffix = f".{HABITS.get(word, word)}="
     key = next((name for name in (*_table_keys(), "optimizer.lr=") if name.endswith(suffix)), None)
-    return f"the plan says that: --set {key}VALUE" if key else ""
+    return f"set it in the plan: --set {key}VALUE" if key else ""
 
 
 def _table_keys() -> Iterator[str]:
-    """Yields the keys that every plan may have, each with its equals sign: `run.steps=`, `model.use=`, `metrics.0.use=`."""
+    """Yields the keys that any plan may have, each with an equals sign: `run.steps=`, `model.use=`, `metrics.0.use=`."""
     from sley_core.plan.kinds import COMPONENTS
     from sley_core.plan.tables import OPTIONAL, TABLES
 
@@ -103,13 +103,13 @@ def _table_keys() -> Iterator[str]:
 
 
 def plugin_ids(kind: RecordKind | None = None) -> list[str]:
-    """Returns the records of all plugins that can be loaded, those of `kind` or all: `dp.bucketed`."""
+    """Returns the names of the records of all plugins that load, such as `dp.bucketed`. kind: only records of this kind."""
     from sley_core.plan.loader import Loader
 
     loader = Loader()
     names: set[str] = set()
     for name in loader.names():
         with suppress(PluginError):
-            for each, records in loader.load(name).records.items():
-                names |= {f"{name}.{record}" for record in records} if kind in (None, each) else set()
+            for record_kind, records in loader.load(name).records.items():
+                names |= {f"{name}.{record}" for record in records} if kind in (None, record_kind) else set()
     return sorted(names)

@@ -32,7 +32,7 @@ from train_cli.options import (
     PlanArgument,
     SetOption,
     WorldOption,
-    given_world,
+    world_size,
 )
 
 
@@ -52,7 +52,7 @@ def check(
     ] = False,
 ) -> None:
     """Check plans: tables, files, sizes, layout; nothing is started or written."""
-    world = given_world(world, nodes, per_node)
+    world = world_size(world, nodes, per_node)
     errors: list[SleyError] = []
     for path in plans:
         try:

@@ -1,5 +1,5 @@
-"""`train-cli plugins`: what is installed and what a plan can name; with a name, every option of its records. `train-cli new
-KIND NAME`: a plugin package that is complete and passes its tests, to be changed from there.
+"""`train-cli plugins` lists the installed plugins, their records and options. `train-cli new KIND NAME` writes a complete
+plugin package, which passes its tests, as a starting point.
 """
 
 from __future__ import annotations
@@ -62,50 +62,52 @@ def plugins(
 ) -> None:
     """List the installed plugins and their records; with NAME, the options, types and defaults of its records.
 
-    `plugins check DIST` runs the contract of everything that DIST offers, and compares it with one process.
+    `plugins check DIST` runs the contract tests of every record in DIST, and compares its results with one process.
     """
     if name == "check":
-        raise typer.Exit(_check(dist, level, form))
+        raise typer.Exit(_check_distribution(dist, level, form))
     if dist is not None:
-        raise UsageError("plugins", f"`{dist}` is one name too many", hint="`train-cli plugins check DIST` checks one")
+        raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
     loader = Loader()
     if name is None:
-        content = [_overview(each, loader) for each in loader.names()]
-        text = _overview_text(content)
+        content = [_plugin_entry(plugin, loader) for plugin in loader.names()]
+        text = _entries_text(content)
     else:
         plugin_name, _, record_name = name.partition(".")
-        content = list(_described(loader.load(plugin_name), record_name))
-        text = _described_text(content)
+        content = list(_record_descriptions(loader.load(plugin_name), record_name))
+        text = _descriptions_text(content)
     typer.echo(json.dumps(content, indent=2) if form is OutputFormat.json else text)
 
 
-def _check(dist: str | None, level: Level, form: OutputFormat) -> int:
-    """Checks all that `dist` offers, shows each verdict, and returns the exit code: 0 if nothing failed."""
+def _check_distribution(dist: str | None, level: Level, form: OutputFormat) -> int:
+    """Checks every plugin in `dist`, prints the verdicts, and returns the exit code: 0 if no check failed."""
     if dist is None:
-        raise UsageError("plugins", "`plugins check` needs a distribution", hint="`train-cli plugins check sley-dp`")
+        raise UsageError(
+            "plugins", "`plugins check` needs a distribution", hint="use `train-cli plugins check sley-dp`, for example"
+        )
     certify = module_of("testing", "sley_testing.certify", "`train-cli plugins check`").certify
     verdicts = []
     for verdict in certify(dist, level.value):
         verdicts.append(verdict)
         if form is OutputFormat.text:
-            what = f"{verdict.plugin}.{verdict.record}" if verdict.record else verdict.plugin
-            why = f": {verdict.why}" if verdict.why else ""
-            typer.echo(f"{verdict.level:9} {verdict.status:8} {what}{why}")
+            subject = f"{verdict.plugin}.{verdict.record}" if verdict.record else verdict.plugin
+            reason = f": {verdict.why}" if verdict.why else ""
+            typer.echo(f"{verdict.level:9} {verdict.status:8} {subject}{reason}")
     if form is OutputFormat.json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     if not verdicts:
-        message = f"no installed distribution `{dist}` has a plugin of Sley"
-        raise PluginError("plugin-missing", message, hint="`train-cli plugins` lists those that are installed")
+        message = f"`{dist}` is not installed, or has no plugin for Sley"
+        raise PluginError("plugin-missing", message, hint="use `train-cli plugins` to list the installed ones")
     return EXIT_RUN_FAILED if any(verdict.status == "failed" for verdict in verdicts) else EXIT_OK
 
 
-def _overview(name: str, loader: Loader) -> dict[str, Any]:
-    """Returns the entry of one plugin; a broken one has its error."""
+def _plugin_entry(name: str, loader: Loader) -> dict[str, Any]:
+    """Returns the JSON entry of one plugin, with the error if it cannot be loaded."""
     dists = loader.found(name)
     entry: dict[str, Any] = {
         "name": name,
-        "dist": ", ".join(each.dist for each in dists),
-        "version": ", ".join(each.version for each in dists),
+        "dist": ", ".join(dist.dist for dist in dists),
+        "version": ", ".join(dist.version for dist in dists),
         "records": {},
         "error": None,
     }
@@ -114,11 +116,11 @@ def _overview(name: str, loader: Loader) -> dict[str, Any]:
     except PluginError as error:
         entry["error"] = error.diagnostics[0].message
     else:
-        entry["records"] = {kind: [f"{name}.{each}" for each in named] for kind, named in records.items() if named}
+        entry["records"] = {kind: [f"{name}.{record}" for record in named] for kind, named in records.items() if named}
     return entry
 
 
-def _overview_text(entries: list[dict[str, Any]]) -> str:
+def _entries_text(entries: list[dict[str, Any]]) -> str:
     lines = []
     width = max((len(words(kind)) + 1 for entry in entries for kind in entry["records"]), default=0)
     for entry in entries:
@@ -130,15 +132,15 @@ def _overview_text(entries: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
-    """Yields every record of the plugin, or those named `record_name` (several kinds may have one); raises PlanError
-    "unknown-record" if there is none.
+def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
+    """Yields a JSON description of each record of the plugin. record_name: only records of this name, of which each kind may
+    have one; "" for all. Raises PlanError "unknown-record" if there is none.
     """
-    every = [(kind, record) for kind, named in plugin.records.items() for record in named.values()]
-    chosen = [(kind, record) for kind, record in every if record_name in ("", record.name)]
+    records = [(kind, record) for kind, named in plugin.records.items() for record in named.values()]
+    chosen = [(kind, record) for kind, record in records if record_name in ("", record.name)]
     if not chosen:
-        names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for _, record in every))
-        listed = f"it has {', '.join(f'`{each}`' for each in names)}" if names else None
+        names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for _, record in records))
+        listed = f"it has {', '.join(f'`{name}`' for name in names)}" if names else None
         hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
     headers = {spec.kind: spec.header for spec in COMPONENTS}
@@ -153,18 +155,18 @@ def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
 
 
 def _option(key: str, info: FieldInfo) -> dict[str, Any]:
-    """Returns name, type, default and description of one option."""
+    """Returns the JSON entry of one option: its name, type, default and description."""
     option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": info.is_required()}
     if not info.is_required():
         option["default"] = "computed" if info.default_factory is not None else plain(info.default)
     return {**option, "description": info.description}
 
 
-def _described_text(records: list[dict[str, Any]]) -> str:
+def _descriptions_text(records: list[dict[str, Any]]) -> str:
     lines = []
     for record in records:
-        where = f", for {record['table']}" if record["table"] else ""
-        lines.append(f"{record['name']}  ({record['kind']}{where})")
+        table = f", for {record['table']}" if record["table"] else ""
+        lines.append(f"{record['name']}  ({record['kind']}{table})")
         if record["summary"]:
             lines.append(f"  {record['summary']}")
         for option in record["options"]:
@@ -185,14 +187,14 @@ def _default_text(option: dict[str, Any]) -> str:
 
 
 OURS = frozenset({CORE, *FIRST_PARTY})
-"""Plugins of Sley's own, installed or not: a plan that names them means these."""
+"""Sley's own plugins, installed or not; no other plugin may have one of these names."""
 
 _SUFFIX = ".in"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class PluginKind(StrEnum):
-    """The part that the plugin offers to plans."""
+    """The kind of record that the new plugin has."""
 
     handler = "handler"
     hook = "hook"
@@ -205,41 +207,38 @@ def new(
     kind: Annotated[
         PluginKind,
         typer.Argument(
-            help="handler: of gradients. hook: called around every action. schedule: of the learning rate. writer: of metrics. "
-            "model: a list of layers.",
+            help="handler: a gradient handler. hook: called around every action. schedule: a learning-rate schedule. "
+            "writer: a metrics writer. model: a list of layers.",
             show_default=False,
         ),
     ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The plugin's name, which plans will say.")],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty; sley-NAME if left out."),
-    ] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the plugin in plans.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="A new or empty folder; default: sley-NAME.")] = None,
 ) -> None:
     """Write a plugin package with a record, a table, a class and passing tests."""
     folder = out or Path(f"sley-{name.replace('_', '-')}")
-    files = rendered(kind, name)
-    write(files, folder)
+    files = package_files(kind, name)
+    write_package(files, folder)
     for path in files:
         say(f"{folder / path}")
     say(f"next: cd {folder} && pip install -e . pytest && pytest")
 
 
-def rendered(kind: str, name: str) -> dict[str, str]:
-    """Returns the files of a package by their path in its folder. Raises UsageError "plugin-name" as `check_name` does.
+def package_files(kind: str, name: str) -> dict[str, str]:
+    """Returns the text of each file of a plugin package, by its path. Raises the same errors as `check_name`.
 
-    docs/write-a-plugin.md explains the one of a gradient handler, which is examples/plugins/sley-narrow too.
+    docs/write-a-plugin.md explains the package of a gradient handler; examples/plugins/sley-narrow is the same package.
     """
     folder = Path(templates.__file__).parent / kind
     paths = sorted(path for path in folder.rglob(f"*{_SUFFIX}") if path.is_file())
     files = {path.relative_to(folder).as_posix().removesuffix(_SUFFIX): path.read_text("utf-8") for path in paths}
     check_name(name, files)
-    return {path.replace("NAME", name): _filled(text, name) for path, text in files.items()}
+    return {path.replace("NAME", name): _fill_in(text, name) for path, text in files.items()}
 
 
-def write(files: Mapping[str, str], out: Path) -> None:
-    """Writes the files into the folder `out`, all of them or none. Raises UsageError "new-folder" if it is not empty, or cannot
-    be written.
+def write_package(files: Mapping[str, str], out: Path) -> None:
+    """Writes the files into the folder `out`, all of them or none. Raises UsageError "new-folder" if `out` is not empty or
+    cannot be written.
     """
     hint = "choose another `--out`"
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
@@ -251,8 +250,8 @@ def write(files: Mapping[str, str], out: Path) -> None:
         for path, text in files.items():
             (scratch / path).parent.mkdir(parents=True, exist_ok=True)
             (scratch / path).write_text(text, "utf-8")
-        scratch.chmod(0o755)  # a temporary folder is its owner's alone
-        scratch.rename(out)  # over an empty folder too
+        scratch.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
+        scratch.rename(out)  # also replaces an empty folder
     except OSError as error:
         raise UsageError("new-folder", f"cannot write `{out}`: {error.strerror or error}", hint=hint) from None
     finally:
@@ -262,28 +261,28 @@ def write(files: Mapping[str, str], out: Path) -> None:
 
 
 def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
-    """Raises UsageError "plugin-name" for a name that is not valid in plans and in Python, is taken, or is a word of
-    `files`.
+    """Raises UsageError "plugin-name" if the name is not valid in plans and in Python, is already used by a plugin or a module,
+    or is an identifier in `files`.
     """
     if not _NAME.fullmatch(name) or iskeyword(name):
-        message = f"`{name}` is not a name: small letters, digits and `_`, a letter first, and no word of Python"
-        raise UsageError("plugin-name", message, hint="take one such as `topk`")
+        message = f"`{name}` must be lower-case letters, digits and `_`, begin with a letter, and not be a Python keyword"
+        raise UsageError("plugin-name", message, hint="use a name such as `topk`")
     if name in OURS:
-        raise UsageError("plugin-name", f"`{name}` is a plugin of Sley's own", hint=f"take another, such as `my_{name}`")
-    known = installed().get(name)
-    if known or find_spec(f"sley_{name}") is not None:
-        who = known[0].label if known else f"the module `sley_{name}`"
-        raise UsageError("plugin-name", f"`{name}` is taken: {who} is installed", hint="take another, or uninstall that")
+        raise UsageError("plugin-name", f"`{name}` is one of Sley's own plugins", hint=f"use another name, such as `my_{name}`")
+    dists = installed().get(name)
+    if dists or find_spec(f"sley_{name}") is not None:
+        owner = dists[0].label if dists else f"the module `sley_{name}`"
+        raise UsageError("plugin-name", f"`{name}` is already used by {owner}", hint="use another name, or uninstall that")
     code = "\n".join(text for path, text in (files or {}).items() if path.endswith(".py"))
-    in_code = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
-    if taken := in_code & {name, _class_name(name)}:
-        message = f"the package would have `{min(taken)}` in two meanings"
-        raise UsageError("plugin-name", message, hint=f"take a name that says more, such as `my_{name}`")
+    identifiers = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
+    if clashes := identifiers & {name, _class_name(name)}:
+        message = f"the package already uses `{min(clashes)}` for something else"
+        raise UsageError("plugin-name", message, hint=f"use a more specific name, such as `my_{name}`")
 
 
-def _filled(text: str, name: str) -> str:
+def _fill_in(text: str, name: str) -> str:
     text = text.replace("@name@", name).replace("@Name@", _class_name(name))
-    # Where the module's name stands among imports depends on the name.
+    # The place of the module's import among the others depends on its name.
     return re.sub(
         r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
     )

@@ -1,8 +1,8 @@
-"""`train-cli run`: trains; starts local ranks where the plan asks for several and no launcher has done so.
+"""`train-cli run`: trains, and starts local ranks if the plan has several and no launcher has started them.
 
-no launcher, one rank       in this process
-no launcher, several        this process checks everything, makes the run folder, starts the ranks and waits
-torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder and says what is wrong
+no launcher, one rank       trains in this process
+no launcher, several ranks  checks everything, makes the run folder, starts the ranks and waits for them
+torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder and reports errors
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from train_cli.saved import AUTO, check_given, goes_on, is_again, run_folder
 from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
-"""Codes of faults that the reports of all ranks tell more about."""
+"""Codes of faults for which the ranks' reports have more information."""
 
 ResumeOption = Annotated[
     str | None,
     typer.Option(
         "--resume",
         metavar="auto|PATH",
-        help="Resume from a checkpoint: the newest that this run wrote (a run without steps begins), or the one at PATH.",
+        help="Resume from a checkpoint: auto takes the newest of this run, or starts if it has taken no step; PATH that one.",
     ),
 ]
 
@@ -50,27 +50,32 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder of an earlier run.")] = False,
     resume: ResumeOption = None,
     nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, where the plan leaves it open."),
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, if the plan does not set it.")
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Take the first steps of each stage on tensors without values, and start nothing: needs no device.",
+            help="Take the first steps of each stage on tensors without values; starts no ranks and needs no device.",
         ),
     ] = False,
     world: WorldOption = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Estimate first, and put that beside what the run measures, in summary.json too.")
+        bool,
+        typer.Option(
+            "--estimate", help="Estimate first, and compare the estimate with the measured run, also in summary.json."
+        ),
     ] = False,
     machine: Annotated[
         Path | None,
-        typer.Option("--machine", metavar="FILE", help="With --estimate: the seconds of a step on this machine too."),
+        typer.Option(
+            "--machine", metavar="FILE", help="With --estimate: also estimate the step time, for the machine in FILE."
+        ),
     ] = None,
-    no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one line.")] = False,
     verbose: Annotated[
-        int, typer.Option("--verbose", "-v", count=True, help="Show the launch and the counts; -vv: logs of elastic too.")
+        int,
+        typer.Option("--verbose", "-v", count=True, help="Print the launch and counters; -vv: also the logs of torchelastic."),
     ] = 0,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
@@ -80,28 +85,28 @@ def run(
         _dry_run(load_plan(plan, changes), world or nproc)
         return
     if world is not None:
-        raise UsageError("world", "`--world` belongs to `--dry-run`", hint="local ranks are started by `--nproc`")
+        raise UsageError("world", "`--world` needs `--dry-run`", hint="use `--nproc` to start local ranks")
     refuse_lone_worlds(os.environ)
     if machine is not None and not estimate:
-        raise UsageError("machine", "`--machine` belongs to `--estimate`")
+        raise UsageError("machine", "`--machine` needs `--estimate`")
     line = draws_line(sys.stderr, wanted=not no_progress)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
-        raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
+        raise UsageError("nproc", "`--nproc` cannot be used in a process that a launcher has started")
     if is_rank and estimate:
-        message = "a rank that a launcher has started cannot estimate"
-        raise UsageError("estimate", message, hint="use `train-cli estimate`, before")
+        message = "`--estimate` cannot be used in a process that a launcher has started"
+        raise UsageError("estimate", message, hint="use `train-cli estimate` before the run")
     if is_rank:
         rank = int(os.environ["RANK"])
         with RankFaults(rank, settings) as faults, ExitStack() as stack:
-            start = _start_of(resume, overwrite=overwrite)
+            start = _resume_source(resume, overwrite=overwrite)
             resolved = load_plan(plan, changes)
             check(resolved, int(os.environ["WORLD_SIZE"]))
-            _check_given(resolved, start)
+            _check_source(resolved, start)
             folder = run_folder(resolved)
             if rank == 0:
-                stays = goes_on(resolved, resume) or is_restart(folder)
-                stack.enter_context(held_run_folder(resolved, overwrite=overwrite, resume=stays))
+                keeps_folder = goes_on(resolved, resume) or is_restart(folder)
+                stack.enter_context(held_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
             from train_cli.rank import train
 
             faults.has_begun = True
@@ -109,20 +114,20 @@ def run(
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
-    stays = goes_on(resolved, resume)
-    start = _start_of(resume, overwrite=overwrite)
-    _check_given(resolved, start)
-    check_run_folder(resolved, overwrite=overwrite, resume=stays)
+    keeps_folder = goes_on(resolved, resume)
+    start = _resume_source(resume, overwrite=overwrite)
+    _check_source(resolved, start)
+    check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
-        # torch takes seconds to come, in this process and in each rank.
+        # Importing torch takes seconds, in this process and in each rank.
         console.say(f"starting {resolved.run.name} on {ranks(size)}")
     from train_cli.on_meta import check_model
 
     check_model(resolved, size)
     estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --estimate`") if estimate else None
-    known = estimates.load_machine(machine) if estimates and machine else None
-    estimated = estimates.bytes_and_seconds(resolved, size, known) if estimates else None
-    with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
+    machine_file = estimates.load_machine(machine) if estimates and machine else None
+    estimated = estimates.bytes_and_seconds(resolved, size, machine_file) if estimates else None
+    with held_run_folder(resolved, overwrite=overwrite, resume=keeps_folder) as folder:
         if size > 1:
             arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
             code = _launch(arguments, size, folder, settings, resolved, verbose)
@@ -136,7 +141,7 @@ def run(
 
 
 def _dry_run(plan: Plan, world: int | None) -> None:
-    """Runs every distinct rank up to its first steps, without values and without peers. Raises whatever these steps raise."""
+    """Takes the first steps of every distinct rank, without values and without peers. Raises the errors of these steps."""
     size = check(plan, plan.world(None) if world is None else world)
     from train_cli.on_meta import check_model
 
@@ -146,26 +151,26 @@ def _dry_run(plan: Plan, world: int | None) -> None:
         console.say(note)
     largest = max(estimates.bytes_and_seconds(plan, size)[0], key=lambda stage: stage.peak)
     peak = estimates.shown(largest.peak)
-    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {peak}, on stage {largest.stage}")
+    console.say(f"dry run on {ranks(size)}: the first steps succeed; the peak is {peak}, on stage {largest.stage}")
 
 
-def _start_of(resume: str | None, *, overwrite: bool) -> str | None:
-    """Returns the checkpoint to resume from: as given, or "auto" where torchrun or SLURM has started this run again."""
+def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:
+    """Returns the checkpoint to resume from: `resume`, or "auto" if torchrun or SLURM has restarted this run."""
     if resume and overwrite:
-        raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
+        raise UsageError("resume", "`--resume` continues a run, and `--overwrite` deletes it", hint="remove one of them")
     return resume or (AUTO if is_again() else None)
 
 
-def _check_given(plan: Plan, start: str | None) -> None:
-    """Raises UsageError "no-checkpoint" if the user has named a checkpoint that is not there. A run that was started again
-    resumes from its own checkpoints, and does not need the one at which it began.
+def _check_source(plan: Plan, start: str | None) -> None:
+    """Raises UsageError "no-checkpoint" if the checkpoint `start` does not exist. A restarted run does not need it, since it
+    resumes from its own checkpoints.
     """
     if start is not None and start != AUTO and not is_again():
         check_given(plan, start)
 
 
 def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan, verbose: int) -> int:
-    """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
+    """Starts the local ranks, waits for them, prints their failure if there is one, and returns the exit code."""
     from train_cli.local_launch import launch
 
     if verbose > 1:
@@ -183,20 +188,20 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
         verbose=verbose > 1,
     )
     console.show(fault, settings)
-    if (folder / FAULTS).exists() and any(each.code in _BETWEEN_RANKS for each in fault.diagnostics):
-        console.say(f"what each rank did: train-cli doctor {folder}")
+    if (folder / FAULTS).exists() and any(diagnostic.code in _BETWEEN_RANKS for diagnostic in fault.diagnostics):
+        console.say(f"for what each rank did: train-cli doctor {folder}")
     return fault.exit_code
 
 
 def check(plan: Plan, size: int) -> int:
-    """Returns `size` if `plan` can run on that number of ranks; raises PlanError with all problems."""
+    """Returns `size` if `plan` can run on so many ranks, else raises PlanError with all problems."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     return size
 
 
 def num_devices(plan: Plan) -> int | None:
-    """Returns the number of CUDA devices if the plan leaves the number of ranks to them; None without any."""
+    """Returns the number of CUDA devices if it determines the number of ranks; None otherwise, or if there are none."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
     import torch

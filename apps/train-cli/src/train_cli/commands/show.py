@@ -29,7 +29,7 @@ from train_cli.options import (
     PlanArgument,
     SetOption,
     WorldOption,
-    given_world,
+    world_size,
 )
 
 MOST_RANKS = 32
@@ -126,7 +126,7 @@ def show(
     """Show the resolved plan with the origin of each value, and who talks to whom."""
     if machine is not None and not timeline:
         raise UsageError("machine-timeline", "`--machine` gives the drawing its seconds", hint="add `--timeline`")
-    world = given_world(world, nodes, per_node)
+    world = world_size(world, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:

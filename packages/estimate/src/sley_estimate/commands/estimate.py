@@ -30,7 +30,7 @@ from train_cli.options import (
     PlanArgument,
     SetOption,
     WorldOption,
-    given_world,
+    world_size,
 )
 from train_cli.progress import SUMMARY
 from train_cli.surroundings import num_cores
@@ -98,7 +98,7 @@ def estimate(
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
-    asked = given_world(world, nodes, per_node)
+    asked = world_size(world, nodes, per_node)
     size = resolved.world(None) if asked is None else asked
     known = None if machine is None else machine_of(machine, per_node)
     stages, seconds = bytes_and_seconds(resolved, size, known)
