@@ -89,15 +89,18 @@ class BasePath(NamedTuple):
     text: str
 
 
+_URL = re.compile("[a-z][a-z0-9]+:/")
+
+
 def _in_folder(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
-    """Returns a text as a path in the folder of its plan, if it is relative; other values as they are, for pydantic."""
+    """Returns a text as a path, in the folder of its plan if it is relative and no URL; other values as they are."""
     folder = (info.context or {}).get("folder")
     if isinstance(value, BasePath):
         folder, value = value
     if not isinstance(value, str):
         return value
     text = expanded(value, quote)
-    return Path(quote(str(folder)), text) if folder else Path(text)
+    return Path(quote(str(folder)), text) if folder and not _URL.match(text) else Path(text)
 
 
 def _relative(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:

@@ -51,12 +51,16 @@ def folder_of(cache: Path | str, files: Sequence[File], held_out: Sequence[File]
     digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
     for file in (*files, *held_out):
         digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + sample_of(file.path))
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = home() if cache == "auto" else Path(cache)
+    return folder and folder / digest.hexdigest()
+
+
+def home() -> Path | None:
+    """Returns the folder in which data are kept by default; None if the user has no home."""
     try:
-        folder = Path(home).expanduser() / "sley" / "data" if cache == "auto" else Path(cache)
-    except RuntimeError:  # there is no home
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
+    except RuntimeError:
         return None
-    return folder / digest.hexdigest()
 
 
 def prepare(

@@ -35,8 +35,8 @@ class TextConfig(DataConfig):
     """Text that every machine has: the source files of the running Python's standard library."""
 
     files: Array[PlanPattern] = ()
-    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once. Files of
-    gzip, bzip2, xz and zstd are decompressed.
+    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once. Files of gzip, bzip2, xz
+    and zstd are decompressed. `hf://datasets/OWNER/NAME/PATTERN` names files on a hub, downloaded once (`sley-data[hub]`).
     """
 
     sequence: Positive

@@ -327,6 +327,13 @@ def _is_special(pattern: str) -> bool:
 
 def _named_by(pattern: str) -> Iterator[File]:
     """Yields the files of one path or pattern, sorted; raises `_BadPathError` if there is none."""
+    if pattern.startswith("hf:/"):
+        from sley_data import hub  # only for a name on the hub
+
+        try:
+            pattern = hub.downloaded(pattern)
+        except hub.HubError as error:
+            raise _BadPathError("data-hub", error.message, error.hint) from None
     alone = Path(_literal(pattern))
     if not _is_special(pattern) or alone.exists():
         yield from _of_saved_dataset(alone) if (alone / _SAVED).is_file() else [_alone(alone)]

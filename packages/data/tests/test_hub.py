@@ -1,0 +1,135 @@
+"""Files of a data set on a hub: downloaded once on a host, then read without a server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sley_data.config import TextConfig
+from sley_data.hub import _matches
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+FILES = {name: json.dumps({"text": name}).encode() for name in ("data/a-0.jsonl", "data/a-1.jsonl", "data/old/a-2.jsonl")}
+
+READ = """
+import sys
+from pathlib import Path
+from sley_data.config import TextConfig
+from sley_data.documents import read_documents
+from sley_data.files import text_files
+config = TextConfig.model_validate({"files": sys.argv[1:], "field": "text", "sequence": 4}, context={"folder": Path("/plan")})
+files, problems = text_files(config, "train")
+print(problems or [text.decode() for _, text in read_documents(files, config.model_copy(update={"held_out": 0.0}), "train")])
+"""
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does about one data set. requests: the paths that were asked for."""
+
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        self.requests.append(self.path)
+        name = self.path.split(f"/resolve/{SHA}/")[-1]
+        if name in FILES:
+            content, code = FILES[name], 200
+        elif self.path.startswith(("/api/datasets/org/name/revision/v1", "/api/datasets/org/name")):
+            files = [{"rfilename": each} for each in FILES]
+            content, code = json.dumps({"id": "org/name", "sha": SHA, "siblings": files}).encode(), 200
+        else:
+            content, code = b"{}", 404
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", hashlib.sha256(content).hexdigest())
+        self.send_header("X-Repo-Commit", SHA)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    _Hub.requests = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def read(folder: Path, port: int, *files: str, **env: str) -> str:
+    more = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(folder / "hf"), "XDG_CACHE_HOME": str(folder), **env}
+    command = [sys.executable, "-c", READ, *files]
+    return subprocess.run(command, env={**os.environ, **more}, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_files_are_downloaded_once(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    name, port = "hf://datasets/org/name/data/*.jsonl", server.server_port
+    wanted = "['data/a-0.jsonl', 'data/a-1.jsonl']"
+    assert read(tmp_path, port, name) == wanted
+    asked = len(_Hub.requests)
+    assert not any("old" in path for path in _Hub.requests)
+    assert read(tmp_path, port, name) == wanted
+    assert len(_Hub.requests) == asked, "the second time no server is asked"
+    assert "data/old/a-2.jsonl" in read(tmp_path, port, "hf://datasets/org/name@v1/**/*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("hf://datasets/org/name/data/*.parquet", "matches `data/*.parquet`"),
+        ("hf://datasets/org/none/data/*.parquet", "`org/none` cannot be downloaded: "),
+        ("hf://org/name", "names no file of a data set"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path: Path, server: ThreadingHTTPServer, name: str, why: str) -> None:
+    output = read(tmp_path, server.server_port, name)
+    assert why in output
+    assert "data-hub" in output
+    assert "('data', 'files', 0)" in output
+
+
+def test_without_a_network_or_the_package_it_is_said(tmp_path: Path) -> None:
+    name = "hf://datasets/org/name/data/*.jsonl"
+    assert "`org/name` cannot be downloaded: " in read(tmp_path, 9, name, HF_HUB_OFFLINE="1")
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError")
+    assert "sley-data[hub]" in read(tmp_path, 9, name, PYTHONPATH=str(tmp_path))
+
+
+def test_a_name_stays_as_it_is_in_a_plan() -> None:
+    table = TextConfig.model_validate(
+        {"files": ["hf://datasets/org/name/*.txt"], "sequence": 4}, context={"folder": Path("/plan")}
+    )
+    (again,) = table.model_dump(context={"folder": Path("/plan")})["files"]
+    assert TextConfig.model_validate({"files": [again], "sequence": 4}, context={"folder": Path("/other")}).files == table.files
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "is_match"),
+    [
+        ("a/b.txt", "a/*.txt", True),
+        ("a/b/c.txt", "a/*.txt", False),
+        ("a/b/c.txt", "**/*.txt", True),
+        ("c.txt", "**/*.txt", True),
+        ("a/b/c.txt", "a/**", True),
+        ("a/b/c.txt", "b/**", False),
+        ("a", "a/b", False),
+    ],
+)
+def test_patterns_match_by_folders(path: str, pattern: str, *, is_match: bool) -> None:
+    assert _matches(path.split("/"), pattern.split("/")) == is_match
