@@ -109,7 +109,7 @@ def test_numbers_as_people_read_them() -> None:
     rates = [rate({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
     assert rates == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
     assert rate({"tokens_per_s": None, "samples_per_s": 0.314, "tflops": None, "mfu": None}) == "0.31 samples/s"
-    assert rate({"tokens_per_s": 9.0, "tflops": 0.0513}) == "9 tok/s  0.051 TFLOP/s"
+    assert rate({"tokens_per_s": 9.0, "tflops": 0.0513}) == "9 tok/s  51 GFLOP/s"
     assert rate({"tokens_per_s": 812.3, "tflops": 412.4, "mfu": 0.4168}) == "812 tok/s  412 TFLOP/s  41.7% MFU"
     assert [duration(value) for value in (7.6, 62, 11100)] == ["8s", "1m 02s", "3h 05m"]
 

@@ -195,6 +195,23 @@ def test_torchrun_starts_a_run_again_which_goes_on_by_itself_and_ends_with_torch
     assert "run-folder" not in program.err
 
 
+def test_a_run_without_checkpoints_is_never_begun_anew_by_auto(
+    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, too, which begins it anew where its user has not asked to resume."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "once")
+    assert cli("run", plan, changes=[*ALONE, "run.steps=3"]).code == 0
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        again = cli("run", plan, "--resume", "auto", changes=[*ALONE, "run.steps=5"])
+        assert again.code == 2, again.err
+        assert "never-anew" in again.err
+        assert "has rows up to step 3 and final weights" in again.err
+        assert [row["step"] for row in rows(folder)] == [1, 2, 3]
+    assert cli("run", plan, changes=[*ALONE, "run.steps=5"]).code == 0
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
+
+
 # -- whose checkpoints -------------------------------------------------------------------------------------------------
 
 

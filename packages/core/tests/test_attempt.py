@@ -107,6 +107,17 @@ def test_auto_begins_a_run_that_has_done_nothing_and_refuses_another(texts, tmp_
         run.step()
 
 
+def test_auto_refuses_a_run_that_writes_no_rows(texts, tmp_path):
+    """No one knows how many steps it has taken."""
+    plan = plan_from_dict(small_plan(metrics=[]), texts)
+    with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
+        assert run.load_checkpoint("auto") is None
+        run.step()
+    refused = pytest.raises(UsageError, match=r"never-anew.*an attempt whose steps no metrics.jsonl tells")
+    with assemble(plan, World.alone("cpu"), folder=tmp_path) as run, refused:
+        run.load_checkpoint("auto")
+
+
 def test_auto_asks_for_what_read_the_checkpoints_of_the_run(texts, tmp_path):
     with assemble(plan_from_dict(small_plan(), texts), World.alone("cpu"), folder=tmp_path) as run:
         run.step()

@@ -90,13 +90,16 @@ def records(file: Path) -> Iterator[bytes]:
         at += 7 + length
 
 
-def history(file: Path, messages: Any) -> list[tuple[int, float]]:
+def history(file: Path, messages: Any) -> list[dict[str, float]]:
+    """The rows, without what the package adds."""
     found = []
     for content in records(file):
         record = messages.Record()
         record.ParseFromString(content)
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        found += [(items["_step"], items["loss"])] if items else []
+        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        found += (
+            [{key.replace("_step", "step"): items[key] for key in items.keys() - {"_timestamp", "_runtime"}}] if items else []
+        )
     return found
 
 
@@ -109,16 +112,17 @@ def no_service() -> Iterator[None]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("no_children", "no_service")
-def test_offline_rows_are_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_rows_are_in_its_files_under_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = import_module("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = WandbWriter(WandbConfig(project="p", mode="offline"), tmp_path)
-    for step in (1, 2):
-        writer.write({"step": step, "loss": 6.0 - step})
+    rows = [{"step": 1, "loss": 5.0, "trained_tokens": 90}, {"step": 2, "loss/code": 4.0, "held_out/web text/loss": 0.5}]
+    for row in rows:
+        writer.write(row)
     writer.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     until = time.monotonic() + 60
-    while (found := history(file, messages)) != [(1, 5.0), (2, 4.0)]:
+    while (found := history(file, messages)) != rows:
         assert time.monotonic() < until, found
         time.sleep(0.1)  # the package's process writes the last rows a moment later
 

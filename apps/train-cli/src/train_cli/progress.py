@@ -356,7 +356,7 @@ def rate(row: Mapping[str, Any]) -> str:
     number = f"{per_s / size:.1f}" if letter else f"{per_s:.0f}" if per_s >= 10 else f"{per_s:.2g}"
     parts = [f"{number}{letter} {unit}"]
     if (tflops := row.get("tflops")) is not None:
-        parts.append(f"{tflops:.0f} TFLOP/s" if tflops >= 100 else f"{tflops:.2g} TFLOP/s")
+        parts.append(f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:.2g} GFLOP/s")
     if (mfu := row.get("mfu")) is not None:
         parts.append(f"{mfu:.1%} MFU")
     return "  ".join(parts)

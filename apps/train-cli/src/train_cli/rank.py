@@ -27,7 +27,7 @@ from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note
 from train_cli.progress import SUMMARY, Reporter, RunFacts, RunTotals, UnsavedNote, closing, opening, repeats, summary
 from train_cli.run_folder import recorder, write_plan
-from train_cli.saved import AUTO, is_finished, keep_files, load, run_folder
+from train_cli.saved import AGAIN, AUTO, is_finished, keep_files, load, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
 from train_cli.surroundings import num_cores, write_start
 
@@ -68,7 +68,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
     progress. verbose: whether it prints the counts of the run's parts at the end.
     """
     with joined(plan, folder, writes=True) as (run, stopping):
-        if resume == AUTO and is_finished(run, folder):
+        if resume in (AUTO, AGAIN) and is_finished(run, folder):
             _say_done(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
             return stopping.exit_code or EXIT_OK
         run.notes.extend(load(run, folder, resume))

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Names the newest checkpoint that the run itself wrote; none for a run that has taken no step."""
 
+AGAIN = "again"
+"""As `AUTO`, where torchrun or SLURM has started the run again and its user has named none."""
+
 MODEL = ("config.json", "generation_config.json")
 """The files that `save_pretrained` of a model writes besides its weights."""
 
@@ -259,12 +262,16 @@ def finished_steps(folder: Path) -> int | None:
 def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     """Loads the checkpoint that `resume` names into `run`, none if it is None; returns lines for the user. All ranks call it.
 
-    A run that is started again continues from its own newest checkpoint, not from the one at which it began.
+    A run that is started again continues from its own newest checkpoint, not from the one at which it began. If it has saved
+    none, it begins at step 1, unless its user has asked for `AUTO` with a plan that saves none.
     """
     if resume is None:
         return []
     attempt = read_attempt(folder) if run.world.rank == 0 else None
-    if resume != AUTO and is_again():
+    may_begin = is_again() and (resume != AUTO or run.plan.checkpoint is not None)
+    if resume == AGAIN:
+        resume = AUTO
+    elif resume != AUTO and is_again():
         from sley_core.comm.collectives import gather_objects
 
         has_begun = attempt is not None and attempt.given == resume
@@ -272,7 +279,7 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
         if gather_objects(has_begun, run.groups["control"], what="where the run has begun")[0]:
             resume = AUTO
     # The torchrun that has started this process began the attempt in the folder: it starts the run again, perhaps at step 1.
-    anew = is_again() and attempt is not None and attempt.torchrun == torchrun() != ""
+    anew = may_begin and attempt is not None and attempt.torchrun == torchrun() != ""
     found = run.load_checkpoint(resume, anew=anew)
     return ["there is no checkpoint yet: the run begins at step 1"] if found is None else list(_lines(run, found))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError
+from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import rows
 from sley_core.whole_files import write_whole
 
@@ -234,6 +235,8 @@ class RunAttempt:
         attempt = self.known
         steps = max((int(row["step"]) for row in rows(self.folder)), default=0)
         work = [f"rows up to step {steps}"] if steps else []
+        if attempt is not None and not (self.folder / METRICS).exists():
+            work = [f"an attempt whose steps no {METRICS} tells"]
         work += ["final weights"] if (self.folder / WEIGHTS).is_dir() else []
         saved = -1 if attempt is None else attempt.saved
         if work or saved >= 0:

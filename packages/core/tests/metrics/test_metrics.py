@@ -172,6 +172,18 @@ class Attention(nn.Module):
         self.__dict__.update(more)
 
 
+class Wrapper(nn.Module):
+    """Shows its child's weight, as a linear of peft does."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.base.weight
+
+
 def layers(*modules: nn.Module, fields: tuple[str, ...] = ()) -> list[Layer]:
     return [Layer(str(number), module, fields=fields) for number, module in enumerate(modules)]
 
@@ -179,7 +191,7 @@ def layers(*modules: nn.Module, fields: tuple[str, ...] = ()) -> list[Layer]:
 def test_matrices_count_and_embeddings_norms_and_biases_do_not() -> None:
     embed, head = nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)
     head.weight = embed.weight
-    block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24), Attention(2, 4), nn.Conv1d(8, 8, 3))
+    block = nn.Sequential(nn.LayerNorm(8), Wrapper(nn.Linear(8, 24)), Attention(2, 4), nn.Conv1d(8, 8, 3))
     flops = model_flops(layers(embed, block, head))
     assert flops == ModelFlops(6 * (8 * 24 + 8 * 8 * 3 + 8 * 100), 6 * 8, convolves=True)
 

@@ -61,7 +61,7 @@ class MetricsWriterContract:
         rows: list[dict[str, float | int]] = [
             {"step": 1, "loss": 2.5},
             {"step": 2, "loss": -1e-30, "held_out_loss": 3.0, "tokens": 10**9},
-            {"step": 3, "norms/layer.0": 0.0},
+            {"step": 3, "norms/layer.0": 0.0, "loss/code": 1.5, "held_out/web text/loss": 2.5},
         ]
         self._write(tmp_path, rows)
         self._assert_rows(tmp_path, rows)

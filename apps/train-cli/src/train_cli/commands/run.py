@@ -27,7 +27,7 @@ from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOptio
 from train_cli.preflight import RankFaults, refuse_lone_worlds
 from train_cli.progress import draws_line, ranks
 from train_cli.run_folder import FAULTS, check_run_folder, held_run_folder, is_restart
-from train_cli.saved import AUTO, check_given, goes_on, is_again, run_folder
+from train_cli.saved import AGAIN, AUTO, check_given, goes_on, is_again, run_folder
 from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
@@ -155,10 +155,10 @@ def _dry_run(plan: Plan, world: int | None) -> None:
 
 
 def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:
-    """Returns the checkpoint to resume from: `resume`, or "auto" if torchrun or SLURM has restarted this run."""
+    """Returns the checkpoint to resume from: `resume`, or `AGAIN` if torchrun or SLURM has restarted this run."""
     if resume and overwrite:
         raise UsageError("resume", "`--resume` continues a run, and `--overwrite` deletes it", hint="remove one of them")
-    return resume or (AUTO if is_again() else None)
+    return resume or (AGAIN if is_again() else None)
 
 
 def _check_source(plan: Plan, start: str | None) -> None:

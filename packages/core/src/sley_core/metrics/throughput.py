@@ -214,7 +214,9 @@ def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None)
         for module in layer.module.modules():
             for name in () if isinstance(module, _LOOK_UP) else _MATRICES:
                 weight = getattr(module, name, None)
-                if isinstance(weight, Tensor) and weight.ndim >= 2:
+                # A parameter that is not in `_parameters` is a child's, as in peft's wrappers.
+                is_own = name in module._parameters or not isinstance(weight, nn.Parameter)
+                if isinstance(weight, Tensor) and weight.ndim >= 2 and is_own:
                     passes = 3 if weight.requires_grad else 1 + goes_back
                     matrices += 2.0 * passes * (whole or {}).get(id(weight), weight.numel())
                     convolves |= weight.ndim > 2
