@@ -54,6 +54,40 @@ def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_ch
     assert summary["memory_bytes"]["optimizer_states"] == 2 * 4 * 12336, "Adam's two states"
 
 
+CONVNET = """
+    import torch
+    from torch import nn
+
+    class Pictures:
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            return {"image": torch.full((1, 8, 8), index / 16), "labels": torch.tensor(index % 2)}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
+
+        def forward(self, image):
+            return self.layers(image)
+
+    def layers():
+        return [("net", Net())]
+"""
+
+
+def test_a_convnet_on_pictures_has_samples_per_second(cli: Cli, own_model: Callable[..., Path], folder: Path) -> None:
+    plan = own_model(CONVNET, data='[data]\nfactory = "own:Pictures"\n')
+    result = cli("run", plan, changes=["parallel.dp=1", "run.peak_tflops=1"])
+    assert result.code == 0, result.err
+    assert " samples/s  " in result.err
+    assert not any(unit in result.err for unit in ("tok/s", "FLOP/s", "MFU")), "how often its kernels are applied is not known"
+    (row, *_), summary = rows(folder / "runs" / "small"), json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
+    assert (row["samples"], summary["tokens"], summary["tokens_per_s"], summary["mfu"]) == (4, 0, None, None)
+
+
 def test_what_was_estimated_stands_beside_what_was_measured(cli: Cli, plan: Path, folder: Path) -> None:
     result = cli("run", plan, "--estimate", "--set", "parallel.dp=1")
     assert result.code == 0, result.err

@@ -95,6 +95,7 @@ CPU = torch.device("cpu")
 IDS = Field("int64")
 TOKENS = DataInfo({"mask": Field("bool"), "ids": Field("int64", 0, 1, "token"), "next": Field("int64", 0, 1, "label")}, 256)
 PAIR = DataInfo({"labels": IDS, "tokens": IDS, "mask": Field("float32")})
+HF = DataInfo({"input_ids": IDS, "labels": IDS})
 FRAMES = DataInfo({"frames": Field("float32", batch_dim=1, sequence_dim=0)})
 IMAGES = DataInfo({"image": Field("float32"), "class": IDS})
 ROWS = DataInfo({"x": Field("float32"), "y": IDS})
@@ -108,6 +109,7 @@ ZEROS = torch.zeros(2, 4, dtype=torch.int64)
     [
         (TOKENS, {"mask": torch.zeros(2), "ids": ZEROS, "next": NEXT}, BatchCounts(2, 8, 4, 8, 2 * 16)),
         (PAIR, {"labels": NEXT, "tokens": ZEROS, "mask": torch.zeros(2, 4)}, BatchCounts(2, 8, 4, 8, 2 * 16)),
+        (HF, {"input_ids": ZEROS, "labels": NEXT}, BatchCounts(2, 8, 4, 8, 2 * 16)),
         (PAIR, {"labels": ZEROS[:, 0], "tokens": ZEROS, "mask": torch.zeros(2)}, BatchCounts(2, 8, 0, 8, 2 * 16)),
         (FRAMES, {"frames": torch.zeros(5, 2, 80)}, BatchCounts(2, 0, 0, 10, 2 * 25)),
         (IMAGES, {"image": torch.zeros(4, 3, 8, 8), "class": torch.zeros(4)}, BatchCounts(4)),
@@ -135,7 +137,9 @@ def test_tokens_are_counted_only_where_a_field_has_token_ids(
 def test_an_ignored_label_of_ones_own_and_samples_of_flat_pictures() -> None:
     assert Meter(CPU, TOKENS, labels="next", ignored=0).count({"mask": NEXT, "ids": ZEROS, "next": NEXT}).trained_tokens == 3
     pictures = {"x": torch.zeros(4, 64), "y": torch.zeros(4)}
-    assert Meter(CPU, ROWS, ModelFlops(1.0, convolves=True)).count(pictures).positions == 0, "a convolution has more of them"
+    for module in (nn.Conv1d(1, 1, 3), nn.Embedding(2, 3), Attention(2, 4)):
+        flops = model_flops(layers(module, nn.Linear(2, 2)))
+        assert Meter(CPU, ROWS, flops).count(pictures).positions == 0, "a sample may have several positions"
 
 
 def test_attention_of_packed_documents_is_within_documents() -> None:
@@ -193,7 +197,7 @@ def test_matrices_count_and_embeddings_norms_and_biases_do_not() -> None:
     head.weight = embed.weight
     block = nn.Sequential(nn.LayerNorm(8), Wrapper(nn.Linear(8, 24)), Attention(2, 4), nn.Conv1d(8, 8, 3))
     flops = model_flops(layers(embed, block, head))
-    assert flops == ModelFlops(6 * (8 * 24 + 8 * 8 * 3 + 8 * 100), 6 * 8, convolves=True)
+    assert flops == ModelFlops(6 * (8 * 24 + 8 * 8 * 3 + 8 * 100), 6 * 8, is_flat=False)
 
 
 def test_a_small_llama_by_hand() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import IGNORED, TOKEN_FIELDS
+from sley_core.data.dataset import IGNORED
 from sley_core.engine.step_batch import BatchCounts
 
 if TYPE_CHECKING:
@@ -31,12 +31,13 @@ DOCUMENTS = "cu_seqlens"
 class ModelFlops(NamedTuple):
     """FLOPs of a model's forward and backward. matrices: per position. attention: per pair of positions of one document.
 
-    convolves: whether a convolution is among the matrices. in_documents: whether a layer reads the documents' boundaries.
+    is_flat: whether linears alone compute, once per sample where its fields are flat; not where there is a convolution, an
+    attention or an embedding. in_documents: whether a layer reads the documents' boundaries.
     """
 
     matrices: float = 0.0
     attention: float = 0.0
-    convolves: bool = False
+    is_flat: bool = True
     in_documents: bool = False
 
     def of(self, counts: BatchCounts) -> float:
@@ -46,7 +47,8 @@ class ModelFlops(NamedTuple):
 class Meter:
     """Counts what a batch has, as the dataset declares it, and measures steps.
 
-    unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair `tokens` and `labels`), else "samples".
+    unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair of `tokens` or `input_ids` with `labels`), else
+    "samples".
     peak_flops: FLOP/s of all devices of the run together, None if not known. labels: the field that says which tokens are
     trained: those whose label is neither negative nor `ignored`.
     """
@@ -72,8 +74,9 @@ class Meter:
         self._measured_at = -math.inf
         self._memory = 0.0
         fields = info.fields
-        pair = all(name in fields and fields[name].dtype == "int64" for name in TOKEN_FIELDS)
-        self._tokens = next((name for name, field in fields.items() if field.ids == "token"), "tokens" if pair else None)
+        integers = {name for name, field in fields.items() if field.dtype == "int64"}
+        pairs = [name for name in ("tokens", "input_ids") if {name, "labels"} <= integers]
+        self._tokens = next((name for name, field in fields.items() if field.ids == "token" or name in pairs), None)
         self._labels = labels if labels in fields else next((name for name in fields if fields[name].ids == "label"), None)
         self.unit = "samples" if self._tokens is None else "tokens"
 
@@ -117,7 +120,7 @@ class Meter:
         for name, field in self._info.fields.items():
             if field.sequence_dim is not None:
                 return batch[name].shape[field.sequence_dim]
-        return int(not self.flops.convolves and all(value.ndim <= 2 for value in batch.values()))
+        return int(self.flops.is_flat and all(value.ndim <= 2 for value in batch.values()))
 
     def measure(self, counts: BatchCounts, seconds: float, data_wait_s: float) -> dict[str, float | int]:
         """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; of
@@ -207,11 +210,12 @@ def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None)
     whole: the full number of elements of sharded parameters, by id.
     """
     matrices = attention = 0.0
-    goes_back = convolves = in_documents = False
+    is_flat, goes_back, in_documents = True, False, False
     for layer in layers:
         in_documents |= DOCUMENTS in layer.fields
         goes_back |= any(param.requires_grad for param in layer.module.parameters())
         for module in layer.module.modules():
+            is_flat &= not isinstance(module, _LOOK_UP)
             for name in () if isinstance(module, _LOOK_UP) else _MATRICES:
                 weight = getattr(module, name, None)
                 # A parameter that is not in `_parameters` is a child's, as in peft's wrappers.
@@ -219,9 +223,9 @@ def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None)
                 if isinstance(weight, Tensor) and weight.ndim >= 2 and is_own:
                     passes = 3 if weight.requires_grad else 1 + goes_back
                     matrices += 2.0 * passes * (whole or {}).get(id(weight), weight.numel())
-                    convolves |= weight.ndim > 2
+                    is_flat &= weight.ndim == 2
             attention += 2.0 * (1 + 2 * goes_back) * attention_width(module)
-    return ModelFlops(matrices, attention, convolves, in_documents)
+    return ModelFlops(matrices, attention, is_flat and not attention, in_documents)
 
 
 _LOOK_UP = (nn.Embedding, nn.EmbeddingBag)
