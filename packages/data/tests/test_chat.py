@@ -137,7 +137,9 @@ def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> No
 def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
     rows = [chat(f"question {number % 100}", "b") for number in range(200)]
     config = table(rows, held_out=0.2)
-    train, held_out = (read_conversations(config, split)[0] for split in ("train", "held_out"))
+    train, held_out = (
+        [each for each, is_chosen in read_conversations(config, split) if is_chosen] for split in ("train", "held_out")
+    )
     assert len(train) + len(held_out) == 200
     assert 10 < len(held_out) < 80
     texts = [{each.messages[0]["content"] for each in some} for some in (train, held_out)]
@@ -162,13 +164,13 @@ def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) ->
     ]
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(rows[0]), "utf-8")
     config = table(rows, held_out_files=[str(tmp_path / "evaluated.jsonl")], sequence=8000)
-    kept, num_copied = read_conversations(config, "train")
-    assert (len(kept), num_copied) == (2, 1)
+    assert [is_chosen for _, is_chosen in read_conversations(config, "train")] == [False, True, True]
 
 
 def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made once, again if a process was killed before it had said what it left out, and apart for each table."""
+    """Each part is made once, whenever a process was killed, and apart for each table."""
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "PART_BYTES", 1500)
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
     wanted = ChatRows(table(rows, cache="none"), "train")
     config, calls = table(rows, cache=str(tmp_path / "kept")), []
@@ -181,14 +183,25 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
         assert (kept.counts, kept.fates.notes(), kept.digest) == (wanted.counts, wanted.fates.notes(), wanted.digest)
         assert len(calls) == num_calls
 
+    def killed(*args: Any) -> Any:
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return counted(*args)
+
     assert wanted.counts["dropped"]
-    check(1)
-    check(1)
+    with monkeypatch.context() as patch:
+        counted = ChatTemplate.encode
+        patch.setattr(ChatTemplate, "encode", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ChatRows(config, "train")
     (folder,) = (tmp_path / "kept").iterdir()
+    check(num_parts := 4)
+    assert len(list(folder.glob("*.tokens"))) == num_parts
+    check(num_parts)
     (folder / "complete.json").unlink()
-    check(2)
+    check(num_parts)
     (folder / "00000.tokens").write_bytes(b"")
-    check(3)
+    check(num_parts + 1)
     ChatRows(config.model_copy(update={"too_long": "cut"}), "train")
     ChatRows(config.model_copy(update={"train_on": "last"}), "train")
     assert len(list((tmp_path / "kept").iterdir())) == 3

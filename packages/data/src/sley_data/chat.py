@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from array import array
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
+from pathlib import Path
 from typing import Any
 
 from sley_core.api.data import IGNORED, Split
+from sley_core.api.files import appearing
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
@@ -37,6 +42,14 @@ class Fates:
     first_dropped: dict[str, str] = field(default_factory=dict)
     copied: int = 0
     remarks: list[str] = field(default_factory=list)
+
+    def add(self, other: Fates) -> None:
+        """Adds those of conversations that follow."""
+        for name in ("documents", "samples", "tokens", "trained", "copied"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest = max(self.longest, other.longest)
+        self.dropped.update(other.dropped)
+        self.first_dropped = {**other.first_dropped, **self.first_dropped}
 
     def drop(self, reason: str, name: str) -> None:
         """Counts one conversation."""
@@ -65,7 +78,7 @@ NOT_TRAINED = "nothing in it is trained on"
 class ChatRows:
     """The rows of a split: whole conversations, packed by best fit into `sequence` positions each.
 
-    A conversation of n tokens takes n - 1 positions: its last token is a label only. `ids` holds the tokens of all
+    A conversation of n tokens takes n - 1 positions: its last token is a label only. `parts` hold the tokens of all
     conversations, with `_TRAINED` added to those that are trained on, and `rows[r]` the numbers of the conversations of row r.
     Construction reads, renders and tokenizes all, or maps what is kept of that (see `cache`). Raises PlanError "data-short"
     without a conversation, "data-too-long" for one that the plan refuses, and "chat-mask" if no token, or each, is trained on.
@@ -77,90 +90,123 @@ class ChatRows:
         self.template = template or ChatTemplate(config.tokenizer, config.template)
         self.fates = Fates()
         self._config, self._split = config, split
-        self.ids: Sequence[int]
-        self.ids, lengths = self._kept() or self._tokenized()
+        self._first: Conversation | None = None
+        pairs = self._kept() or self._tokenized()
+        self.parts = [ids for ids, _ in pairs]
+        self._starts = [0, *accumulate(map(len, self.parts))]
+        lengths = [length for _, part in pairs for length in part]
         self.offsets = array("q", [0, *accumulate(lengths)])
         self.rows = best_fit([length - 1 for length in lengths], config.sequence)
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
-    def _kept(self) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Returns the tokens that are kept, mapped, and their conversations' lengths; None if none are."""
+    def _kept(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+        """Returns the tokens that are kept, mapped, and their conversations' lengths, by parts; None if none are kept."""
         config = self._config
         files, held_out = deciding_files(config, self._split, chat_files)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, self._split)
         digest = self.template.digest
-        folder = cache.folder_of(config.cache if digest else "none", files, held_out, ("chat", 2, digest, *options))
+        folder = cache.folder_of(config.cache if digest else "none", files, held_out, ("chat", 3, digest, *options))
         if folder is None:
             return None
-        num_bytes = sum(file.num_bytes for file in files)
 
-        def facts(_count: int) -> dict[str, Any]:
-            if not self.fates.documents:  # the part is that of a process that was killed since
-                self._tokenized()
-            return {"fates": dict(vars(self.fates))}
+        def fates_file(number: int) -> Path:
+            return folder / f"{number:05}.fates"
+
+        def make(number: int, conversations: Sequence[Conversation]) -> cache.Part:
+            ids, lengths, fates = self._encoded(conversations)
+            with appearing(fates_file(number)) as file:
+                file.write(json.dumps(vars(fates)).encode())
+            return ids, lengths
+
+        def facts(count: int) -> dict[str, Any]:
+            for number in range(count):
+                self.fates.add(_fates(json.loads(fates_file(number).read_text("utf-8"))))
+            self._check()
+            return {"fates": vars(self.fates)}
 
         try:
-            complete = cache.prepare(folder, [(num_bytes, self._tokenized)], num_bytes, facts)
-            ((tokens, lengths),) = cache.part_files(folder, 1)
-            with tokens.open("rb") as file:
-                ids = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast("I")
-            stored = array("q", lengths.read_bytes())
+            parts = ((size, partial(make, number, each)) for number, (size, each) in enumerate(self._read()))
+            complete = cache.prepare(folder, parts, sum(file.num_bytes for file in files), facts)
+            pairs = [_mapped(*each) for each in cache.part_files(folder, complete["parts"])]
         except OSError as error:
             cache.say(f"the tokens are not kept in {folder}: {error}")
             return None
-        self.fates = Fates(**{**complete["fates"], "dropped": Counter(complete["fates"]["dropped"])})
-        return ids, stored
+        self.fates = _fates(complete["fates"])
+        return pairs
 
-    def _tokenized(self) -> tuple[array[int], array[int]]:
-        """Returns the tokens of all conversations, and the length of each; counts their fates."""
-        config, self.fates = self._config, Fates(remarks=self.template.remarks())
-        conversations, self.fates.copied = read_conversations(config, self._split)
-        self.fates.documents = len(conversations)
-        ids, lengths = array("I"), array("q")
-        for conversation, samples, reason in self.template.encode(conversations, config):
-            self._take(conversation, samples, reason, ids, lengths)
-        if not conversations:
-            raise nothing_left(config, self._split)
-        if not self.fates.samples or (config.train_on != "all" and self._has_one_mask()):
-            raise self._no_mask(config, conversations[0])
-        return ids, lengths
+    def _tokenized(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """Returns the tokens of all conversations, and the length of each, by parts; counts their fates."""
+        pairs: list[tuple[Sequence[int], Sequence[int]]] = []
+        for _, conversations in self._read():
+            ids, lengths, fates = self._encoded(conversations)
+            pairs.append((ids, lengths))
+            self.fates.add(fates)
+        self._check()
+        return pairs
 
-    def _take(
-        self, conversation: Conversation, samples: Sequence[Encoded], reason: str, ids: array[int], lengths: array[int]
-    ) -> None:
-        """Appends the samples of one conversation, or counts why they are left out."""
+    def _read(self) -> Iterator[tuple[int, list[Conversation]]]:
+        """Yields the split's conversations by parts, each with its bytes; counts those that are in no part."""
+        self.fates, self._first = Fates(remarks=self.template.remarks()), None
+        part: list[Conversation] = []
+        size = 0
+        for conversation, is_chosen in read_conversations(self._config, self._split):
+            if is_chosen:
+                self._first = self._first or conversation
+                part.append(conversation)
+                size += conversation.content.size
+            elif self._config.held_out_files:
+                self.fates.copied += 1
+            if size >= cache.PART_BYTES:
+                yield size, part
+                part, size = [], 0
+        if part:
+            yield size, part
+
+    def _check(self) -> None:
+        """Raises PlanError if there is no conversation, or if no token, or each, is trained on."""
+        if self._first is None:
+            raise nothing_left(self._config, self._split)
+        has_one_mask = self.fates.trained == self.fates.tokens - self.fates.samples
+        if not self.fates.samples or (self._config.train_on != "all" and has_one_mask):
+            raise self._no_mask(self._first)
+
+    def _encoded(self, conversations: Sequence[Conversation]) -> tuple[array[int], array[int], Fates]:
+        """Returns the tokens of some conversations, the length of each sample, and what became of them."""
+        ids, lengths, fates = array("I"), array("q"), Fates(documents=len(conversations))
+        for conversation, samples, reason in self.template.encode(conversations, self._config):
+            if reason:
+                fates.drop(reason, conversation.name)
+            for sample in samples:
+                self._take(conversation, sample, ids, lengths, fates)
+        return ids, lengths, fates
+
+    def _take(self, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], fates: Fates) -> None:
+        """Appends a sample of a conversation, or counts why it is left out."""
         config = self._config
-        fates = self.fates
-        if reason:
-            fates.drop(reason, conversation.name)
-        for sample in samples:
-            fates.longest = max(fates.longest, len(sample.ids))
-            limit = config.sequence + 1
-            if len(sample.ids) > limit:
-                if config.too_long == "refuse":
-                    message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
-                    hint = 'raise `sequence`, or say `too_long = "drop"` or "cut"'
-                    raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
-                fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
-                if config.too_long == "drop":
-                    continue
-            marked = list(sample.ids)
-            for start, stop in sample.trained:
-                marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
-            num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
-            if not num_trained:
-                fates.drop(NOT_TRAINED, conversation.name)
-                continue
-            ids.extend(marked[:limit])
-            lengths.append(len(marked[:limit]))
-            fates.samples += 1
-            fates.tokens += min(len(sample.ids), limit)
-            fates.trained += num_trained
+        fates.longest = max(fates.longest, len(sample.ids))
+        limit = config.sequence + 1
+        if len(sample.ids) > limit:
+            if config.too_long == "refuse":
+                message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
+                hint = 'raise `sequence`, or say `too_long = "drop"` or "cut"'
+                raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
+            fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
+            if config.too_long == "drop":
+                return
+        marked = list(sample.ids)
+        for start, stop in sample.trained:
+            marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
+        num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
+        if not num_trained:
+            fates.drop(NOT_TRAINED, conversation.name)
+            return
+        ids.extend(marked[:limit])
+        lengths.append(len(marked[:limit]))
+        fates.samples += 1
+        fates.tokens += min(len(sample.ids), limit)
+        fates.trained += num_trained
 
-    def _has_one_mask(self) -> bool:
-        return self.fates.trained == self.fates.tokens - self.fates.samples
-
-    def _no_mask(self, config: ChatConfig, first: Conversation) -> PlanError:
+    def _no_mask(self, first: Conversation) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
         which = "all tokens are trained on" if self.fates.samples else "no conversation has a token to train on"
         reasons = "; ".join(f"{count}: {reason}" for reason, count in self.fates.dropped.items())
@@ -187,7 +233,9 @@ class ChatRows:
         for number in self.rows[index]:
             start, stop = self.offsets[number], self.offsets[number + 1]
             starts.append(len(tokens))
-            ids = self.ids[start:stop]
+            part = bisect_right(self._starts, start) - 1
+            begin = self._starts[part]
+            ids = self.parts[part][start - begin : stop - begin]
             tokens += [token % _TRAINED for token in ids[:-1]]
             labels += [token - _TRAINED if token >= _TRAINED else IGNORED for token in ids[1:]]
             positions += range(stop - start - 1)
@@ -205,8 +253,9 @@ class ChatRows:
     @property
     def digest(self) -> str:
         """Differs if a token, what is trained on, or where a conversation ends differs."""
-        digest = blake2b(memoryview(self.ids), digest_size=16)  # type: ignore[arg-type]  # an array, or a view of one
-        digest.update(memoryview(self.offsets))
+        digest = blake2b(digest_size=16)
+        for part in (*self.parts, self.offsets):
+            digest.update(memoryview(part))  # type: ignore[arg-type]  # an array, or a view of one
         return digest.hexdigest()
 
     @property
@@ -222,6 +271,19 @@ class ChatRows:
             "longest": fates.longest,
             "dropped": dict(fates.dropped),
         }
+
+
+def _fates(values: dict[str, Any]) -> Fates:
+    """Returns fates that JSON has kept."""
+    return Fates(**{**values, "dropped": Counter(values["dropped"])})
+
+
+def _mapped(tokens: Path, lengths: Path) -> tuple[Sequence[int], Sequence[int]]:
+    if not tokens.stat().st_size:
+        return array("I"), array("q")
+    with tokens.open("rb") as file:
+        ids = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast("I")
+    return ids, array("q", lengths.read_bytes())
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:

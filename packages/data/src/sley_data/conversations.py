@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
-from sley_data.documents import Content, among, content_of, in_share
+from sley_data.documents import Content, among, chooser, content_of
 from sley_data.files import File, Found, as_error, row_files
 from sley_data.rows import bad_row, rows_of
 
@@ -63,8 +64,9 @@ class Conversation:
         """The numbers of the assistant's messages."""
         return [number for number, each in enumerate(self.messages) if each["role"] == "assistant"]
 
+    @cached_property
     def content(self) -> Content:
-        """Returns what identifies it: all of its messages and tools."""
+        """What identifies it: all of its messages and tools."""
         text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
         return content_of(text)
 
@@ -75,28 +77,21 @@ def chat_files(config: ChatConfig, split: Split) -> Found:
     return row_files(getattr(config, key), ("data", key))
 
 
-def read_conversations(config: ChatConfig, split: Split) -> tuple[list[Conversation], int]:
-    """Returns the conversations of a split, in the order of the files, and how many of `files` were left out because
-    `held_out_files` has them too.
+def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conversation, bool]]:
+    """Yields the conversations of the files of a split, in order, and of each whether it belongs to the split.
 
     Raises PlanError with every file that has a problem, or with the first row that is no conversation.
     """
-    everything = _all_of(config, split)
-    if config.held_out_files:
-        if split == "held_out":
-            return everything, 0
-        held_out = (each.content() for each in _all_of(config, "held_out"))
-        copied = among([each.content() for each in everything], held_out)
-        return list(compress(everything, (not each for each in copied))), sum(copied)
-    is_held_out = in_share((each.content() for each in everything), config.held_out)
-    return list(compress(everything, (each == (split == "held_out") for each in is_held_out))), 0
+    is_chosen = chooser(config, split, lambda: (each.content for each in _all_of(config, "held_out")))
+    for conversation in _all_of(config, split):
+        yield conversation, is_chosen is None or is_chosen(conversation.content)
 
 
-def _all_of(config: ChatConfig, split: Split) -> list[Conversation]:
+def _all_of(config: ChatConfig, split: Split) -> Iterator[Conversation]:
     files, problems = chat_files(config, split)
     if problems:
         raise as_error(problems)
-    return [each for file in files for each in conversations_in(file, config.field)]
+    return chain.from_iterable(conversations_in(file, config.field) for file in files)
 
 
 def conversations_in(file: File, field: str | None) -> Iterator[Conversation]:
@@ -198,8 +193,8 @@ def trained_on(own: ChatConfig, evaluated: ChatConfig) -> str:
         return ""  # the evaluation reports it
     if problems := chat_files(own, "train")[1]:
         return f"whether the run has trained on the held-out conversations is not known: {problems[0].message}"
-    held_out, trained = read_conversations(evaluated, "held_out")[0], read_conversations(own, "train")[0]
-    count = sum(among([each.content() for each in held_out], (each.content() for each in trained)))
+    held_out = [each.content for each, is_chosen in read_conversations(evaluated, "held_out") if is_chosen]
+    count = sum(among(held_out, (each.content for each, is_chosen in read_conversations(own, "train") if is_chosen)))
     if not count:
         return ""
     return f"the run has trained on {count} of the {len(held_out)} held-out conversations: this is no held-out loss"

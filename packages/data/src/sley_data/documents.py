@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
-from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.files import File, as_error, opened, text_files
 from sley_data.rows import bad_row, rows_of
 
@@ -212,16 +212,25 @@ def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> li
     return [is_chosen is None or is_chosen(each) for each in contents]
 
 
-def _chooser(config: TextConfig, split: Split) -> Callable[[Content], bool] | None:
-    """Returns a function that says whether a document belongs to the split; None if every one does."""
+def chooser(
+    config: TextConfig | ChatConfig, split: Split, held_out_files: Callable[[], Iterable[Content]]
+) -> Callable[[Content], bool] | None:
+    """Returns a function that says whether a document belongs to the split; None if every one does.
+
+    held_out_files: returns the contents of those documents, if the table names such files.
+    """
     if config.held_out_files and split == "held_out":
         return None
     if config.held_out_files:
-        is_held_out = AmongOthers(held_out_contents(config))
+        is_held_out = AmongOthers(held_out_files())
         return lambda content: not is_held_out(content)
     if not config.held_out and split == "train":
         return None
     return lambda content: in_share([content], config.held_out) == [split == "held_out"]
+
+
+def _chooser(config: TextConfig, split: Split) -> Callable[[Content], bool] | None:
+    return chooser(config, split, lambda: held_out_contents(config))
 
 
 def held_out_contents(config: TextConfig) -> list[Content]:
