@@ -16,15 +16,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sley_core.assemble import assemble
+from sley_core.attempt import PLAN
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.dataset import IGNORED
 from sley_core.losses.cross_entropy import CrossEntropy
-from sley_core.plan.load import plan_from_dict
+from sley_core.plan.load import load_plan, plan_from_dict
+from sley_data.chat_template import text_ids
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, weights
 from train_cli.main import main
+from train_cli.saved import keep_files, plan_of_run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "chat"
 NUM_STEPS = 2
@@ -137,6 +140,19 @@ def test_data_show_prints_what_the_model_will_see(folder: Path, capsys: pytest.C
 def _held_out(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["data", "show", str(path), "--split", "held_out", "--format", "json"]) == 0
     return capsys.readouterr().out
+
+
+def test_a_run_keeps_its_template(folder: Path, tmp_path: Path) -> None:
+    """The end of a turn is that of the plan's template, not of the tokenizer's, when the file is gone."""
+    template = folder / "own.jinja"
+    template.write_text(TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "utf-8")
+    resolved = load_plan(folder / "plan.toml", ["data.template='own.jinja'"])
+    (tmp_path / PLAN).write_text(resolved.to_toml(), "utf-8")
+    keep_files(resolved, tmp_path)
+    template.unlink()
+    moved = plan_of_run(tmp_path)
+    ids = text_ids(moved.data.config, None)
+    assert "".join(ids.decode([ids.end])) == "<|im_start|>"
 
 
 def test_data_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,8 +47,8 @@ def run_folder(plan: Plan) -> Path:
 
 
 def keep_files(plan: Plan, folder: Path) -> None:
-    """Copies into the run's folder what its export and its samples need: the tokenizer, and the small files beside the weights
-    from which it started. Raises OSError.
+    """Copies into the run's folder what its export and its samples need: the tokenizer with its chat template, and the small
+    files beside the weights from which it started. Raises OSError.
     """
     for (table, key), name in COPIES.items():
         source = getattr(getattr(plan, table).config, key, None)
@@ -56,11 +56,14 @@ def keep_files(plan: Plan, folder: Path) -> None:
             continue
         from sley_core.weight_files.read import TOKENIZER
 
-        (folder / name).mkdir(exist_ok=True)
-        files = [(source, TOKENIZER[0])] if source.is_file() else [(source / own, own) for own in (*TOKENIZER, *MODEL)]
-        for file, own in files:
+        target = folder / name
+        files = [(source / own, target / own) for own in (*TOKENIZER, *MODEL)]
+        if source.is_file():
+            files = [(source, target if target.suffix else target / TOKENIZER[0])]
+        for file, copy in files:
             if file.is_file():
-                shutil.copyfile(file, folder / name / own)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def plan_of_run(folder: Path) -> Plan:

@@ -31,15 +31,19 @@ WEIGHTS = "weights"
 CHECKPOINTS = "checkpoints"
 """In a run's folder: its plan, its final weights, and its checkpoints, where the plan names no other folder for them."""
 
-COPIES = {("data", "tokenizer"): "tokenizer", ("model", "weights"): "start"}
-"""Keys of the plan that name files, and the folder within the run's own where a run keeps copies of the small ones."""
+COPIES = {
+    ("data", "tokenizer"): "tokenizer",
+    ("data", "template"): "tokenizer/chat_template.jinja",
+    ("model", "weights"): "start",
+}
+"""Keys of the plan that name files, and the folder or file within the run's own where a run keeps copies of the small ones."""
 
 
 def with_copies(document: Document, folder: Path) -> Document:
     """Returns the plan's document with the copies of files in the run's `folder` in place of the originals."""
     tables: dict[str, Any] = dict(document.tables)
     for (table, key), name in COPIES.items():
-        if key in tables.get(table, {}) and (folder / name).is_dir():
+        if key in tables.get(table, {}) and (folder / name).exists():
             tables[table] = {**tables[table], key: str((folder / name).absolute())}
     return replace(document, tables=tables)
 

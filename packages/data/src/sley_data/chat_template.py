@@ -43,7 +43,7 @@ _DATE = date(2024, 7, 26)
 """The date that Llama 3.1's template has as its default."""
 
 _PROMPT = "the template's generation prompt is not how it begins that turn"
-_FIRST = "it begins with the assistant, and nothing asks for that turn"
+_FIRST = "it begins with the assistant, and where that answer begins is not known"
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
@@ -190,32 +190,45 @@ class ChatTemplate:
         plans: list[tuple[Conversation, list[tuple[int, int]], str]] = []  # a turn's texts are (before, up to)
         for each in batch:
             turns = [] if config.train_on == "all" else _wanted(each, config)
-            start, places, begins_with_answer = len(texts), [], False
+            start, places, reason = len(texts), [], ""
             try:
                 texts.append(self.text(each.messages, each.tools))
-                if turns[:1] == [0]:  # no template renders nothing
-                    turns = turns[1:]
-                    begins_with_answer = True
                 for turn in turns:
-                    texts.append(self.text(each.messages[:turn], each.tools, prompt=True))
                     is_last = turn + 1 == len(each.messages)
-                    texts.append(texts[start] if is_last else self.text(each.messages[: turn + 1], each.tools))
+                    upto = texts[start] if is_last else self.text(each.messages[: turn + 1], each.tools)
+                    before = self.text(each.messages[:turn], each.tools, prompt=True) if turn else self._before_first(upto)
+                    if before is None:
+                        reason = _FIRST
+                        continue
+                    texts += [before, upto]
                     places.append((len(texts) - 2, len(texts) - 1))
             except ValueError as error:
                 del texts[start:]
                 plans.append((each, [], str(error)))
                 continue
-            plans.append((each, [(start, start), *places], _FIRST if begins_with_answer and not places else ""))
+            plans.append((each, [(start, start), *places], reason))
         ids = self._ids(texts)
         for each, places, reason in plans:
-            if reason:
+            if reason and not places[1:]:
                 yield each, [], reason
             elif config.train_on == "all":
                 whole = ids[places[0][0]]
                 yield each, [Encoded(whole, [(0, len(whole))])], ""
             else:
                 samples, num_lost = self._samples(ids[places[0][0]], [(ids[before], ids[upto]) for before, upto in places[1:]])
-                yield each, samples, _PROMPT if num_lost else ""
+                yield each, samples, _PROMPT if num_lost else reason
+
+    def _before_first(self, text: str) -> str | None:
+        """Returns what comes before the answer in the text of a first one, which no template renders alone: all up to the
+        generation prompt; None if that is not in the text.
+        """
+        try:
+            bare, asked = (self.text(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
+        except ValueError:
+            return None
+        prompt = asked[len(bare) :] if asked.startswith(bare) else ""
+        place = text.find(prompt)
+        return text[: place + len(prompt)] if prompt and place >= 0 else None
 
     def _samples(self, whole: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
         """Returns the samples of a conversation, and how many of its turns are in none.
@@ -305,5 +318,4 @@ def _tokenizer(path: Path) -> Any:
 def text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
     """Returns the ids of text, a turn's end ending it: `DatasetRecord.text_ids`. tokenizer: is used in place of the table's."""
     path = config.tokenizer if tokenizer is None else tokenizer
-    template = config.template if config.template is not None and config.template.exists() else None  # a run may be moved
-    return Tokenized(Tokenizer(path, None), ChatTemplate(path, template).end_of_turn)
+    return Tokenized(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)
