@@ -141,7 +141,7 @@ def test_a_host_that_is_cut_off_ends_the_run_and_is_back_for_the_next(job: Job, 
     assert 15 <= len(steps(plan)) < NUM_STEPS
     job.start(again=True)
     assert [program.finish(120).code for program in job.started] == [0] * len(job.started), job.told()
-    assert "going on after step" in job.told()
+    assert "continuing after step" in job.told()
     assert_is_like_a_local_run(cli, plan, *LIMITED)
 
 
@@ -181,7 +181,7 @@ def test_a_job_goes_on_when_it_is_put_back_into_the_queue(slurm: SlurmDaemons, c
     assert 15 <= len(steps(plan)) < NUM_STEPS
     slurm.call("scontrol", "update", f"jobid={job}", "starttime=now")  # it waits for two minutes else
     until(lambda: state(slurm, job) == "COMPLETED", told)
-    assert "going on after step" in told()
+    assert "continuing after step" in told()
     assert_is_like_a_local_run(cli, plan, *SAVES)
 
 

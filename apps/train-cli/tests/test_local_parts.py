@@ -19,7 +19,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import surroundings
 from train_cli.local_launch import FileRendezvous, _scratch_folder, variables_of_ranks
-from train_cli.run_folder import FolderLock, TakenError, check_run_folder, held_run_folder, is_restart, lock
+from train_cli.run_folder import FolderLock, TakenError, check_run_folder, is_restart, lock, locked_run_folder
 
 
 def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_rank_ends_with_its_launcher_and_does_not_pass_it_on() -> None:
 
 
 def test_a_run_folder_is_made_with_its_plan(plan: Path, folder: Path) -> None:
-    with held_run_folder(load_plan(plan), overwrite=False) as made:
+    with locked_run_folder(load_plan(plan), overwrite=False) as made:
         assert made == Path("runs", "small")
         assert load_plan(made / "plan.toml") == load_plan(plan)
         (made / "metrics.jsonl").write_text("{}\n", "utf-8")
@@ -103,13 +103,13 @@ def test_a_run_folder_is_made_with_its_plan(plan: Path, folder: Path) -> None:
 
 
 def test_overwrite_replaces_the_whole_run(plan: Path, folder: Path) -> None:
-    with held_run_folder(load_plan(plan), overwrite=False) as made:
+    with locked_run_folder(load_plan(plan), overwrite=False) as made:
         (made / "metrics.jsonl").write_text("{}\n", "utf-8")
-    with pytest.raises(PlanError, match="--overwrite"), held_run_folder(load_plan(plan), overwrite=False):
+    with pytest.raises(PlanError, match="--overwrite"), locked_run_folder(load_plan(plan), overwrite=False):
         pass
     (made / "old").mkdir()
     (made / "link").symlink_to(plan)
-    with held_run_folder(load_plan(plan), overwrite=True):
+    with locked_run_folder(load_plan(plan), overwrite=True):
         assert {path.name for path in made.iterdir()} == {"plan.toml", ".lock"}
     assert plan.exists()
 
@@ -117,7 +117,7 @@ def test_overwrite_replaces_the_whole_run(plan: Path, folder: Path) -> None:
 def test_a_folder_of_the_users_is_never_replaced(plan: Path, folder: Path) -> None:
     """A plan's own folder is the nasty case: it holds a plan.toml, which is not a resolved one."""
     here = load_plan(plan, [f'run.folder="{folder.parent}"', f'run.name="{folder.name}"'])
-    with pytest.raises(PlanError, match="not the folder of a run"), held_run_folder(here, overwrite=True):
+    with pytest.raises(PlanError, match="not a run folder"), locked_run_folder(here, overwrite=True):
         pass
     assert plan.exists()
 
@@ -140,7 +140,7 @@ def test_a_folder_in_which_ranks_of_another_host_have_left_records_is_as_good_as
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text("{}\n", "utf-8")
     check_run_folder(load_plan(plan), **{"overwrite": False, **how})
-    with held_run_folder(load_plan(plan), **{"overwrite": False, **how}):
+    with locked_run_folder(load_plan(plan), **{"overwrite": False, **how}):
         assert not (made / "work").exists(), "of another run"
         assert (made / "plan.toml").exists()
 
@@ -150,15 +150,15 @@ def test_a_folder_of_work_of_the_users_is_never_replaced(plan: Path, folder: Pat
     path = folder / "runs" / "small" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine", "utf-8")
-    with pytest.raises(PlanError, match="not the folder of a run"):
+    with pytest.raises(PlanError, match="not a run folder"):
         check_run_folder(load_plan(plan), overwrite=True)
-    with pytest.raises(PlanError, match="not the folder of a run"), held_run_folder(load_plan(plan), overwrite=True):
+    with pytest.raises(PlanError, match="not a run folder"), locked_run_folder(load_plan(plan), overwrite=True):
         pass
     assert path.exists()
 
 
 def test_a_run_that_took_no_step_leaves_no_folder(plan: Path, folder: Path) -> None:
-    with held_run_folder(load_plan(plan), overwrite=False) as made:
+    with locked_run_folder(load_plan(plan), overwrite=False) as made:
         (made / "metrics.jsonl").touch()
     assert not made.exists()
 
@@ -166,9 +166,9 @@ def test_a_run_that_took_no_step_leaves_no_folder(plan: Path, folder: Path) -> N
 def test_a_folder_is_of_one_run_at_a_time(plan: Path, folder: Path) -> None:
     """Also with --overwrite, and also where the other starts between the check and the making."""
     resolved = load_plan(plan)
-    with held_run_folder(resolved, overwrite=False) as made:
+    with locked_run_folder(resolved, overwrite=False) as made:
         for overwrite in (False, True):
-            with pytest.raises(PlanError, match=f"belongs to a run that has not ended, process {os.getpid()}"):
+            with pytest.raises(PlanError, match=f"is used by an active run, process {os.getpid()}"):
                 check_run_folder(resolved, overwrite=overwrite)
         with pytest.raises(TakenError):
             FolderLock(made)
@@ -177,14 +177,14 @@ def test_a_folder_is_of_one_run_at_a_time(plan: Path, folder: Path) -> None:
     lock = FolderLock(made)  # a run that is killed leaves the file, and nobody is kept out by it
     os.close(lock._file)
     assert (made / ".lock").exists()
-    with held_run_folder(resolved, overwrite=True):
+    with locked_run_folder(resolved, overwrite=True):
         pass
 
 
 def test_a_lock_that_is_a_link_is_not_followed(plan: Path, folder: Path) -> None:
     (folder / "runs" / "small").mkdir(parents=True)
     (folder / "runs" / "small" / ".lock").symlink_to(folder / "elsewhere")
-    with pytest.raises(PlanError, match="run-folder"), held_run_folder(load_plan(plan), overwrite=True):
+    with pytest.raises(PlanError, match="run-folder"), locked_run_folder(load_plan(plan), overwrite=True):
         pass
     assert not (folder / "elsewhere").exists()
 
@@ -192,12 +192,12 @@ def test_a_lock_that_is_a_link_is_not_followed(plan: Path, folder: Path) -> None
 def test_a_rank_that_torchrun_starts_again_has_its_folder(plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RUN_ID", "one"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "1")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    with held_run_folder(load_plan(plan), overwrite=False) as made:
+    with locked_run_folder(load_plan(plan), overwrite=False) as made:
         (made / "metrics.jsonl").write_text("{}\n", "utf-8")
     assert not is_restart(made), "another run would take it away"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert is_restart(made)
-    with held_run_folder(load_plan(plan), overwrite=True):
+    with locked_run_folder(load_plan(plan), overwrite=True):
         (made / "metrics.jsonl").write_text("{}\n", "utf-8")
     assert not (made / ".lock").exists(), "the last attempt"
     assert not is_restart(made)

@@ -290,8 +290,8 @@ def test_a_rank_that_is_killed_while_others_build_is_named_with_its_limit(port: 
         ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 processes"),
         ({"PET_NNODES": "2"}, "the TrainJob has started 2 pods"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "1", "RANK": "0"}, "tell it of 1 rank"),
-        ({"RANK": "1"}, "RANK is set, and WORLD_SIZE is not"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "1", "RANK": "0"}, "but WORLD_SIZE is 1"),
+        ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
     ],
 )
 def test_processes_that_know_of_no_ranks_are_refused(environ: dict[str, str], words: str) -> None:
@@ -302,7 +302,7 @@ def test_processes_that_know_of_no_ranks_are_refused(environ: dict[str, str], wo
 
 
 @pytest.mark.parametrize(
-    ("threads", "ranks", "words"), [("1", "2", "on 1 of 4 cores; set OMP_NUM_THREADS=4"), ("1", "8", ""), ("2", "2", "")]
+    ("threads", "ranks", "words"), [("1", "2", "uses 1 of 4 cores; set OMP_NUM_THREADS=4"), ("1", "8", ""), ("2", "2", "")]
 )
 def test_a_launcher_that_takes_away_threads_is_noted(
     monkeypatch: pytest.MonkeyPatch, threads: str, ranks: str, words: str
@@ -368,7 +368,7 @@ def test_a_rank_that_is_started_twice_is_refused_once(start: Start, plan: Path, 
             os.kill(rank.process.pid, signal.SIGTERM)
     ended = {rank: rank.finish(LIMIT_S) for rank in ranks}
     assert ended[refused].code in (1, 3)
-    assert re.search(r"belongs to a run that has not ended|port \d+ cannot be had", ended[refused].err)
+    assert re.search(r"is used by an active run|port \d+ cannot be had", ended[refused].err)
     assert "hint:" in ended[refused].err
     assert not any("Traceback" in rank.err for rank in ended.values())
     assert not list(plan.parent.glob("runs/*/metrics.jsonl"))

@@ -42,11 +42,11 @@ def test_auto_goes_on_with_the_numbers_of_a_run_in_one_go(cli: Cli, plan: Path, 
     changes = [*ALONE, EVERY]
     first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", "learning_rate.use='core.constant'"])
     assert first.code == 0, first.err
-    assert "there is no checkpoint yet: the run begins at step 1" in first.err
+    assert "there is no checkpoint yet: the run starts at step 1" in first.err
     assert len(rows(folder)) == 5
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "learning_rate.use='core.constant'"])
     assert again.code == 0, again.err
-    assert f"going on after step 5 of 6, from {folder / 'runs/small/checkpoints/step-00000005'}" in again.err
+    assert f"continuing after step 5 of 6, from {folder / 'runs/small/checkpoints/step-00000005'}" in again.err
     assert "the plan has changed since: run.steps: 5 -> 6" in again.err
     assert "the learning rate is 0.001 in step 5, 0.001 in step 6, 0.001 in step 6" in again.err
     assert rows(folder) == in_one_go
@@ -73,7 +73,7 @@ def test_a_path_begins_a_run_of_another_name(cli: Cli, plan: Path, folder: Path,
     path = folder / "runs/small/checkpoints/step-00000004"
     taken = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='whole'"])
     assert taken.code != 0
-    assert "exists already" in taken.err
+    assert "already exists" in taken.err
     other = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='other'"])
     assert other.code == 0, other.err
     assert rows(folder, "other") == in_one_go[4:]
@@ -89,12 +89,12 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own(cli: Cli, plan: Path, f
     assert cli("run", plan, "--resume", path, changes=[*changes, "run.steps=3"]).code == 0
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", EVERY])
     assert again.code == 0, again.err
-    assert f"going on after step 2 of 5, from {path}" in again.err
+    assert f"continuing after step 2 of 5, from {path}" in again.err
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_RESTART_COUNT", "1")
         again = cli("run", plan, "--resume", path, changes=[*changes, EVERY])
     assert again.code == 0, again.err
-    assert f"going on after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in again.err
+    assert f"continuing after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in again.err
     assert rows(folder, "other") == in_one_go[2:]
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
     saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
     again = cli("run", plan, "--resume", back, changes=[*ALONE, "run.steps=5", saves, "learning_rate.use='core.constant'"])
     assert again.code == 0, again.err
-    assert f"going on after step 2 of 5, from {back}" in again.err
+    assert f"continuing after step 2 of 5, from {back}" in again.err
     assert [path.name for path in own.iterdir()] == ["step-00000005-1"], "what is kept is what was saved last"
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
 
@@ -131,9 +131,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(cli: Cli, plan: Path, fol
         file.write(b"\xff\x00\xff")
     again = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "run.steps=7"])
     assert again.code == 0, again.err
-    assert "passed over " in again.err
+    assert "skipped " in again.err
     assert newest.name in again.err
-    assert "going on after step 4 of 7" in again.err
+    assert "continuing after step 4 of 7" in again.err
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -144,9 +144,9 @@ def test_a_path_that_is_none_leads_to_the_checkpoints_near_it(cli: Cli, plan: Pa
     assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
     other = [*ALONE, "run.name='other'"]
     of_run = cli("run", plan, "--resume", "runs/small", changes=other)
-    assert "those of that run are in `runs/small/checkpoints`" in of_run.err
+    assert "use `runs/small/checkpoints`, the checkpoints of that run" in of_run.err
     gone = cli("run", plan, "--resume", "runs/small/checkpoints/step-00000003", changes=other)
-    assert "beside it there are `step-00000006`, `step-00000004`" in gone.err
+    assert "the parent folder has `step-00000006`, `step-00000004`" in gone.err
     assert (of_run.code, gone.code) == (2, 2)
 
 
@@ -160,7 +160,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_again(cli: Cli, plan: 
     assert "has rows up to step 6 and final weights, but" in again.err
     assert "has no checkpoint of it; it has saved none" in again.err
     unasked = cli("run", plan, changes=ALONE)
-    assert "hint: `--overwrite` replaces it" in unasked.err, "nothing can go on here"
+    assert "hint: use `--overwrite` to replace it" in unasked.err, "nothing can go on here"
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
 
 
@@ -176,7 +176,7 @@ def test_a_run_that_is_warned_saves_itself_and_goes_on(start: Start, cli: Cli, p
     assert [path.name for path in (folder / "runs/small/checkpoints").iterdir()] == [f"step-{done:08}"]
     again = cli("run", plan, "--resume", "auto", changes=["parallel.dp=1", f"run.steps={done + 2}", *changes])
     assert again.code == 0, again.err
-    assert f"going on after step {done} of {done + 2}" in again.err
+    assert f"continuing after step {done} of {done + 2}" in again.err
     assert [row["step"] for row in rows(folder)] == list(range(1, done + 3))
 
 
@@ -186,7 +186,7 @@ def test_torchrun_starts_a_run_again_which_goes_on_by_itself_and_ends_with_torch
     path = own_model(doing("self.calls > 6 and rank == 1 and again == '0' and os.kill(os.getpid(), signal.SIGKILL)"))
     changes = ["run.steps=100000", 'checkpoint={every_steps=1, mode="sync"}']
     program = start("run", path, torchrun=("--max-restarts", "1"), changes=changes)
-    program.wait_for("going on after step")
+    program.wait_for("continuing after step")
     program.wait_for("step 12/")
     os.kill(program.process.pid, signal.SIGKILL)
     program.finish(15)  # fails if a process is left
@@ -241,7 +241,7 @@ def test_two_runs_in_one_folder_of_checkpoints_keep_to_their_own(cli: Cli, plan:
     assert cli("run", plan, changes=[*changes, *other, "run.steps=4"]).code == 0
     again = cli("run", plan, "--resume", "auto", changes=[*changes, *one, "run.steps=8"])
     assert again.code == 0, again.err
-    assert f"going on after step 6 of 8, from {folder / 'ck' / 'step-00000006'}" in again.err
+    assert f"continuing after step 6 of 8, from {folder / 'ck' / 'step-00000006'}" in again.err
     assert "not used, since other attempts wrote them: step-00000004-1, step-00000002-1" in again.err
     names = sorted(path.name for path in (folder / "ck").iterdir())
     assert names == ["step-00000002-1", "step-00000004-1", "step-00000006", "step-00000008-1"]
@@ -282,7 +282,7 @@ def test_a_run_goes_back_wherever_its_checkpoints_are(cli: Cli, plan: Path, fold
         (folder / "runs/small/checkpoints").symlink_to(folder / "ck")
     back = cli("run", plan, "--resume", path, changes=[*changes, "run.steps=4"])
     assert back.code == 0, back.err
-    assert "going on after step 2 of 4" in back.err
+    assert "continuing after step 2 of 4" in back.err
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
     assert (folder / "ck" / "step-00000004-1").is_dir()
 
@@ -299,11 +299,11 @@ def test_a_requeued_job_leaves_a_finished_run_as_it_is(
     for options in ([], ["--overwrite"]):
         again = cli("run", plan, *options, changes=changes)
         assert again.code == 0, again.err
-        assert "nothing is left to do: all 6 steps are taken" in again.err
+        assert "the run has taken all 6 steps" in again.err
     other = cli("run", plan, "--resume", "auto", changes=[*changes, "run.seed=5"])
     assert "resume-differs" in other.err
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert "exists already" in cli("run", plan, changes=changes).err, "another job's run is not this one's"
+    assert "already exists" in cli("run", plan, changes=changes).err, "another job's run is not this one's"
     assert cli("run", plan, "--overwrite", changes=[*changes, "run.seed=5"]).code == 0
 
 
@@ -336,10 +336,10 @@ def test_a_checkpointer_of_somebody_elses_resumes_too(
     changes = [*ALONE, 'checkpoint={use="pickles.folder", every_steps=2}', "learning_rate.use='core.constant'"]
     assert cli("run", plan, changes=[*changes, "run.steps=3"]).code == 0
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5"])
-    assert "going on after step 2 of 5" in again.err, again.err
+    assert "continuing after step 2 of 5" in again.err, again.err
     newest = folder / "runs/small/checkpoints/step-00000004"
     again = cli("run", plan, "--resume", newest, changes=[*changes, "run.final_weights='none'"])
-    assert "going on after step 4 of 6" in again.err, again.err
+    assert "continuing after step 4 of 6" in again.err, again.err
     assert rows(folder) == in_one_go
     shutil.rmtree(folder / "runs/small/weights")
     assert "no-checkpoint-files" in cli("export", "runs/small", "--out", "out").err

@@ -128,7 +128,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh
     assert all(each.is_loopback for each in listening), [str(each) for each in listening]
     assert listening_sockets(program.process.pid) == []
     second = cli("run", plan, "--overwrite")
-    assert (second.code, second.err.count("belongs to a run that has not ended")) == (3, 1), second.err
+    assert (second.code, second.err.count("is used by an active run")) == (3, 1), second.err
     for process in ranks:
         os.kill(process.pid, signal.SIGCONT)
     result = program.finish()

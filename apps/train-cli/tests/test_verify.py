@@ -22,7 +22,7 @@ from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.verify.findings import Limits, RankFindings, SeenHabit, differences, in_words, read
 from sley_testing.verify.measure import check_complete, compare, keep, limits
 from sley_testing.verify.plain import keep_plain
-from train_cli.one_process import in_layout, in_one_process
+from train_cli.one_process import one_process_plan, read_only_plan
 
 ROOT = Path(__file__).parents[3]
 OWN = Path(__file__).parent / "own"
@@ -33,7 +33,7 @@ Verified = Callable[..., tuple[list[RankFindings], Limits]]
 
 
 def on_a_rank(load: Callable[..., Plan], given: tuple[Any, ...], steps: int, folder: Path) -> None:
-    with World.join("cpu") as world, assemble(in_layout(load(*given)), world) as run:
+    with World.join("cpu") as world, assemble(read_only_plan(load(*given)), world) as run:
         compare(run, steps, folder)
 
 
@@ -43,7 +43,7 @@ def verified(ranks: Any, tmp_path: Path) -> Verified:
 
     def verify(steps: int, load: Callable[..., Plan], *given: Any) -> tuple[list[RankFindings], Limits]:
         plan = load(*given)
-        with assemble(in_one_process(plan), World.alone("cpu")) as run:
+        with assemble(one_process_plan(plan), World.alone("cpu")) as run:
             keep(run, steps, tmp_path)
         ranks(plan.world(), 120)(on_a_rank, load, given, steps, tmp_path)
         return read(tmp_path, plan.world()), limits(plan)
@@ -171,7 +171,7 @@ def test_one_process_keeps_what_decides_the_numbers(plugin_folder: Any, texts: P
         gradient_handlers=[{"use": "pp.shared_modules"}, {"use": "core.gradient_norms"}],
     )
     plan = plan_from_dict(tables, texts)
-    alone, layout = in_one_process(plan), in_layout(plan)
+    alone, layout = one_process_plan(plan), read_only_plan(plan)
     assert alone.world() == 1
     assert [one.name for one in alone.gradient_handlers] == ["core.gradient_norms"]
     assert (alone.pipeline, alone.checkpoint, alone.activations.name) == (None, None, "core.keep")
@@ -245,7 +245,7 @@ def looked(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def look(given: Tables, steps: int = 1) -> list[SeenHabit]:
         habits: list[SeenHabit] = []
-        with assemble(in_one_process(plan_from_dict(given, texts)), World.alone("cpu")) as run:
+        with assemble(one_process_plan(plan_from_dict(given, texts)), World.alone("cpu")) as run:
             keep_plain(run, steps, tmp_path, habits)
         return habits
 

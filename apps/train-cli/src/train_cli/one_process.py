@@ -1,4 +1,4 @@
-"""Derives plans that write nothing: the same layout, the same training in one process, and a trained run with its weights."""
+"""Derives plans from a plan: without output files, for one process, and of a trained run with its weights."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from sley_core.run import Run
 
 _WRITES = ("checkpoint", "profile")
-"""Tables whose only effect is on files."""
+"""The tables that only write files."""
 
 _LAYOUT = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pools")
-"""Tables that decide where and when something is computed, and never its value."""
+"""The tables that change where and when values are computed, but no value."""
 
 _BETWEEN_RANKS = ("reducer", "tie")
-"""Roles of handlers that only make up for the layout. A transform changes what is learned, and stays."""
+"""Roles of handlers that a layout needs. A transform changes the result and is kept."""
 
 _EITHER = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
-"""Keys of `[data]` that exclude each other: a new value of one takes the place of the run's other one."""
+"""Keys of `[data]` that exclude each other: setting one removes the other."""
 
 
-def in_layout(plan: Plan) -> Plan:
-    """Returns the plan in its own layout, without the tables that write files."""
+def read_only_plan(plan: Plan) -> Plan:
+    """Returns the plan without the tables that write files; the layout is unchanged."""
     return _with_tables(plan, _without(plan, _WRITES))
 
 
-def in_one_process(plan: Plan) -> Plan:
-    """Returns the plan that computes the same in one process: no parallel axis, no reducer, no memory that moves.
+def one_process_plan(plan: Plan) -> Plan:
+    """Returns a plan that computes the same values in one process, without parallel axes, reducers and offload.
 
-    What determines the numbers is kept: batches, micro-batches, seed, precision, the order of sums (`reduction`), transforms.
+    It keeps all that determines the values: batches, micro-batches, seed, precision, `reduction` and transforms.
     """
     tables = _without(plan, (*_WRITES, *_LAYOUT))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
@@ -50,34 +50,36 @@ def in_one_process(plan: Plan) -> Plan:
 
 
 def has_layout(plan: Plan) -> bool:
-    """Returns whether `in_one_process` removes anything from the plan, on one rank too: offload and recomputation count."""
+    """Returns whether `one_process_plan` would remove anything from the plan; offload and recomputation count."""
     tables = plan.document.tables
     handlers = plan.gradient_handlers
     return any(tables.get(key) for key in _LAYOUT) or any(_is_between_ranks(handler.record) for handler in handlers)
 
 
-def plan_of(folder: Path, data: Sequence[str] = ()) -> Plan:
+def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
     """Returns the plan of the run in `folder`, with each `key=VALUE` of `data` set in `[data]`.
 
-    Raises UsageError "no-run", and what the plan's loading raises.
+    Raises UsageError "no-run", and the errors of loading a plan.
     """
     document = document_of_run(folder, [f"data.{change}" for change in data])
     changed = {str(override.path[1]) for override in document.overrides}
     if changed:
-        gone = {"samples_per_epoch"}  # of the run's own data
+        removed = {"samples_per_epoch"}  # belongs to the run's own data
         for pair in _EITHER:
-            gone |= set(pair) if changed & set(pair) else set()
-        table = {key: value for key, value in document.tables["data"].items() if key in changed or key not in gone}
+            removed |= set(pair) if changed & set(pair) else set()
+        table = {key: value for key, value in document.tables["data"].items() if key in changed or key not in removed}
         document = replace(document, tables={**document.tables, "data": table})
     return resolve(document, Loader())
 
 
 @contextmanager
-def trained_run(folder: Path, plan: Plan, *, evaluates: bool = False, batches: int | None = None) -> Iterator[tuple[Run, str]]:
-    """Yields a run in one process, on any available device, with the newest weights of the run in `folder`, and which they are.
+def open_trained_run(
+    folder: Path, plan: Plan, *, with_evaluation: bool = False, batches: int | None = None
+) -> Iterator[tuple[Run, str]]:
+    """Yields a one-process run that has the newest weights of the run in `folder`, and a description of these weights.
 
-    plan: of the run, as `plan_of` returns it. evaluates: whether the plan has an evaluation, with the plan's number of
-    `batches` unless given; otherwise it has none, and its data are not opened. Raises UsageError "no-weights".
+    plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation, with `batches` batches if
+    set; without it no data are opened. Raises UsageError "no-weights".
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
@@ -85,42 +87,42 @@ def trained_run(folder: Path, plan: Plan, *, evaluates: bool = False, batches: i
     from sley_core.weight_files.read import WeightFiles
 
     path, step = newest_weights(folder, plan)
-    tables = in_one_process(plan).document.tables
+    tables = one_process_plan(plan).document.tables
     tables["run"]["device"] = "auto"
-    tables["model"].pop("weights", None)  # the resolved plan has the sizes that these files decided
+    tables["model"].pop("weights", None)  # the resolved plan already has their sizes
     evaluation = tables.pop("evaluation", {"every": 1})
-    if evaluates:
+    if with_evaluation:
         tables["evaluation"] = evaluation if batches is None else {**evaluation, "steps": batches}
-    alone = _with_tables(plan, tables)
-    if not evaluates:
-        alone = _without_data(alone)
+    single = _with_tables(plan, tables)
+    if not with_evaluation:
+        single = _without_data(single)
     with ExitStack() as stack:
-        run = stack.enter_context(assemble(alone, World.alone(alone.run.device)))
+        run = stack.enter_context(assemble(single, World.alone(single.run.device)))
         if isinstance(path, Path):
             weights: Any = WeightFiles(path)
-            which = f"the weights{'' if step is None else f' of step {step}'} in {path}"
+            description = f"the weights{'' if step is None else f' of step {step}'} in {path}"
         else:
             checkpoint = files_of(plan).open(path)
             assert checkpoint is not None, path
             _, weights = plan_and_weights(checkpoint)
-            which = f"the checkpoint of step {step} in {path}"
+            description = f"the checkpoint of step {step} in {path}"
         run.load_weights((name, weights.tensor(name)) for name in weights.names)
-        yield run, which
+        yield run, description
 
 
 class NoData:
-    """A dataset that is never read."""
+    """A dataset without samples."""
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> Sample:
-        raise AssertionError(f"sample {index} of no data")
+        raise AssertionError(f"sample {index} of a dataset without samples")
 
 
 def _without_data(plan: Plan) -> Plan:
-    """Returns the plan with `NoData` in place of its data, for a run that only calls the model; a batch has the same fields and
-    sizes. The dataset of a factory stays as it is: its fields may be those of its first sample.
+    """Returns the plan with `NoData` as its data, for runs that only call the model; batches keep their fields and sizes. A
+    dataset built by a factory is kept, because its fields may be known only from its first sample.
     """
     if plan.data.record is None:
         return plan

@@ -1,4 +1,4 @@
-"""Runs one rank of a run, from joining the world to the last line, in every process, however it was started."""
+"""Runs one rank: joins the world, trains, saves the final weights and writes the summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note
 from train_cli.progress import SUMMARY, Reporter, RunFacts, RunTotals, UnsavedNote, closing, opening, repeats, summary
 from train_cli.run_folder import recorder, write_plan
-from train_cli.saved import AGAIN, AUTO, is_finished, keep_files, load, run_folder
+from train_cli.saved import AUTO, RESTART, is_finished, keep_files, load, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
 from train_cli.surroundings import num_cores, write_start
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 def main(target: str, arguments: str) -> int:
-    """Runs one rank of a local launch: calls `target`, "module:function", with `arguments`, a JSON object; returns its exit
-    code.
+    """Runs one rank of a local launch: calls the function `target` ("module:function") with `arguments`, a JSON object, and
+    returns its exit code.
     """
     module, _, name = target.partition(":")
     try:
@@ -54,43 +54,43 @@ def main(target: str, arguments: str) -> int:
 
 
 def train_plan(path: str, changes: Sequence[str], resume: str | None, line: bool, verbose: bool) -> int:
-    """Trains the plan at `path` as one rank of a local launch, which has checked it and made the run folder; returns as
-    `train`.
+    """Trains the plan at `path` as one rank of a local launch, which has checked the plan and made the run folder. Returns the
+    exit code.
     """
     plan = load_plan(Path(path), changes)
     return train(plan, run_folder(plan), resume=resume, line=line, verbose=verbose)
 
 
 def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, verbose: bool = False) -> int:
-    """Joins the world, trains and leaves; blocks until the run has ended. Returns the exit code, or raises the error.
+    """Joins the world and trains until the run ends. Returns the exit code, or raises the error.
 
-    resume: the checkpoint from which to go on; None begins at the first step. line: whether rank 0 redraws one line of
-    progress. verbose: whether it prints the counts of the run's parts at the end.
+    resume: the checkpoint from which to continue; None starts at the first step. line: whether rank 0 redraws one progress
+    line. verbose: whether rank 0 prints counters at the end.
     """
     with joined(plan, folder, writes=True) as (run, stopping):
-        if resume in (AUTO, AGAIN) and is_finished(run, folder):
-            _say_done(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
+        if resume in (AUTO, RESTART) and is_finished(run, folder):
+            _report_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
             return stopping.exit_code or EXIT_OK
         run.notes.extend(load(run, folder, resume))
         with recorder().working(run.parts, run.feed, folder, run.notes):
-            if run.num_steps_done >= plan.run.steps:  # all ranks have loaded one checkpoint
-                _say_done(run, _keep_weights(run, folder))
+            if run.num_steps_done >= plan.run.steps:  # the same on all ranks, which have loaded one checkpoint
+                _report_finished(run, _save_final_weights(run, folder))
                 return stopping.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
-                run.check_weights_folder(folder / WEIGHTS)  # rather than when all steps are taken
+                run.check_weights_folder(folder / WEIGHTS)  # now, rather than after all steps
             totals = RunTotals()
-            reporter = _begin(run, folder, totals, resume, line) if run.world.rank == 0 else None
+            reporter = _start_reporter(run, folder, totals, resume, line) if run.world.rank == 0 else None
             try:
                 with reporter or nullcontext():
                     stopping.working(run.stop)
                     outcome: Outcome = run.train()
             except BaseException:
                 if reporter is not None:
-                    with suppress(OSError):  # the error of the run is worth more than why its summary cannot be written
+                    with suppress(OSError):  # the run's error matters more than that of its summary
                         _summarize(run, folder, "failed", totals, reporter)
                 raise
             content = _summarize(run, folder, outcome, totals, reporter) if reporter is not None else None
-            weights = _keep_weights(run, folder)  # after the summary, which a full disk may still have room for
+            weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
             if content is not None:
                 say(closing(content, folder, weights, verbose=verbose))
     return stopping.exit_code or EXIT_OK
@@ -98,26 +98,26 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
 
 @contextmanager
 def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, Stopping]]:
-    """Joins the world and assembles the run for the block; yields it, and what is to stop it at a signal (`working`).
+    """Joins the world and assembles the run for the block. Yields the run, and the `Stopping` that stops it at a signal.
 
-    folder: gets the report of what this rank did, if it fails; and, if `writes`, all that the plan's run writes.
+    folder: the run folder, which gets this rank's report if it fails. writes: whether the run writes its files there.
     """
-    gc.freeze()  # the modules: to look through them takes half a second, each time
+    gc.freeze()  # each search through all modules would take half a second
     gc.enable()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores():
-        torch.set_num_threads(num_cores())  # torch counts the machine's, though a container may have the time of fewer
+        torch.set_num_threads(num_cores())  # torch counts the machine's cores, of which a container may use fewer
     worlds: list[World] = []
 
-    def late() -> None:
-        """Reports, to the launcher and in the run's folder, that this rank was asked to end and cannot."""
+    def report_stuck() -> None:
+        """Reports, to the launcher and in the run folder, that this rank was asked to end and cannot."""
         diagnostic = write_late_report()
         for world in worlds:
             recorder().stuck(folder, world, diagnostic)
 
     with ExitStack() as stack:
-        # A launcher of ours has told the user already, and asks why a rank does not end.
-        tell = None if has_launcher() else say
-        stopping = stack.enter_context(Stopping(tell, late, terminated_s(plan), plan.run.stop_signals))
+        # Our own launcher has informed the user already, and asks why a rank does not end.
+        print_line = None if has_launcher() else say
+        stopping = stack.enter_context(Stopping(print_line, report_stuck, terminated_s(plan), plan.run.stop_signals))
         try:
             timeout_s = plan.limits.start_timeout_s
             worlds.append(stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, rendezvous=meet(plan))))
@@ -125,23 +125,23 @@ def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
-            # Before anything is torn down: that may hang, and the launcher needs the first reason.
+            # Before cleanup, which may hang: the launcher needs the first error.
             fault = Fault.of(error)
             write_report(fault)
             stopping.tearing_down(fault.exit_code)
-            if worlds and fault.exit_code == EXIT_RUN_FAILED:  # a plan that is refused needs no report of what ranks did
+            if worlds and fault.exit_code == EXIT_RUN_FAILED:  # a refused plan needs no report of ranks
                 recorder().failed(folder, worlds[0], fault.diagnostics[0], error)
             raise
         if stopping.exit_code is not None:
             stopping.tearing_down(stopping.exit_code)
 
 
-def _begin(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: bool) -> Reporter:
-    """Writes plan and records, counts the steps that are done, and shows the run's size; returns the reporter of its steps.
-    Rank 0 calls it.
+def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: bool) -> Reporter:
+    """Writes the plan and the start record, counts the steps already taken, prints the run's size, and returns the reporter of
+    its steps. Only rank 0 calls it.
     """
-    (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier end: the run has not finished now
-    resolved = run.resolved_plan  # with the values that only the data could tell
+    (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
+    resolved = run.resolved_plan  # has the values that come from the data
     write_plan(resolved, folder)
     keep_files(resolved, folder)
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
@@ -151,7 +151,7 @@ def _begin(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: 
         run.notes.append(note)
     for row in rows(folder) if resume else ():
         totals.add(row)
-    gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # of the first step
+    gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
     say("\n".join((opening(_facts(run), run.plan, num_bytes), *run.notes)))
@@ -161,15 +161,15 @@ def _begin(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: 
     return reporter
 
 
-def _say_done(run: Run, weights: Path | None) -> None:
-    """Shows where the results are of a run whose steps were all taken before."""
+def _report_finished(run: Run, weights: Path | None) -> None:
+    """Prints where the results of a finished run are."""
     if run.world.rank == 0:
-        where = f"; its weights are in {weights}" if weights else ""
-        say(f"nothing is left to do: all {run.plan.run.steps} steps are taken{where}; `--set run.steps=...` takes more")
+        location = f"; the weights are in {weights}" if weights else ""
+        say(f"the run has taken all {run.plan.run.steps} steps{location}; use `--set run.steps=N` for more")
 
 
-def _keep_weights(run: Run, folder: Path) -> Path | None:
-    """Saves the final weights and returns their folder; None if the plan wants none, or no step was taken."""
+def _save_final_weights(run: Run, folder: Path) -> Path | None:
+    """Saves the final weights and returns their folder; None if the plan has `final_weights = "none"`, or no step was taken."""
     precision = run.plan.run.final_weights
     if precision == "none" or run.num_steps_done == 0:
         return None
@@ -178,7 +178,7 @@ def _keep_weights(run: Run, folder: Path) -> Path | None:
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
-    """Writes `summary.json`, unless no step was done; returns the summary's content."""
+    """Writes `summary.json` if a step was taken; returns its content."""
     notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
     content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
     if totals.steps:

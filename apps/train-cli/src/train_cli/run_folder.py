@@ -1,8 +1,7 @@
-"""Makes and locks the folder of a run, `runs/<name>/`, once before any rank starts, for one run at a time; and finds the
-recorder that an installed package brings.
+"""Makes and locks the run folder `runs/<name>/` before any rank starts, and loads the recorder of an installed package.
 
-The folder holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the
-final weights, `faults` if it failed, and `attempt.json`, which says from which checkpoints it may resume.
+The folder has the resolved `plan.toml`, `start.json`, and the run's output: `metrics.jsonl`, `summary.json`, traces, the
+final weights, `faults` if it failed, and `attempt.json`, which lists the checkpoints from which it may resume.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
 from sley_core.whole_files import write_whole
-from train_cli.saved import can_go_on, run_folder
+from train_cli.saved import may_resume, run_folder
 from train_cli.surroundings import START
 
 if TYPE_CHECKING:
@@ -37,47 +36,47 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 GROUP = "sley.recorders"
-"""Entry points of a package's recorder, a subclass of `RunRecorder`; sley-doctor brings one."""
+"""The entry point group of recorders, which are subclasses of `RunRecorder`; sley-doctor has one."""
 
 FAULTS = "faults"
 WORK = "work"
-"""The folders in a run's folder that a recorder writes: reports of failures, and what ranks worked at."""
+"""The folders in a run folder that a recorder writes: failure reports, and each rank's work."""
 
 
 class RunRecorder:
-    """Records nothing; a package's recorder overrides what it records. `folder` is always the folder of the run."""
+    """Records nothing; a package's recorder overrides methods. `folder` is always the run folder."""
 
     def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        """Returns a context manager in which this rank's steps are recorded. No rank waits for another in it.
+        """Returns a context manager that records this rank's steps. It must not wait for other ranks.
 
-        feed: of the run's samples. notes: of the run; a recorder that cannot write adds one, and ends nothing else.
+        feed: the run's data feed. notes: the run's notes, to which a recorder that cannot write adds one.
         """
         return nullcontext()
 
-    def failed(self, folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
-        """Reports that this rank failed with `error`, before anything is torn down. what: the error as the user sees it."""
+    def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+        """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
-    def stuck(self, folder: Path, world: World, what: Diagnostic) -> None:
-        """Reports what this rank is doing, when it was asked to end and has not; called in a thread beside the main one."""
+    def stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
+        """Reports what this rank does if it was asked to end and did not; called in a second thread."""
 
     def launched(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
         """Reports how the `world` ranks of a local launch ended, if one failed.
 
-        codes: exit codes by rank, negative for signals. silent: the states, in words, of ranks that had to be killed.
+        codes: the exit codes by rank, negative for signals. silent: the process states of ranks that had to be killed.
         first: the rank that ended first.
         """
 
     def forget(self, folder: Path) -> None:
-        """Removes the reports of an earlier attempt, before a run begins."""
+        """Removes the reports of an earlier attempt before a run starts."""
 
 
 @cache
 def recorder() -> RunRecorder:
-    """Returns the recorder of the package that is installed, or one that records nothing.
+    """Returns the installed recorder, or one that records nothing.
 
-    Raises PluginError "recorder-import" if it cannot be imported, "recorder-ambiguous" if there are several.
+    Raises PluginError "recorder-import" if it cannot be imported, and "recorder-ambiguous" if several are installed.
     """
     points = sorted(entry_points(group=GROUP), key=lambda point: point.value)
     if not points:
@@ -94,7 +93,7 @@ def recorder() -> RunRecorder:
 
 
 class TakenError(Exception):
-    """Raised where another process has locked the folder; `pid` as that process wrote it, or empty."""
+    """Raised if another process has locked the folder. pid: the id of that process, or "" if it is not known."""
 
     def __init__(self, pid: str) -> None:
         super().__init__(pid)
@@ -104,8 +103,8 @@ class TakenError(Exception):
 class FolderLock:
     """Makes `folder` if it is missing, and locks it. Raises TakenError, and OSError if it cannot be written.
 
-    It is a lock of the system (flock(2)) on a file, not the file's existence: a file left by a killed run keeps nobody out. On
-    file systems without such locks, and on systems without fcntl, nothing is locked.
+    The lock is flock(2) on a file, so the file of a killed run locks nothing. On file systems without such locks, and on
+    systems without fcntl, nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +114,7 @@ class FolderLock:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             try:
                 _lock_or_taken(self._file)
-                if self._is_there():  # else its former holder has removed it meanwhile, perhaps with its folder
+                if self._is_current():  # else its former owner has just removed it, perhaps with the folder
                     break
             except BaseException:
                 os.close(self._file)
@@ -125,24 +124,24 @@ class FolderLock:
         os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun()}).encode())
 
     def release(self) -> None:
-        """Unlocks the folder and removes the file, unless torchrun may restart this rank, which must recognise its folder."""
+        """Unlocks the folder, and removes the lock file unless torchrun may restart this rank, which must find its folder."""
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-        if self._is_there() and int(restarts[0]) >= int(restarts[1]):
+        if self._is_current() and int(restarts[0]) >= int(restarts[1]):
             self._path.unlink()
         os.close(self._file)
 
-    def _is_there(self) -> bool:
-        """Returns whether the locked file is still the one in the folder."""
+    def _is_current(self) -> bool:
+        """Returns whether the locked file is still in the folder."""
         try:
-            found = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - beside fstat
+            current = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - beside fstat
         except OSError:
             return False
-        own = os.fstat(self._file)
-        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+        locked = os.fstat(self._file)
+        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def check_free(folder: Path) -> None:
-    """Raises TakenError if a run has locked `folder` now; changes nothing."""
+    """Raises TakenError if a run has locked `folder`. Changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
         file = os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         try:
@@ -152,7 +151,7 @@ def check_free(folder: Path) -> None:
 
 
 def lock(file: int) -> None:
-    """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has it."""
+    """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has locked it."""
     try:
         import fcntl
     except ImportError:
@@ -171,11 +170,11 @@ def _lock_or_taken(file: int) -> None:
             pid = ""
         raise TakenError(pid) from None
     except OSError:
-        return  # no locks here
+        return  # the file system has no locks
 
 
 def is_restart(folder: Path) -> bool:
-    """Returns whether torchrun restarted this rank within the run that made `folder`, so that it may reuse the folder."""
+    """Returns whether torchrun restarted this rank in the run that made `folder`, so that it may use the folder again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
@@ -185,22 +184,22 @@ def is_restart(folder: Path) -> bool:
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
-    """Raises PlanError "run-folder" if `held_run_folder` could not make the folder, or go on in it; changes nothing.
+    """Raises PlanError "run-folder" if `locked_run_folder` could not make or continue the folder. Changes nothing.
 
-    Reasons: it exists and neither `overwrite` nor `resume` is given, it is not the folder of a run, a run that has not ended
-    uses it, or it cannot be written.
+    Reasons: it exists and neither `overwrite` nor `resume` is set, it is not a run folder, an active run uses it, or it
+    cannot be written.
     """
     folder = run_folder(plan)
     try:
         check_free(folder)
         if _is_taken(folder):
             if not overwrite and not resume:
-                goes_on = "`--resume auto` goes on, " if can_go_on(plan, folder) else ""
-                hint = f"{goes_on}`--overwrite` replaces it, `--set run.name=...` makes another"
-                raise _refused(plan, f"`{folder}` exists already, and a run is never overwritten unasked", hint)
+                resume_hint = "`--resume auto` to continue it, " if may_resume(plan, folder) else ""
+                hint = f"use {resume_hint}`--overwrite` to replace it, or `--set run.name=NAME` for a new one"
+                raise _refused(plan, f"`{folder}` already exists", hint)
             if not _is_ours(folder):
                 hint = "choose another `run.name` or `run.folder`"
-                raise _refused(plan, f"`{folder}` is not the folder of a run, so it is not replaced", hint)
+                raise _refused(plan, f"`{folder}` is not a run folder, so it is not replaced", hint)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except TakenError as error:
         raise _in_use(plan, folder, error) from None
@@ -213,16 +212,16 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 
 
 @contextmanager
-def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
-    """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
+def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
+    """Makes the run folder of `plan` with its `plan.toml`, and locks it until the block ends.
 
-    resume: its files stay. A run that failed before its first step leaves no folder, or one with nothing but reports of its
-    ranks, and on hosts other than rank 0's a run leaves records of ranks: the next run may take these. Raises as
-    `check_run_folder` does.
+    resume: whether to keep its files. The next run may use a folder that has only reports of ranks, as a run that failed
+    before its first step leaves it, or only records of ranks, as on hosts other than rank 0's. Raises the same errors as
+    `check_run_folder`.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
-    again = is_restart(folder)
+    is_second = is_restart(folder)
     try:
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))
@@ -233,8 +232,8 @@ def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Ite
         raise _unwritable(plan, folder, error) from error
     try:
         if not (resume and _is_ours(folder)):
-            _fill(plan, folder, overwrite=overwrite)
-        if not again:  # else what ranks said of torchrun's first attempt stays
+            _initialize(plan, folder, overwrite=overwrite)
+        if not is_second:  # else keep the reports of torchrun's first attempt
             recorder().forget(folder)
         yield folder
     finally:
@@ -243,10 +242,10 @@ def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Ite
         lock.release()
 
 
-def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
-    """Empties the folder, which this process has locked, of all but reports, and writes the plan."""
+def _initialize(plan: Plan, folder: Path, *, overwrite: bool) -> None:
+    """Deletes all files but reports from the folder, which this process has locked, and writes the plan."""
     if _is_taken(folder) and not (overwrite and _is_ours(folder)):
-        raise _refused(plan, f"`{folder}` was made by another run just now", "choose another `run.name`")
+        raise _refused(plan, f"another run has just made `{folder}`", "choose another `run.name`")
     try:
         for path in folder.iterdir():
             if path.name == FAULTS:
@@ -261,18 +260,18 @@ def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Writes the resolved plan into `folder`, in full or not at all."""
+    """Writes the resolved plan into `folder`, completely or not at all."""
     write_whole(folder / PLAN, plan.to_toml())
 
 
 def _is_unused(folder: Path) -> bool:
-    """Returns whether `folder` has no results: nothing, or what a run has that failed before its first step."""
+    """Returns whether `folder` has no results: it is empty, or its run failed before the first step."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
     return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ATTEMPT, START} and not files.get(METRICS)
 
 
 def _is_taken(folder: Path) -> bool:
-    """Returns whether the folder has something that a run must not replace unasked."""
+    """Returns whether the folder has files that a run must not replace without `--overwrite`."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -280,7 +279,7 @@ def _is_taken(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     work = folder / WORK
     if names <= {LOCK, FAULTS, WORK} and WORK in names:
-        # Records of ranks are all that ranks other than 0 leave on hosts of their own.
+        # On hosts other than rank 0's a run leaves only records of ranks.
         is_record = work.is_dir() and not work.is_symlink()
         return not is_record or not all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
     return bool(names - {LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
@@ -296,9 +295,9 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _in_use(plan: Plan, folder: Path, error: TakenError) -> SleyError:
-    who = f", process {error.pid}" if error.pid else ""
-    hint = "wait for its end, or choose another `run.name`"
-    return _refused(plan, f"`{folder}` belongs to a run that has not ended{who}", hint)
+    process = f", process {error.pid}" if error.pid else ""
+    hint = "wait until it ends, or choose another `run.name`"
+    return _refused(plan, f"`{folder}` is used by an active run{process}", hint)
 
 
 def _unwritable(plan: Plan, folder: Path, error: OSError) -> SleyError:

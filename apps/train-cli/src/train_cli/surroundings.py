@@ -1,7 +1,7 @@
-"""Facts that can change a run beside its plan: cores, versions, devices, variables; and `start.json`, which records them.
+"""Describes the machine and software of a run: cores, versions, devices, environment variables.
 
-`start.json` in a run's folder says when and on what rank 0 was started, and the origin of each value of its plan; the resolved
-plan beside it has the values. A run that resumes writes it anew.
+`start.json` in the run folder records them for the last start of rank 0, with the origin of each value of the plan. Each
+resume overwrites it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ START = "start.json"
 
 _GROUPS = ("[sley.plugins]", "[sley.commands]")
 _VARIABLES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
-"""Prefixes of the environment variables that change a run; others are private and not recorded."""
+"""Prefixes of the environment variables to record; others are private."""
 
 
 def num_cores() -> int:
-    """Returns the cores that this process may use: in a container these can be fewer than the machine's, by its affinity or by
-    the time that its cgroup may take.
+    """Returns the number of cores that this process may use. In a container, affinity or cgroup limits may allow fewer cores
+    than the machine has.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -42,8 +42,8 @@ def num_cores() -> int:
 
 
 def cgroup_cores(root: Path) -> float:
-    """Returns how many cores' time the cgroups of this process may take, v1 or v2; infinity without a limit. root: of the file
-    system, another one in tests.
+    """Returns the CPU limit of this process's cgroups, v1 or v2, in cores; infinity without a limit. root: the root of the file
+    system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
@@ -55,7 +55,7 @@ def cgroup_cores(root: Path) -> float:
         if controllers and "cpu" not in controllers.split(","):
             continue
         own = PurePosixPath(path.lstrip("/"))
-        # A limit further up counts too. Within a container its own cgroup may be what it sees as the root.
+        # Limits of parent groups count too. A container may see its own cgroup as the root.
         groups = [root / "sys/fs/cgroup" / mount / group for mount in mounts for group in (own, *own.parents)]
         for group in groups:
             for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
@@ -66,9 +66,9 @@ def cgroup_cores(root: Path) -> float:
 
 
 def machine_facts(*, names_gpus: bool = True) -> dict[str, Any]:
-    """Returns platform, Python, cores, versions of torch and of Sley's packages, GPUs and variables, by name.
+    """Returns the platform, Python, cores, versions of torch and Sley's packages, GPUs and environment variables, by name.
 
-    names_gpus: whether the GPUs are looked at, which makes a CUDA context in this process.
+    names_gpus: whether to list GPUs, which makes a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
     facts: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
@@ -88,7 +88,7 @@ def machine_facts(*, names_gpus: bool = True) -> dict[str, Any]:
 
 
 def sley_versions() -> dict[str, str]:
-    """Returns versions by distribution, sorted by name; reads metadata only."""
+    """Returns the versions of Sley's packages and of packages with plugins or commands, sorted by name."""
     versions: dict[str, str] = {}
     for dist in distributions():
         name = dist.metadata["Name"] or ""
@@ -100,10 +100,10 @@ def sley_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """Holds the record of one start.
+    """The content of `start.json`.
 
-    time: UTC, in ISO 8601. origins: of each key of the plan (`run.steps`), file and line, `--set #1` or default. machine: the
-    output of `train-cli env`, by name.
+    time: UTC, in ISO 8601. origins: the origin of each key of the plan (`run.steps`): file and line, `--set #1` or default.
+    machine: the output of `train-cli env`, by name.
     """
 
     time: str
@@ -112,18 +112,18 @@ class StartRecord:
 
 
 def write_start(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
-    """Writes the record of a start that happens now. plan: resolved by the run. names_gpus: as of `machine_facts`."""
+    """Writes `start.json` for a start that happens now. plan: the resolved plan. names_gpus: as in `machine_facts`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     origins = {dotted(path): plan.origin(path) for path, _ in leaves(plan.tables)}
     write_json(folder / START, vars(StartRecord(time, origins, machine_facts(names_gpus=names_gpus))))
 
 
 def read_start(folder: Path) -> StartRecord | None:
-    """Returns the record of the last start; None in a folder without one. Raises OSError, and ValueError for another file."""
+    """Returns the record of the last start; None if the folder has none. Raises OSError, and ValueError for invalid content."""
     path = folder / START
     if not path.exists():
         return None
     try:
         return StartRecord(**json.loads(path.read_text("utf-8")))
     except TypeError as error:
-        raise ValueError(f"`{path}` is not as a run writes it") from error
+        raise ValueError(f"`{path}` is not a valid start record") from error

@@ -27,15 +27,15 @@ class DoctorRecorder(RunRecorder):
 
         return recorded_work(parts, feed, folder, notes)
 
-    def failed(self, folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
+    def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
         from sley_doctor.reports.fault_report import report_error
 
-        report_error(folder, world, what, error)
+        report_error(folder, world, diagnostic, error)
 
-    def stuck(self, folder: Path, world: World, what: Diagnostic) -> None:
+    def stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
         from sley_doctor.reports.fault_report import report_stuck
 
-        report_stuck(folder, world, what)
+        report_stuck(folder, world, diagnostic)
 
     def launched(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None

@@ -26,8 +26,8 @@ from train_cli.main import module_of
 from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
 from train_cli.preflight import RankFaults, refuse_lone_worlds
 from train_cli.progress import draws_line, ranks
-from train_cli.run_folder import FAULTS, check_run_folder, held_run_folder, is_restart
-from train_cli.saved import AGAIN, AUTO, check_given, goes_on, is_again, run_folder
+from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
+from train_cli.saved import AUTO, RESTART, check_checkpoint_path, continues_in_folder, is_restarted, run_folder
 from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
@@ -105,8 +105,8 @@ def run(
             _check_source(resolved, start)
             folder = run_folder(resolved)
             if rank == 0:
-                keeps_folder = goes_on(resolved, resume) or is_restart(folder)
-                stack.enter_context(held_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
+                keeps_folder = continues_in_folder(resolved, resume) or is_restart(folder)
+                stack.enter_context(locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
             from train_cli.rank import train
 
             faults.has_begun = True
@@ -114,7 +114,7 @@ def run(
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
-    keeps_folder = goes_on(resolved, resume)
+    keeps_folder = continues_in_folder(resolved, resume)
     start = _resume_source(resume, overwrite=overwrite)
     _check_source(resolved, start)
     check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
@@ -127,7 +127,7 @@ def run(
     estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --estimate`") if estimate else None
     machine_file = estimates.load_machine(machine) if estimates and machine else None
     estimated = estimates.bytes_and_seconds(resolved, size, machine_file) if estimates else None
-    with held_run_folder(resolved, overwrite=overwrite, resume=keeps_folder) as folder:
+    with locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder) as folder:
         if size > 1:
             arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
             code = _launch(arguments, size, folder, settings, resolved, verbose)
@@ -155,18 +155,18 @@ def _dry_run(plan: Plan, world: int | None) -> None:
 
 
 def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:
-    """Returns the checkpoint to resume from: `resume`, or `AGAIN` if torchrun or SLURM has restarted this run."""
+    """Returns the checkpoint to resume from: `resume`, or `RESTART` if torchrun or SLURM has restarted this run."""
     if resume and overwrite:
         raise UsageError("resume", "`--resume` continues a run, and `--overwrite` deletes it", hint="remove one of them")
-    return resume or (AGAIN if is_again() else None)
+    return resume or (RESTART if is_restarted() else None)
 
 
 def _check_source(plan: Plan, start: str | None) -> None:
     """Raises UsageError "no-checkpoint" if the checkpoint `start` does not exist. A restarted run does not need it, since it
     resumes from its own checkpoints.
     """
-    if start is not None and start != AUTO and not is_again():
-        check_given(plan, start)
+    if start is not None and start != AUTO and not is_restarted():
+        check_checkpoint_path(plan, start)
 
 
 def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan, verbose: int) -> int:

@@ -20,7 +20,7 @@ from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError, UsageError
 from sley_core.records import DatasetRecord
 from train_cli.console import say
-from train_cli.one_process import plan_of, trained_run
+from train_cli.one_process import open_trained_run, plan_with_data
 from train_cli.progress import repeats
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def sample(
     """Generate text from a run's weights, after a prompt, and print it as it comes."""
     if not prompt:
         raise UsageError("empty-prompt", "the model needs a text to continue", hint="give a `--prompt` of one letter")
-    plan = plan_of(run)
+    plan = plan_with_data(run)
     import torch
 
     known = _text_ids(plan, tokenizer)
     ids = known.encode(prompt)
     if len(ids) == known.num_before:
         raise UsageError("empty-prompt", "the tokenizer knows nothing of the prompt", hint="give another `--prompt`")
-    with trained_run(run, plan) as (model, which):
-        say(which)
+    with open_trained_run(run, plan) as (model, description):
+        say(description)
         generator = torch.Generator().manual_seed(seed)
         drawn = generate(model, ids, known.size, temperature=temperature, top_k=top_k, generator=generator)
         written = takewhile(lambda token: token != known.end, islice(drawn, tokens))
@@ -174,17 +174,17 @@ def eval(
     ] = None,
 ) -> None:
     """Print the held-out loss of a run's weights; of a model over bytes, bits per byte too."""
-    plan = plan_of(run, data or [])
+    plan = plan_with_data(run, data or [])
     with ExitStack() as stack:
         try:
-            model, which = stack.enter_context(trained_run(run, plan, evaluates=True, batches=batches))
+            model, description = stack.enter_context(open_trained_run(run, plan, with_evaluation=True, batches=batches))
         except PlanError as error:
             # The run has ended: a change of its plan is no remedy, and another split would hold out what it has trained on.
             hint = "name other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.many(diagnostics) from error
-        say(which)
-        if data and (note := _trained_on(plan_of(run), plan)):
+        say(description)
+        if data and (note := _trained_on(plan_with_data(run), plan)):
             say(note)
         loss = model.evaluate()
         evaluation = model.plan.evaluation

@@ -29,7 +29,7 @@ from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
 from train_cli.faults import Fault
 from train_cli.main import module_of
-from train_cli.one_process import has_layout, in_layout, in_one_process
+from train_cli.one_process import has_layout, one_process_plan, read_only_plan
 from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 from train_cli.progress import ranks
 from train_cli.stopping import TERMINATED_S, terminated_s
@@ -155,7 +155,7 @@ def _compared(
     from train_cli.local_launch import launch
     from train_cli.rank import joined
 
-    single = in_one_process(plan)
+    single = one_process_plan(plan)
     if habits is not None:
         refuse_unlike(single)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
@@ -192,7 +192,7 @@ def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> i
     from sley_testing.verify.measure import compare
     from train_cli.rank import joined
 
-    with joined(in_layout(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
+    with joined(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
         stopping.working(run.stop)
         compare(run, steps, Path(folder))
     return stopping.exit_code or EXIT_OK
