@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_begin_is_named_to_all(port: int, odd: int) -> None:
     others = {str(rank): comes(port, rank, 3) for rank in range(3) if rank != odd}
     found = errors_of({"odd": lambda: arrive(port, odd, 3).give_up("no file `plan.toml`", "copy it there"), **others})
     assert found.pop("odd") == "", "it has an error of its own"
-    assert all(f"rank {odd} on host{odd} cannot begin: no file `plan.toml`" in error for error in found.values()), found
+    assert all(f"rank {odd} on host{odd} cannot start: no file `plan.toml`" in error for error in found.values()), found
     assert all("copy it there" in error for error in found.values())
 
 
@@ -182,7 +182,7 @@ def test_ranks_that_do_not_come_are_named(port: int) -> None:
 
 def test_two_processes_of_one_rank(port: int) -> None:
     found = errors_of({"0": comes(port, 0, 3), "1": comes(port, 1, 3), "again": comes(port, 1, 3, **SECOND)})
-    assert all("two processes, on host1 and host1, say that they are rank 1" in error for error in found.values()), found
+    assert all("two processes, on host1 and host1, have RANK 1" in error for error in found.values()), found
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -197,7 +197,7 @@ def test_another_run_at_the_port_is_left_alone(port: int, gives_up: bool) -> Non
 
     ours = {str(rank): comes(port, rank, 2, SLURM_JOB_ID="7") for rank in range(2)}
     found = errors_of({**ours, "stranger": stranger})
-    assert gives_up or "another run meets at this port (job 7 of 2 ranks, on host0)" in found["stranger"]
+    assert gives_up or "another run uses this port (job 7 of 2 ranks, on host0)" in found["stranger"]
     assert {found["0"], found["1"]} == {""}
 
 
@@ -214,8 +214,8 @@ def stranger_at(port: int) -> Iterator[None]:
 def test_a_taken_port(port: int) -> None:
     with stranger_at(port):
         found = errors_of({"0": comes(port, 0, 2), "1": comes(port, 1, 2)})
-    assert f"port {port} cannot be had" in found["0"]
-    assert f"what listens at 127.0.0.1:{port} is no store of ranks" in found["1"]
+    assert f"port {port} is in use" in found["0"]
+    assert f"the program at 127.0.0.1:{port} is not a store of ranks" in found["1"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_taken_port(port: int) -> None:
         ({"MASTER_ADDR": "no-such-host.invalid"}, "the name `no-such-host.invalid` cannot be resolved"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR = ''"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT = 'http'"),
-        ({"LOCAL_WORLD_SIZE": "1"}, "MASTER_ADDR must be rank 0's host, on all hosts, and not localhost"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "set MASTER_ADDR to rank 0's host on all hosts, not to localhost"),
     ],
 )
 def test_an_address_that_leads_nowhere(port: int, more: dict[str, str], words: str) -> None:
@@ -266,7 +266,7 @@ def test_a_rank_that_fails_while_others_build_ends_all(port: int, odd: int, slow
     calls = {str(rank): builds(port, rank, 3, 1.0 * (rank == slow), fails=rank == odd, rounds=rounds) for rank in range(3)}
     found = errors_of(calls)
     assert found.pop(str(odd)).startswith("error[no-tokenizer]"), "its own error, as it was"
-    words = f"rank {odd} on host{odd} cannot begin: there is no `tokenizer.json`"
+    words = f"rank {odd} on host{odd} cannot start: there is no `tokenizer.json`"
     assert all(words in error and "copy it there" in error for error in found.values()), found
 
 
@@ -328,7 +328,7 @@ HOSTS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_
 WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, str], tuple[str, ...], int]] = {
     "another plan": ("plan.toml", ("optimizer.lr=0.5",), {}, ("rank 1 on", "`optimizer.lr` is 0.5, not 0.001"), 1),
     "no plan there": ("other.toml", (), {}, ("rank 1 on", "other.toml"), 3),
-    "no data there": ("plan.toml", ('data.files=["gone.txt"]',), {}, ("rank 1 on", "cannot begin", "gone.txt"), 3),
+    "no data there": ("plan.toml", ('data.files=["gone.txt"]',), {}, ("rank 1 on", "cannot start", "gone.txt"), 3),
     "no plugin there": ("plan.toml", ('gradient_handlers=[{use="absent.one"}]',), {}, ("rank 1 on", "absent"), 4),
     "more ranks than the plan has": ("plan.toml", (), {"WORLD_SIZE": "3"}, ("3 != 1 x 2 x 1",), 3),
 }
@@ -368,7 +368,7 @@ def test_a_rank_that_is_started_twice_is_refused_once(start: Start, plan: Path, 
             os.kill(rank.process.pid, signal.SIGTERM)
     ended = {rank: rank.finish(LIMIT_S) for rank in ranks}
     assert ended[refused].code in (1, 3)
-    assert re.search(r"is used by an active run|port \d+ cannot be had", ended[refused].err)
+    assert re.search(r"is used by an active run|port \d+ is in use", ended[refused].err)
     assert "hint:" in ended[refused].err
     assert not any("Traceback" in rank.err for rank in ended.values())
     assert not list(plan.parent.glob("runs/*/metrics.jsonl"))

@@ -20,7 +20,7 @@ BEGIN = """
 import multiprocessing, os, signal, sys, time
 from train_cli import stopping
 from train_cli.stopping import Stopping
-stopping.TEAR_DOWN_S = stopping.TERMINATED_S = 0.3
+stopping.CLEANUP_S = stopping.TERMINATED_S = 0.3
 stopping.REMIND_S = 0.05
 said = []
 asked = []
@@ -95,7 +95,7 @@ with Stopping(said.append, warnings=("SIGUSR1",)):
 TEARS_DOWN = """
 with Stopping() as stop:
     print("ready")
-    stop.tearing_down(3)
+    stop.limit_cleanup(3)
     time.sleep(3600)
 """
 
@@ -188,7 +188,7 @@ def test_in_another_thread_it_does_nothing() -> None:
 
     def work() -> None:
         with Stopping() as stopping:
-            stopping.tearing_down(3)
+            stopping.limit_cleanup(3)
             codes.append(stopping.exit_code)
 
     thread = threading.Thread(target=work)

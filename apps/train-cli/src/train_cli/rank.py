@@ -128,12 +128,12 @@ def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[
             # Before cleanup, which may hang: the launcher needs the first error.
             fault = Fault.of(error)
             write_report(fault)
-            stopping.tearing_down(fault.exit_code)
+            stopping.limit_cleanup(fault.exit_code)
             if worlds and fault.exit_code == EXIT_RUN_FAILED:  # a refused plan needs no report of ranks
                 recorder().failed(folder, worlds[0], fault.diagnostics[0], error)
             raise
         if stopping.exit_code is not None:
-            stopping.tearing_down(stopping.exit_code)
+            stopping.limit_cleanup(stopping.exit_code)
 
 
 def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: bool) -> Reporter:

@@ -1,13 +1,13 @@
-"""How a rank ends: by a signal, after its step and within a time limit; with its launcher; and without waiting for peers.
+"""Ends a rank: at a signal, after its step and within a time limit; with its launcher; and without waiting for peers.
 
-    working ── first SIGINT ──> run.stop(): the step is finished ── the loop returned ──> tearing down, 10 s at most
-        │                              ├── still in the step ──> a line every 10 s
-        │                              └── second SIGINT ──> ended at once
-        └── SIGTERM ──> run.stop(), and ended after 25 s whatever happens, 8 s where nothing is to be saved
-                  └── SIGTERM again ──> ended after 6 s: peers have died, and a collective may hang
+    training ── first SIGINT ──> run.stop(): the step is finished ── the loop returns ──> cleanup, at most 10 s
+        │                              ├── still in the step ──> prints a line every 10 s
+        │                              └── second SIGINT ──> exits at once
+        └── SIGTERM ──> run.stop(), and exits after 25 s at most, or 8 s if there is nothing to save
+                  └── second SIGTERM ──> exits after 6 s: peers have died, and a collective may hang
 
-SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`. A warning of a
-batch system (`[run] stop_signals`) asks the run to stop too, and sets no limit: the batch system has one.
+SIGHUP, from a closed terminal, is handled like SIGTERM with another exit code, unless it is ignored as under `nohup`. A warning
+signal of a batch system (`[run] stop_signals`) also stops the run, without a time limit, since the batch system has one.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-TEAR_DOWN_S = 10.0
+CLEANUP_S = 10.0
 TERMINATED_S = 8.0
 SAVING_S = 25.0
-"""As `TERMINATED_S`, of a run that saves itself or its weights when it is asked to stop; torchrun kills after 30 s."""
+"""Like `TERMINATED_S`, for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
 
 HURRY_S = 6.0
-"""From a second SIGTERM on: the sender waits no longer, such as a launcher of which a rank has failed."""
+"""The time limit after a second SIGTERM, which a launcher sends if a rank has failed."""
 
 REMIND_S = 10.0
 TOGETHER_S = 1.0
-"""Within this time a second signal counts as the first: an interrupt of a job reaches a rank directly and by its launcher."""
+"""Signals within this time count as one: an interrupt reaches a rank directly and through its launcher."""
 
 HEARD = "stopping after this step; Ctrl-C again stops at once"
 STILL = "still in this step after {:.0f} s; Ctrl-C again stops at once"
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals that batch systems send some time before they end a job."""
+"""The signals that batch systems send some time before they end a job."""
 
 LAUNCHER = "SLEY_LAUNCHER"
-"""The environment variable in which a local launch gives its process id to the ranks that it starts."""
+"""The environment variable in which a local launch passes its process id to its ranks."""
 
 ELASTIC = "TORCHELASTIC_RUN_ID"
-"""The variable that torchrun sets for its workers: on Linux these die with it too."""
+"""The environment variable that torchrun sets for its workers, which on Linux also die with it."""
 
-_LOOK_AGAIN = b"\0"
+_WAKE = b"\0"
 _SHOW_CURSOR = b"\x1b[?25h"
-"""A progress line may have hidden it."""
+"""Shows the cursor, which a progress line may have hidden."""
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_INTERVAL_S = 0.5
@@ -63,19 +63,18 @@ _has_launcher = False
 
 
 def has_launcher() -> bool:
-    """Returns whether this process is a rank of a local launch, whose launcher shows its errors."""
+    """Returns whether this process is a rank of a local launch, whose launcher prints its errors."""
     return _has_launcher
 
 
 def die_with_launcher() -> None:
-    """Makes this process end with its launcher, ours or torchrun, even after the launcher's `kill -9`; does nothing if neither
-    started it.
+    """Makes this process end with its launcher, also after `kill -9` of the launcher. Does nothing without a launcher.
 
-    On Linux the kernel sends the signal, even while the rank hangs in a driver; elsewhere a thread watches the parent. Called
-    before slow imports. If the launcher has already died, this process ends here.
+    On Linux the kernel sends the signal, even while the rank hangs in a driver; elsewhere a thread watches the parent. Must be
+    called before slow imports. Exits if the launcher has already died.
     """
     global _has_launcher
-    # Taken away, so that a process that the rank starts does not mistake itself for one.
+    # Removed, so that processes that the rank starts do not take themselves for ranks.
     launcher = int(os.environ.pop(LAUNCHER, 0))
     _has_launcher = launcher != 0
     if not _has_launcher and ELASTIC not in os.environ:
@@ -99,8 +98,8 @@ def _watch_parent(launcher: int) -> None:
 def leave(code: int) -> NoReturn:
     """Ends this process with exit code `code`.
 
-    A rank that failed ends at once, without destructors: those of communicators may wait for peers that are gone. Its
-    `multiprocessing` children are killed, since Python's exit handlers do not run.
+    A failed rank exits without destructors, since those of communicators may wait for dead peers. Its `multiprocessing`
+    children are killed, since Python's exit handlers do not run.
     """
     if code and "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
@@ -113,16 +112,16 @@ def leave(code: int) -> NoReturn:
 
 def _kill_workers() -> None:
     if "multiprocessing" in sys.modules:
-        with suppress(ValueError):  # not the main thread, which alone runs handlers
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's for loaders raises when a worker is killed
+        with suppress(ValueError):  # only the main thread may set handlers
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the handler of torch's data loaders raises when a worker is killed
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM while there is no step to finish; ends the process with exit code `code`.
+    """Raised at SIGTERM if there is no step to finish; ends the process with exit code `code`.
 
-    No SystemExit, which a factory of the user's may raise, and which is reported as its failure.
+    This is not a SystemExit, since a SystemExit of the user's factory is reported as a failure.
     """
 
     def __init__(self, code: int) -> None:
@@ -131,17 +130,15 @@ class Terminated(BaseException):
 
 
 def terminated_s(plan: Plan) -> float:
-    """Returns within how many seconds of SIGTERM a rank of `plan` has ended: it finishes its step, and may save a
-    checkpoint.
-    """
+    """Returns the number of seconds after SIGTERM within which a rank of `plan` finishes its step, saves and exits."""
     saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.config.on_interrupt)
     return SAVING_S if saves else TERMINATED_S
 
 
 def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
-    """Returns the signals that end a run in an orderly way, each with the exit code of such a run: 128 and its number.
+    """Returns the exit code of a run by the signal that stops it: 128 + the signal's number.
 
-    warnings: the names of those among `WARNINGS` that do.
+    warnings: the names of the signals in `WARNINGS` that stop the run.
     """
     codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -150,11 +147,11 @@ def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
 
 
 class Stopping(AbstractContextManager["Stopping"]):
-    """Handles SIGINT, SIGTERM, SIGHUP and `warnings` of this process while it is entered.
+    """A context manager that handles SIGINT, SIGTERM, SIGHUP and the signals `warnings`.
 
-    A thread does this, woken from C: the main thread may be inside a collective that never returns. say: tells the user that
-    the signal was heard; None if a launcher does. late: called, in the thread, before it ends a process that SIGTERM could not
-    end within `terminated_s`. Does nothing outside of the main thread, where Python allows no handlers.
+    A thread handles them, since the main thread may be in a collective that never returns. say: prints a line when a signal
+    arrives; None if a launcher does. late: called in the thread before it ends a process that has not ended within
+    `terminated_s` after SIGTERM. Does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(
@@ -180,20 +177,20 @@ class Stopping(AbstractContextManager["Stopping"]):
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the first signal that came, such as 130; None before."""
+        """The exit code of the first signal, such as 130; None if there was no signal."""
         return None if self._first is None else self._codes[self._first]
 
     def working(self, stop: Callable[[], None]) -> None:
-        """Makes signals call `stop`, from another thread; before this call they raise in the main thread."""
+        """Makes signals call `stop` from another thread. Before this call they raise in the main thread."""
         self._stop = stop
         self._is_working = True
 
-    def tearing_down(self, code: int) -> None:
-        """Ends this process with exit code `code` unless it ends by itself within `TEAR_DOWN_S` seconds."""
+    def limit_cleanup(self, code: int) -> None:
+        """Ends this process with exit code `code` if it has not ended by itself within `CLEANUP_S` seconds."""
         self._is_working = False
-        self._limit(TEAR_DOWN_S, code)
+        self._limit(CLEANUP_S, code)
         if self._is_main:
-            os.write(self._writer, _LOOK_AGAIN)
+            os.write(self._writer, _WAKE)
 
     def __enter__(self) -> Stopping:
         if not self._is_main:
@@ -204,7 +201,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         self._before = {number: signal.signal(number, self._handle) for number in self._codes}
         self._thread = threading.Thread(target=self._watch, name="sley-signals", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._restore_in_child)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -214,21 +211,21 @@ class Stopping(AbstractContextManager["Stopping"]):
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._closed = True
-        os.write(self._writer, _LOOK_AGAIN)
+        os.write(self._writer, _WAKE)
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
 
-    def _forget(self) -> None:
-        """Restores the handlers in a process forked from this one, such as a worker of `multiprocessing`.
+    def _restore_in_child(self) -> None:
+        """Restores the handlers in a process forked from this one, such as a `multiprocessing` worker.
 
-        There SIGTERM would stop nothing, and this process, which sends it and waits, would never end.
+        Otherwise SIGTERM would not end it, and this process would wait for it forever.
         """
         if not self._closed:
             self._closed = True
             signal.set_wakeup_fd(-1)
             for number, handler in self._before.items():
-                # A batch system may warn all processes of a job, and a worker is still needed then.
+                # A batch system may warn all processes of a job; the worker must go on.
                 signal.signal(number, signal.SIG_IGN if number in WARNINGS else handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -236,7 +233,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated(self._codes[number])
 
     def _watch(self) -> None:
-        """Runs in the thread: waits for signals, deadlines and reminders."""
+        """Waits for signals, deadlines and reminders; the body of the thread."""
         while not self._closed:
             if self._deadline is not None:
                 wait_s: float | None = max(0.0, self._deadline - time.monotonic())
@@ -245,7 +242,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             if select.select([self._reader], [], [], wait_s)[0]:
                 for number in os.read(self._reader, 64):
                     if number in self._codes:
-                        self._heard(number)
+                        self._act_on(number)
             elif self._deadline is None:
                 if self._say is not None and self._is_working:
                     self._say(STILL.format(time.monotonic() - self._heard_at))
@@ -254,7 +251,7 @@ class Stopping(AbstractContextManager["Stopping"]):
                     self._late()
                 _end_now(self._deadline_code)
 
-    def _heard(self, number: int) -> None:
+    def _act_on(self, number: int) -> None:
         """Acts on a signal: asks the run to stop, sets a deadline, or ends the process at once."""
         code = self._codes[number]
         now = time.monotonic()
@@ -265,14 +262,14 @@ class Stopping(AbstractContextManager["Stopping"]):
                     self._say(HEARD)
                 self._stop()
             else:
-                self._limit(TEAR_DOWN_S, code)
+                self._limit(CLEANUP_S, code)
         elif number == signal.SIGINT and (self._say is not None or now - self._heard_at > TOGETHER_S):
             _end_now(code)
         if number != signal.SIGINT and number not in WARNINGS:
             if self._terminated_at is None:
                 self._terminated_at = now
-            is_again = now - self._terminated_at > TOGETHER_S
-            self._limit(HURRY_S if is_again else self._terminated_s, self.exit_code or code)
+            is_second = now - self._terminated_at > TOGETHER_S
+            self._limit(HURRY_S if is_second else self._terminated_s, self.exit_code or code)
 
     def _limit(self, seconds: float, code: int) -> None:
         deadline = time.monotonic() + seconds
@@ -281,7 +278,7 @@ class Stopping(AbstractContextManager["Stopping"]):
 
 
 def _end_now(code: int) -> None:
-    """Ends this process, from any thread; unflushed buffers are lost."""
+    """Ends this process at once, from any thread; unflushed buffers are lost."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)
     _kill_workers()
