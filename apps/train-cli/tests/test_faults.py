@@ -61,7 +61,7 @@ def late(code: str) -> Failure:
         ),
         pytest.param({0: reported(CLOSED, 10.0), 1: Failure(KILLED, 4000)}, {}, "rank 1 of 4 was killed by SIGKILL"),
         pytest.param({0: reported(CLOSED, 10.0), 1: reported(BAD, 4000.0)}, {}, "rank 1 of 4: token 999"),
-        pytest.param({1: Failure(7, 1), 0: Failure(143, 2)}, {}, "rank 1 of 4 left with exit code 7 and said nothing"),
+        pytest.param({1: Failure(7, 1), 0: Failure(143, 2)}, {}, "rank 1 of 4 exited with code 7 and left no report"),
         pytest.param({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, {}, "rank 1 of 4 was interrupted alone"),
         pytest.param({0: reported(BAD, 5.0), 1: Failure(KILLED, 20)}, {1: ""}, "rank 0 of 4: token 999", id="hung, no cause"),
         pytest.param(

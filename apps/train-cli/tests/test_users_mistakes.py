@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     "half a sample": (data_set("8.5", "pass"), ("the length of `own:data` failed: TypeError: 'float' object",)),
     "an end": (data_set("8", "raise StopIteration"), ("of the data set failed: StopIteration",)),
     "an exit": (data_set("8", "raise SystemExit(7)"), ("of the data set failed: SystemExit: 7",)),
-    "code": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the data set (hint: this is not Sley's code",)),
+    "code": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the data set (hint: the error is in your code",)),
 }
 
 

@@ -54,9 +54,9 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """Holds the diagnostics for the user, and the exit code. Without diagnostics nothing is shown, as after Ctrl-C.
+    """The diagnostics of a failure and the exit code. Without diagnostics nothing is printed, as after Ctrl-C.
 
-    trace: the full chain of the error; to be shown without `--traceback` only if `unexpected`.
+    trace: the full traceback. unexpected: whether the traceback is printed without `--traceback`.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -66,7 +66,6 @@ class Fault:
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Returns the fault for `error`."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)
@@ -74,30 +73,30 @@ class Fault:
 
 
 def _explain(error: Exception) -> Diagnostic:
-    """Returns the diagnostic of an error that is no SleyError: memory, disk, torch, user code, or a bug of ours."""
+    """Returns the diagnostic of an error that is not a SleyError: memory, disk, torch, user code, or a bug in Sley."""
     message = "".join(traceback.format_exception_only(error)).strip()
-    # torch has an exception class for the memory of devices, but only a message for the host's.
-    words = "DefaultCPUAllocator: can't allocate memory" in str(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or words:
-        hint = 'a smaller `batch.micro_size` needs less, and so does `[activations] use = "core.recompute"`'
+    # torch has an exception class for device memory, but only a message for host memory.
+    is_host_memory = "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or is_host_memory:
+        hint = 'use a smaller `batch.micro_size`, or `[activations] use = "core.recompute"`'
         return Diagnostic("out-of-memory", message.splitlines()[0], hint=hint)
     if isinstance(error, OSError) and error.errno in _FULL:
-        where = f"`{error.filename}`" if error.filename is not None else "a file"
-        return Diagnostic("cannot-write", f"cannot write {where}: {os.strerror(error.errno)}", hint=_FULL[error.errno])
+        path = f"`{error.filename}`" if error.filename is not None else "a file"
+        return Diagnostic("cannot-write", f"cannot write {path}: {os.strerror(error.errno)}", hint=_FULL[error.errno])
     steps = [*traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ImportError):
         names = {str(frame.f_globals.get("__name__", "")) for frame, _ in steps}
         if (error.name or "").partition(".")[0] == "torch" or "torch" in names:
-            hint = "install it again: https://pytorch.org/get-started; `python -c 'import torch'` must work"
+            hint = "reinstall torch (https://pytorch.org/get-started); `python -c 'import torch'` must work"
             return Diagnostic("torch-broken", f"torch cannot be imported: {error}", hint=hint)
     place, source = _place_of([frame for frame, _ in steps], [line for _, line in steps])
     if place is not None:
-        hint = "this is not Sley's code but runs in it; `--traceback` shows the way there"
+        hint = "the error is in your code; use `--traceback` to see the calls"
         last = next(each for each in reversed(traceback.extract_tb(error.__traceback__)) if each.filename == place.file)
         place = Place(place.file, place.line, (last.colno or 0) + 1, _length(last))
         return Diagnostic("own-code", message, place=place, source_line=source, hint=hint)
     if is_foreign(error):
-        hint = "what the plan names does not fit together, or fails by itself; `--traceback` shows the way there"
+        hint = "the error is in code that the plan names; use `--traceback` to see the calls"
         return Diagnostic("own-code", message, hint=hint)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return Diagnostic("os-error", f"{error.strerror}: `{error.filename}`")
@@ -111,9 +110,8 @@ def _length(frame: traceback.FrameSummary) -> int:
 
 
 def _place_of(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
-    """Returns place and source line of the innermost frame in user code: a model, a dataset, a plugin. None without one.
-
-    lines: the line of each frame; the outermost frame comes first.
+    """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin; None if there
+    is none. frames: the outermost first. lines: the line number of each frame.
     """
     for frame, line in reversed([*zip(frames, lines, strict=True)]):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -128,29 +126,29 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "sley"
 
 _AFTERMATH = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
-"""Codes that ranks report when a peer is gone."""
+"""The error codes that ranks report when a peer has ended."""
 
 _AFTERMATH_S = 10
-"""Seconds added to the time of such a report for torchrun: it shows the rank that failed first, by whole seconds, and
-notices a death only after the dead rank's peers have reported.
+"""Seconds added to the time of such a report, for torchrun: it shows the rank that failed first, by whole seconds, and notices
+a death only after the dead rank's peers have reported.
 """
 
 _LATE, _WAITING = "rank-late", "rank-waiting"
 
 
 def write_report(fault: Fault) -> None:
-    """Writes this rank's fault into the file that torchrun and our launcher read, unless there is none or it has one already:
-    the first reason counts.
+    """Writes this rank's fault into the file that torchrun and our launcher read. Does nothing without such a file, or if the
+    file has a fault already.
 
-    The path and the form are those of elastic's `record`, so that torchrun names the rank that failed first; the key `sley` has
-    the diagnostics, which our launcher shows once. The file is written in full or not at all.
+    The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The key `sley`
+    has the diagnostics, which our launcher prints once. The file is written completely or not at all.
     """
     name = os.environ.get(_FILE)
     if not name or Path(name).exists():
         return
     now = time.time()
     message = "\n".join(str(diagnostic) for diagnostic in fault.diagnostics)
-    # torchrun shows the call stack, and the message only where there is none.
+    # torchrun shows the call stack, and the message only if there is no call stack.
     stack = fault.trace if fault.unexpected else message
     at = int(now) + (_AFTERMATH_S if _is_aftermath(fault) else 0)
     content = {
@@ -163,50 +161,52 @@ def write_report(fault: Fault) -> None:
 
 
 def write_late_report() -> Diagnostic:
-    """Writes the report of a rank that was asked to end and cannot, and returns it: it names where the main thread is now."""
+    """Writes and returns the report of a rank that was asked to end and cannot. It names the main thread's place."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     trace = "".join(traceback.format_stack(frame)) if frame else ""
     frames = [each for each, _ in traceback.walk_stack(frame)][::-1] if frame else []
-    ours = [name for each in frames if (name := each.f_globals.get("__name__", "")).startswith("sley_core.")]
-    waits = bool(ours) and ours[-1].startswith("sley_core.comm.")  # the innermost: a device calls a run's methods
+    modules = [name for each in frames if (name := each.f_globals.get("__name__", "")).startswith("sley_core.")]
+    waits = bool(modules) and modules[-1].startswith("sley_core.comm.")  # the innermost module
     place, line = _place_of(frames, [each.f_lineno for each in frames])
-    where = f"it was at {place.file}:{place.line}" if place else "it was busy"
-    diagnostic = Diagnostic(_WAITING if waits else _LATE, where, place=place, source_line=line)
+    message = f"it was at {place.file}:{place.line}" if place else "it was busy"
+    diagnostic = Diagnostic(_WAITING if waits else _LATE, message, place=place, source_line=line)
     write_report(Fault((diagnostic,), EXIT_RUN_FAILED, trace))
     return diagnostic
 
 
 def _is_aftermath(fault: Fault) -> bool:
-    """Returns whether a rank's fault only reports that peers had ended."""
+    """Returns whether a rank's fault only reports that peers have ended."""
     return any(each.code in _AFTERMATH for each in fault.diagnostics)
 
 
 def read_report(content: Mapping[str, Any]) -> tuple[Fault, float] | None:
-    """Returns the fault in an error file's content and its time, in seconds since the epoch; None if Sley did not write it."""
-    written = content.get(_KEY)
-    if written is None:
+    """Returns the fault in the content of an error file, and its time in seconds since the epoch; None if Sley did not write
+    the file.
+    """
+    report = content.get(_KEY)
+    if report is None:
         return None
-    return TypeAdapter(Fault).validate_python(written["fault"]), written["time"]
+    return TypeAdapter(Fault).validate_python(report["fault"]), report["time"]
 
 
 _QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT})
 
 _SLACK_S = 2.0
-"""A death is noticed a little after it happened; peers may report its consequences before."""
+"""Seconds by which the launcher notices a death later than peers may report its consequences."""
 
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: "nobody inside the run does this: perhaps the kernel was short of memory (see `dmesg`), or a person",
+    signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",
     signal.SIGSEGV: "native code crashed: PYTHONFAULTHANDLER=1 shows where each thread was",
     signal.SIGILL: "native code used an instruction that this machine refuses, as torch's bf16 kernels do on some virtual "
     "machines: try with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment",
-    signal.SIGABRT: "native code gave up, and says why above: a failed assertion, or an exchange in which ranks differ",
+    signal.SIGABRT: "native code aborted and printed the reason: a failed assertion, or an exchange in which ranks differ",
     signal.SIGBUS: "often a full /dev/shm, or a memory-mapped file that became shorter",
-    signal.SIGSYS: "the surroundings forbid a call of the system: `[parallel] cross_memory_attach = false` needs fewer",
+    signal.SIGSYS: "a system call is forbidden here; try `[parallel] cross_memory_attach = false`, which needs fewer",
 }
 
 
 class Failure(Protocol):
-    """Has the fields of elastic's `ProcessFailure` that are read; a negative exit code is a signal."""
+    """The fields that we read of torchelastic's `ProcessFailure`; a negative exit code is a signal."""
 
     exitcode: int
     error_file_data: dict[str, Any]
@@ -215,7 +215,7 @@ class Failure(Protocol):
 
 @dataclass(frozen=True)
 class _Rank:
-    """when: seconds since the epoch at which it failed, estimated if it left no report."""
+    """A failed rank. when: the time of its failure in seconds since the epoch, estimated if it left no report."""
 
     rank: int
     code: int
@@ -227,10 +227,10 @@ class _Rank:
 
 
 def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
-    """Returns one fault for a run of `size` ranks from its `failures` by rank, of which there is at least one.
+    """Returns one fault for a run of `size` ranks from its `failures` by rank, which must not be empty.
 
-    silent: the ranks that had to be killed when asked to end, with their last known state. Ranks that only obeyed a
-    signal are not to blame; if all did, the fault is empty and has their exit code.
+    silent: the last known state of ranks that had to be killed. Ranks that only obeyed a signal are not blamed; if all did,
+    the fault has no diagnostics and their exit code.
     """
     assert failures, "nobody failed"
     ranks = []
@@ -261,7 +261,7 @@ def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] 
 
 
 def _fault_of(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
-    """Returns the fault of the rank that failed first, with its name in each message unless all ranks report the same."""
+    """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same."""
     who = f"rank {first.rank} of {size}"
     if first.fault is not None:
         same = [rank for rank in guilty if rank.fault and rank.fault.diagnostics == first.fault.diagnostics]
@@ -270,7 +270,7 @@ def _fault_of(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
         named = tuple(replace(each, message=f"{who}: {each.message}") for each in first.fault.diagnostics)
         return replace(first.fault, diagnostics=named)
     if first.code > 0:
-        message, hint = f"{who} left with exit code {first.code} and said nothing", "whatever it wrote stands above"
+        message, hint = f"{who} exited with code {first.code} and left no report", "see its output above"
         return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
     number = -first.code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -278,9 +278,9 @@ def _fault_of(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
 
 
 def _hung(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: _Rank | None) -> Fault:
-    """Returns the fault of ranks that did not answer: killed silently, or with a report of where they were busy.
+    """Returns the fault of ranks that did not answer.
 
-    waiting: the rank that waited for them in vain.
+    silent: the states of ranks without a report. busy: reports of where ranks were busy. waiting: a rank that waited for them.
     """
     states = [*silent.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy.items())]
     message = "; ".join(f"rank {rank} of {size} did not answer{f': {state}' if state else ''}" for rank, state in states)

@@ -1,11 +1,10 @@
-"""Starts the ranks of a local run and waits for them: torch.distributed.elastic's agent, in this process, with a rendezvous in
-a private file and its own way to end ranks.
+"""Starts the ranks of a local run and waits for them, with torch.distributed.elastic's agent in this process.
 
-    launcher ──> agent ──> python -m train_cli MODULE:FUNCTION JSON     RANK=0     each in a session of its own,
-                     └───> python -m train_cli MODULE:FUNCTION JSON     RANK=1     stdout and stderr as the launcher's
+    launcher ──> agent ──> python -m train_cli MODULE:FUNCTION JSON     RANK=0     each in its own session,
+                     └───> python -m train_cli MODULE:FUNCTION JSON     RANK=1     with the launcher's stdout and stderr
 
-It is the engine behind torchrun. Differences: nothing listens beyond loopback, ranks die with their launcher, Ctrl-C lets them
-finish their step, and the first failure is shown once.
+The agent is that of torchrun. Differences: nothing listens beyond loopback, ranks die with their launcher, Ctrl-C lets them
+finish their step, and the first failure is printed once.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ from train_cli.run_folder import lock, recorder
 from train_cli.stopping import HEARD, HURRY_S, LAUNCHER, REMIND_S, STILL, WARNINGS, codes
 
 MORE_S = 2
-"""Between SIGTERM and SIGKILL, beyond what a rank gives itself."""
+"""Seconds between a rank's own time limit after SIGTERM and SIGKILL."""
 
-AGAIN_S = 1.5
-"""Between two SIGTERMs that a rank takes for two."""
+SECOND_S = 1.5
+"""Seconds between two SIGTERMs, so that a rank does not take them for one."""
 
 _END_POLL_S, _POLL_S = 0.05, 0.1
 _REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
-"""Exit codes of a run that does not begin."""
+"""The exit codes of a run that is refused."""
 
 _ELASTICS = (signal.SIGQUIT,)
-"""Left to elastic, which passes it on and waits for the ranks to end."""
+"""The signals that torchelastic handles: it passes them on and waits for the ranks."""
 
 _STATES = {
     "T": "it is stopped, as by SIGSTOP",
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, for a disk or a device",
-    "R": "it is running, and hears no signal",
-    "S": "it sleeps, and hears no signal",
+    "R": "it is running, and handles no signal",
+    "S": "it sleeps, and handles no signal",
 }
 
 
@@ -69,12 +68,12 @@ def launch(
     stop_signals: Sequence[str] = (),
     verbose: bool = False,
 ) -> Fault:
-    """Calls `target`, "module:function", with `arguments` (JSON) on `num_ranks` ranks of this machine; blocks until all have
-    ended. The function returns the rank's exit code.
+    """Calls the function `target` ("module:function") with `arguments` (JSON) on `num_ranks` ranks of this machine, and waits
+    until all have ended. The function returns the rank's exit code.
 
-    Returns what to show and the exit code, `EXIT_OK` on success. run_folder: gets the report of how ranks ended, if one failed.
-    say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. stop_signals: of the plan.
-    verbose: lets elastic log.
+    Returns the diagnostics and the exit code, `EXIT_OK` on success. run_folder: gets a report of how ranks ended, if one
+    failed. say: prints a line for the user. terminated_s: a rank's own time limit after SIGTERM. stop_signals: those of the
+    plan. verbose: whether to print torchelastic's logs.
     """
     with _scratch_folder() as folder, _environment(num_ranks), _elastic_logs(verbose):
         signals = _Signals(say, codes(stop_signals))
@@ -84,7 +83,7 @@ def launch(
             role="rank",
             local_world_size=num_ranks,
             rdzv_handler=FileRendezvous(folder, run_id="local"),
-            # -P: a file of the current folder that is named like a module must not take its place.
+            # -P: a file in the current folder must not replace a module of the same name.
             entrypoint=sys.executable,
             args=("-P", "-m", "train_cli", target, json.dumps(arguments)),
             max_restarts=0,
@@ -105,8 +104,8 @@ def launch(
             return Fault((), EXIT_OK)
         failures = result.failures
         fault = blame(failures, num_ranks, agent.silent)
-        if fault.exit_code not in _REFUSED:  # which is no failure of the run whose folder it is
-            with suppress(OSError):  # the fault itself is worth more than its report
+        if fault.exit_code not in _REFUSED:  # a refused run has not failed
+            with suppress(OSError):  # the fault matters more than its report
                 ends = {rank: failure.exitcode for rank, failure in failures.items()}
                 first = min(failures, key=lambda rank: (failures[rank].timestamp, rank), default=None)
                 recorder().launched(run_folder, num_ranks, ends, agent.silent, first)
@@ -114,16 +113,16 @@ def launch(
 
 
 class Agent(LocalElasticAgent):
-    """Runs the ranks of `spec` as elastic's agent does, and ends them in its own way, alike in all versions of torch.
+    """Runs the ranks of `spec` as elastic's agent does, but ends them in the same way with every version of torch.
 
-    silent: after the run, the state of each rank that SIGTERM did not end. is_asked: set when the user has asked the run to
-    stop. watch: called several times a second. terminated_s: how long a rank gives itself after SIGTERM.
+    silent: the process state of each rank that SIGTERM did not end. is_asked: whether the user has asked the run to stop.
+    watch: called several times a second. terminated_s: a rank's own time limit after SIGTERM.
 
         a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> result
                                                     └── 10 s ──> those left are noted in `silent` with their states, and killed
 
-    A rank of ours ends after SIGTERM unless it cannot run at all. Where the user asked the run to stop, ranks may save a
-    checkpoint, and the second SIGTERM, which makes them hurry, is left out.
+    A rank ends after SIGTERM unless it cannot run at all. If the user has asked the run to stop, ranks may save a checkpoint,
+    so there is no second SIGTERM, which would make them hurry.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None], terminated_s: float) -> None:
@@ -139,7 +138,7 @@ class Agent(LocalElasticAgent):
         return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)]
 
     def end_sessions(self) -> None:
-        """Kills processes that ranks have left behind, by the rank's session, which each rank leads."""
+        """Kills the processes that ranks have left behind in their sessions."""
         send(self._started, signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -147,7 +146,7 @@ class Agent(LocalElasticAgent):
         self._started += [pid for pid in pids.values() if isinstance(pid, int)]
         context = self._pcontext
         assert context is not None, "workers without a context"
-        # All ways to end ranks lead through it; elastic calls it itself where it sees the first failure.
+        # The agent ends ranks only through `close`, also when it sees the first failure.
         self._close = context.close
         context.close = self._end  # type: ignore[method-assign]
         return pids
@@ -158,25 +157,25 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        """Ends all ranks: a signal, then SIGKILL after a while for those still alive, whose states go to `silent`."""
+        """Ends all ranks by a signal, and kills those that are still alive later; records their states in `silent`."""
         send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
         if self.is_asked:
             alive = self._wait(self._grace_s)
-        elif alive := self._wait(AGAIN_S):
+        elif alive := self._wait(SECOND_S):
             send(alive.values(), signal.SIGTERM)
             alive = self._wait(HURRY_S + MORE_S)
         self.silent.update({rank: state_of(pid) for rank, pid in alive.items()})
         self._close(signal.SIGKILL, self._grace_s)
 
     def _wait(self, seconds: float) -> dict[int, int]:
-        """Waits for the ranks to end; returns the process id of each rank that has not."""
+        """Waits for the ranks to end. Returns the process ids, by rank, of those that have not."""
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and time.monotonic() < deadline:
             time.sleep(_END_POLL_S)
         return alive
 
     def _alive(self) -> dict[int, int]:
-        """Returns the process id of each rank that has not ended, without waiting."""
+        """Returns the process ids, by rank, of the ranks that have not ended."""
         context: Any = self._pcontext
         handlers = context.subprocess_handlers.items()
         return {rank: handler.proc.pid for rank, handler in handlers if handler.proc.poll() is None}
@@ -190,20 +189,20 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Returns the state of a process in words; empty if it is not known."""
+    """Returns a description of the process's state, or "" if it is not known."""
     with suppress(OSError, IndexError):
-        # The name of the program, in parentheses, may have any character.
+        # The program name, in parentheses, may contain any character.
         letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
         return _STATES.get(letter, "")
     return ""
 
 
 class FileRendezvous(RendezvousHandler):
-    """Serves one agent without peers. `next_rendezvous` also puts the store of the new attempt into this process's environment,
-    of which the agent gives its ranks a copy.
+    """The rendezvous of a single agent. `next_rendezvous` also sets the new attempt's store in this process's environment,
+    which the ranks inherit.
 
-    Elastic's own rendezvous keep a TCPStore, which listens on all interfaces whatever address it is given; and a store that is
-    used twice gives gloo the addresses of ranks that have ended.
+    torchelastic's own rendezvous backends use a TCPStore, which listens on all interfaces; and a store that is used twice
+    gives gloo the addresses of ended ranks.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -216,9 +215,9 @@ class FileRendezvous(RendezvousHandler):
         attempt.mkdir()
         self._num_attempts += 1
         os.environ[STORE] = (attempt / "ranks").as_uri()
-        # Ranks read no address: World.join uses the store. Elastic wants one to put into their environment.
+        # Ranks use the store, not this address, which torchelastic puts into their environment.
         address = RendezvousStoreInfo("127.0.0.1", 0)
-        # The agent's own store, for agents of other machines, stays in memory: it cannot be lost and waits for no file.
+        # The agent's own store, for agents on other machines, stays in memory.
         return RendezvousInfo(HashStore(), 0, 1, address)
 
     def get_backend(self) -> str:
@@ -242,7 +241,7 @@ class FileRendezvous(RendezvousHandler):
 
 @contextmanager
 def _scratch_folder() -> Iterator[Path]:
-    """Yields a private folder while the ranks run, locked so that cleaners of temporary files leave it alone."""
+    """Yields a private temporary folder, locked so that cleaners of temporary files do not delete it."""
     with tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True) as name:
         folder = os.open(name, os.O_RDONLY)
         try:
@@ -254,8 +253,8 @@ def _scratch_folder() -> Iterator[Path]:
 
 
 def variables_of_ranks(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that `num_ranks` local ranks get beyond `environ`, whose OMP_NUM_THREADS is kept. A local run never
-    communicates beyond loopback.
+    """Returns the environment variables to add for `num_ranks` local ranks. They restrict communication to loopback, and set
+    OMP_NUM_THREADS unless `environ` has it.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, surroundings.num_cores() // num_ranks))}
@@ -264,10 +263,10 @@ def variables_of_ranks(num_ranks: int, environ: Mapping[str, str]) -> dict[str, 
 
 @contextmanager
 def _environment(num_ranks: int) -> Iterator[None]:
-    """Sets the variables of the agent and its ranks in this process within the block, and restores them."""
-    # The rendezvous sets the store; named here so that it is put back afterwards.
-    more = {STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
-    variables = variables_of_ranks(num_ranks, os.environ) | more
+    """Sets the environment variables of the agent and its ranks within the block."""
+    # STORE is set by the rendezvous; it is listed here so that it is restored.
+    agent_variables = {STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
+    variables = variables_of_ranks(num_ranks, os.environ) | agent_variables
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -281,10 +280,10 @@ def _environment(num_ranks: int) -> Iterator[None]:
 
 
 class _Signals:
-    """The launcher's handlers of the signals in `codes` while its ranks run.
+    """Handles the signals in `codes` in the launcher while its ranks run.
 
-    The first signal is passed on: each rank finishes its step, or at least ends within its limit. The second kills the
-    ranks; the agent then finds them dead. A warning is not the first one of these two.
+    The first signal is passed on, so that each rank finishes its step or ends within its time limit. The second kills the
+    ranks. The warning signals of batch systems do not count as a first signal.
     """
 
     agent: Agent
@@ -306,14 +305,14 @@ class _Signals:
             signal.signal(number, handler)
 
     def remind(self) -> None:
-        """Tells the user every REMIND_S seconds that a step has not been finished since the first signal."""
+        """Prints a line every REMIND_S seconds if a step has not been finished since the first signal."""
         now = time.monotonic()
         if self.first is not None and now - self._reminded > REMIND_S:
             self._reminded = now
             self._say(STILL.format(now - self._heard))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """Passes the first signal on to the ranks; kills them at the second. Raises if no rank runs yet."""
+        """Passes the first signal on to the ranks, and kills them at the second. Raises if no rank runs yet."""
         pids = self.agent.pids()
         if not pids:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.codes.get(number, EXIT_TERMINATED))
@@ -324,15 +323,15 @@ class _Signals:
             self._say(HEARD)
         if not self._is_ending:
             self._is_ending = number not in WARNINGS
-            # A rank has no terminal to lose; what ends it in order is SIGTERM.
+            # Ranks have no terminal: SIGTERM makes them finish their step.
             send(pids, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
-        elif number != signal.SIGHUP and number not in WARNINGS:  # a shell and the kernel may both tell of one terminal
+        elif number != signal.SIGHUP and number not in WARNINGS:  # a shell and the kernel may both send SIGHUP
             send(pids, signal.SIGKILL)
 
 
 @contextmanager
 def _elastic_logs(verbose: bool) -> Iterator[None]:
-    """Turns off elastic's logs, which print every failure at length, unless `verbose`; our diagnostics name the cause."""
+    """Turns off torchelastic's logs unless `verbose`: they print every failure at length, which our diagnostics report."""
     names = [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]

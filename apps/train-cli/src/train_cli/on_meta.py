@@ -1,7 +1,7 @@
-"""Builds the model and calls its layers on meta, before any process starts: shapes and dtypes, and no values.
+"""Builds the model and calls its layers on meta before any process starts, which finds wrong shapes and dtypes.
 
 A run would find the same mistakes in its first step. Layers that cannot run on meta (a forward that reads values, a kernel of
-one device) are reported as not checked, which is no error.
+one device) are reported as not checked.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
-    """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
+    """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without memory or peers.
 
-    calls_layers: also call all layers and the loss on meta; a run does that itself on its device. Returns notes: the
-    number of parameters, the host memory that first values take, and where a run would differ.
+    calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters, the host memory
+    that first values take, and what was not checked.
 
-    Raises PlanError or PluginError as `assemble` does, the errors of `check_layers`, and RunError "no-device", which otherwise
-    only the ranks would find.
+    Raises the errors of `assemble` and `check_layers`, and RunError "no-device" if the plan asks for CUDA and there is none.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
@@ -58,7 +57,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
             dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)
             note = check_layers(plan, topology, model, dataset, dtype, calls_all=calls_layers)
             notes += [note] if note else []
-            # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
+            # Ranks open the dataset again in their own processes, so its workers must end here.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()
         except SleyError as error:
@@ -67,10 +66,9 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
 
 
 def host_notes(model: Model, on_host: int) -> list[str]:
-    """Returns notes on the host memory that the factory of `model`, on meta, takes for first values, of which builders take
-    little, and on why it does not run on meta.
+    """Returns notes on the host memory that first values of `model` take, and on why its factory does not run on meta.
 
-    on_host: the number of ranks on a host. A rank of a real run makes all layers without a builder at once.
+    on_host: the number of ranks on a host. A rank makes all layers without a builder at once.
     """
     tensors = {
         id(tensor): tensor.nbytes
@@ -78,10 +76,10 @@ def host_notes(model: Model, on_host: int) -> list[str]:
         if layer.builder is None
         for tensor in (*layer.module.parameters(), *layer.module.buffers())
     }
-    notes, each = [], sum(tensors.values())
-    if each:
-        total, present = each * on_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        note = f"each rank makes all first values on its host before it drops those of others: {memory(each / MIB)}"
+    notes, num_bytes = [], sum(tensors.values())
+    if num_bytes:
+        total, present = num_bytes * on_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        note = f"each rank makes all first values on its host before it drops those of others: {memory(num_bytes / MIB)}"
         note += f", {memory(total / MIB)} for {on_host} ranks on a host" if on_host > 1 else ""
         if total > present:
             note += f"; this one has {memory(present / MIB)}: return builders (docs/save-resume-load.md)"
@@ -92,19 +90,22 @@ def host_notes(model: Model, on_host: int) -> list[str]:
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch of the plan's data as the first rank of `sp` gets it, on meta: {field: [micro_size, ...]}.
+    """Returns a micro-batch of the plan's data on meta, as the first rank of `sp` gets it: {field: [micro_size, ...]}.
 
-    A dataset given by `use` whose sequences have one length declares its fields, and is not read: `cu_seqlens` is that of one
-    document, and other fields without a sequence dim are left out. Of others the first sample is read. Raises ValueError for a
-    stream of the latter kind, and whatever the user's dataset raises.
+    A dataset of a record whose sequences have one length is not read: `cu_seqlens` has one document, and other fields without
+    a sequence dim are omitted. For other datasets the first sample is read. Raises ValueError for a stream of the latter kind,
+    and the errors of the user's dataset.
     """
-    whole = micro_batch(plan, dataset)
-    declared = {name: field for name, field in dataset.info.fields.items() if name in whole}
-    return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(whole).items()}
+    batch = micro_batch(plan, dataset)
+    declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
+    return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(batch).items()}
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Returns parameters and buffers on meta, by name, in a run's formats. dtype: of parameters that `keep` does not name."""
+    """Returns the layer's parameters and buffers on meta by name, in the dtypes of a run.
+
+    dtype: the dtype of parameters that no pattern of `keep` matches.
+    """
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=buffer_format(buffer, dtype))
         for name, buffer in layer.module.named_buffers()
@@ -116,23 +117,21 @@ def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> di
 
 
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:
-    """Returns the output of `layer` on meta, called with `args` and its own `fields` out of these.
+    """Returns the output of `layer` on meta, called with `args` and those of `fields` that it reads.
 
-    state: of `meta_state`; the forward writes to it. Raises what the layer's forward raises.
+    state: from `meta_state`; the forward may write to it. Raises the errors of the layer's forward.
     """
-    named = {name: fields[name] for name in layer.fields}
+    own_fields = {name: fields[name] for name in layer.fields}
     with torch.device("meta"):  # tensors that the forward creates are on meta too
-        return torch.func.functional_call(layer.module, state, args, named)
+        return torch.func.functional_call(layer.module, state, args, own_fields)
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch of whole sequences on the host, as `meta_micro_batch` describes: tokens of one document, or copies
-    of the first sample.
-    """
+    """Returns a micro-batch of full sequences on the host, as described at `meta_micro_batch`."""
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
-        lengths |= {name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths}  # its start and end
+        lengths |= {name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths}  # one document
         fields = {}
         for name, length in lengths.items():
             fields[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
@@ -140,34 +139,34 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
                 fields[name] += torch.arange(length) if length != 2 else torch.tensor([0, info.sequence])
         return fields
     if is_stream(dataset):
-        raise ValueError("a stream is not opened for it")
-    return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
+        raise ValueError("streams are not opened for this check")
+    return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # not a stream
 
 
-_OF_A_DEVICE = re.compile(
+_DEVICE_ERROR = re.compile(
     r"meta|device|cuda|\bgpu|\bcpu|triton|pointer|storage|numpy|data.dependent|not (been )?implemented"
     r"|mat_a|grouped|stateless api|jit",
     re.IGNORECASE,
 )
-"""Words of errors that the same call on tensors with values might not raise."""
+"""Matches errors that the same call with real tensors might not raise."""
 
 _CERTAIN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-"""Kinds of errors that shapes, types and arguments raise. An `assert` may have asked for a value, and says nothing."""
+"""The exceptions that wrong shapes, types and arguments raise. An AssertionError may come from reading a value."""
 
-_CERTAIN_OF_LOSS = (RuntimeError, ValueError, IndexError)
-"""A custom loss may lack an attribute that its `weight` or `attach` sets, and neither is called here."""
+_CERTAIN_IN_LOSS = (RuntimeError, ValueError, IndexError)
+"""Like `_CERTAIN`, for a loss, which may lack attributes that its `weight` or `attach` sets: neither is called here."""
 
 
 def check_layers(
     plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype, *, calls_all: bool
 ) -> str | None:
-    """Calls the layers, and the loss with the last one's output, on a micro-batch without values; unless `calls_all`, only the
-    layers of stages whose output is sent.
+    """Calls the layers and the loss on a micro-batch on meta. calls_all: if False, calls only the layers up to the last stage
+    boundary.
 
-    model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns a note on what was
-    not checked and why, or None. Raises PlanError "boundary-type" for an output that cannot be sent to the next stage; and with
-    `calls_all` "layer-fails" with the layer's name and its inputs, "model-buffer-written" for running statistics,
-    "model-vocabulary" for a last layer with fewer classes than the data has labels, "loss-fails", and the loss's own errors.
+    model: a model on meta, which must not be used again. dtype: the dtype of its parameters. Returns a note on what was not
+    checked and why, or None. Raises PlanError "boundary-type" if an output cannot be sent to the next stage. With `calls_all`
+    raises "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics, "model-vocabulary"
+    if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
     """
     parts = [layers for _, layers in stage_of(plan, topology, 0, model, by_parameters(model)).stages] if topology.pp > 1 else []
     ends = [layers[-1].name for layers in parts[:-1]]
@@ -175,13 +174,13 @@ def check_layers(
         return None
     try:
         fields = meta_micro_batch(plan, dataset)
-    except Exception as error:  # a user's data, which may not even be here
-        return f"no layer was called, for want of a sample: {_first_line(error)}"
+    except Exception as error:  # the user's data may not be on this machine
+        return f"no layer was called, because no sample could be read: {_first_line(error)}"
     args: tuple[Any, ...] = ()
     written: list[tuple[str, nn.Module]] = []
     for layer in model.layers:
-        if lacking := [name for name in layer.fields if name not in fields]:
-            return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
+        if missing := [name for name in layer.fields if name not in fields]:
+            return f"layers were called up to {_layer_label(layer)}: only the data know the shape of `{missing[0]}`"
         try:
             state = meta_state(layer, dtype, plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
@@ -203,10 +202,10 @@ def check_layers(
             if not calls_all or not _is_certain(error, _CERTAIN):
                 if calls_all:
                     refuse_written(written)
-                return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
+                return f"layers were called up to {_layer_label(layer)}, which cannot run on meta: {_first_line(error)}"
             inputs = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
-            message = f"{_words(layer)} fails, given {inputs or 'nothing'}: {_first_line(error)}"
-            hint = "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
+            message = f"{_layer_label(layer)} fails with inputs {inputs or 'none'}: {_first_line(error)}"
+            hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
             raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
     refuse_written(written)
     _check_classes(plan, dataset.info, model.layers[-1], args[0])
@@ -223,14 +222,14 @@ def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None
         return
     raise PlanError(
         "model-vocabulary",
-        f"{_words(last)}, the last one, gives {output.shape[-1]} classes, but the data's labels have {count}",
+        f"the last layer, {_layer_label(last)}, has {output.shape[-1]} classes, but the data has {count} labels",
         path=MODEL,
-        hint="let the factory read the number: `def layers(data)`, then `data.vocab_size`",
+        hint="use `data.vocab_size` in the factory: `def layers(data)`",
     )
 
 
 def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
-    """Calls the loss on meta; returns a note if that was not possible. Raises PlanError "loss-fails"."""
+    """Calls the loss on meta. Returns a note if that is not possible. Raises PlanError "loss-fails"."""
     loss = plan.loss.build()
     try:
         with torch.device("meta"):
@@ -239,19 +238,19 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
         diagnostic = error.diagnostics[0]
         raise PlanError(diagnostic.code, diagnostic.message, path=diagnostic.path or ("loss",), hint=diagnostic.hint) from None
     except Exception as error:
-        if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_OF_LOSS):
-            return f"the loss was not looked at: {_first_line(error)}"
-        message = f"the loss fails, given {_shape(output)}: {_first_line(error)}"
-        raise PlanError("loss-fails", message, path=("loss",), hint="it is given what the last layer returns") from error
+        if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_IN_LOSS):
+            return f"the loss was not checked: {_first_line(error)}"
+        message = f"the loss fails with output {_shape(output)}: {_first_line(error)}"
+        raise PlanError("loss-fails", message, path=("loss",), hint="its first argument is the last layer's output") from error
     return None
 
 
 def _is_certain(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    known = isinstance(error, kinds) and not isinstance(error, NotImplementedError)
-    return known and not _OF_A_DEVICE.search(str(error))
+    is_expected = isinstance(error, kinds) and not isinstance(error, NotImplementedError)
+    return is_expected and not _DEVICE_ERROR.search(str(error))
 
 
-def _words(layer: Layer) -> str:
+def _layer_label(layer: Layer) -> str:
     return f"layer `{layer.name}` ({type(layer.module).__name__})"
 
 
@@ -266,9 +265,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _normalisers_written(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Returns the running statistics that a call of `layer` wrote, by name, with their modules.
+    """Returns the names of running statistics that a call of `layer` wrote, with their modules.
 
-    state: the tensors that the call had as buffers, fresh before it. torch increments the version of their counter alone.
+    state: the buffers of the call, which were new. torch increments only the version of the batch counter.
     """
     return [
         (f"{layer.name}.{prefix}{attribute}", module)
