@@ -16,7 +16,7 @@ from pydantic import Field
 
 from sley_core import discovery
 from sley_core.discovery import installed
-from sley_core.factory import is_installed
+from sley_core.errors import is_installed
 from sley_core.table import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
 from sley_core.words import field_at, suggestion, takes
 

@@ -172,7 +172,7 @@ def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offe
 
             for layer in run.layers if kind != "none" else ():
                 is_due = partial(bool, kept if kind == "block" and layer.name == "blocks.1" else {})
-                run.before_layer(layer.name, bring, None if kind == "always" else is_due)
+                run.parts.waits.before_layer(layer.name, bring, None if kind == "always" else is_due)
             offers.Offers.offer = count
             try:
                 for _ in range(4):

@@ -23,9 +23,9 @@ from sley_checkpoint.format import INDEX, CheckpointIndex
 from sley_checkpoint.reader import Checkpoint, Damage, examined, index_or_none, ready
 from sley_checkpoint.saving import Destination, Preparation, absolute
 from sley_checkpoint.writing import Background, HostCopies, Writing
-from sley_core.api.comm import gather_objects, one_line, probe
+from sley_core.api.comm import gather_objects, probe
 from sley_core.api.state import TrainingState, shortened
-from sley_core.errors import RunError, SleyError, UsageError
+from sley_core.errors import RunError, SleyError, UsageError, cause
 from sley_core.protocols import Checkpointer, Restored
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class AnyLayout(Checkpointer):
         try:
             writing.run()
         except RunError as error:
-            failed = one_line(error)
+            failed = cause(error)
         if path is None:  # the run does not go on from a copy elsewhere
             self._saved_step, self._is_written = step, False
         self._done(failed)
@@ -154,7 +154,7 @@ class AnyLayout(Checkpointer):
         except RunError as error:
             if error.diagnostics[0].code != FAILED:
                 raise
-            self._note(one_line(error), so)
+            self._note(cause(error), so)
         self._counts["seconds_blocked"] += time.perf_counter() - began
 
     def stage(self) -> None:
@@ -174,7 +174,7 @@ class AnyLayout(Checkpointer):
             self._is_written = True
             self.state.attempt.saved(background.writing.index.step)
         except RunError as error:
-            self._note(one_line(error))
+            self._note(cause(error))
         self._counts["seconds_waited"] += time.perf_counter() - began
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ def _candidates(state: TrainingState, path: str | None, reads: TimedReads, *, an
         first = error.diagnostics[0]
         return _seen_by_rank_0(problem=(first.code, first.message, first.hint))
     except Exception as error:  # whatever a file system raises: the other ranks wait for an answer
-        return _seen_by_rank_0(problem=("checkpoint-load", f"{folder.text} cannot be read: {one_line(error)}", None))
+        return _seen_by_rank_0(problem=("checkpoint-load", f"{folder.text} cannot be read: {cause(error)}", None))
 
 
 def _seen_by_rank_0(

@@ -19,9 +19,8 @@ from threading import Thread
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
-from sley_core.api.comm import one_line
 from sley_core.api.files import appearing, sync_names
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import RunError, UsageError, cause
 
 
 class Written(NamedTuple):
@@ -188,7 +187,7 @@ class RemoteFolder:
             self._system, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
             hint = "install fsspec, and the package that it names for this kind of URL"
-            raise UsageError("no-fsspec", f"{url} cannot be opened: {one_line(error)}", hint=hint) from error
+            raise UsageError("no-fsspec", f"{url} cannot be opened: {cause(error)}", hint=hint) from error
         self._url = url.rstrip("/")
 
     @property

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from sley_checkpoint.folders import STAGING, ReadableFolder, StalledError, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, InFile, TensorFacts, header_bytes, parsed, read_index
-from sley_core.api.comm import one_line
 from sley_core.api.files import TensorKind
 from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved, bytes_of
-from sley_core.errors import RunError
+from sley_core.errors import RunError, cause
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -270,7 +269,7 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # whatever a file system raises
-        return None, [Damage(INDEX, f"cannot be read: {one_line(error)}")]
+        return None, [Damage(INDEX, f"cannot be read: {cause(error)}")]
     every = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [one for one in every if one is not None]
 
@@ -288,7 +287,7 @@ def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage
     except StalledError:
         raise
     except Exception as error:  # whatever a file system raises
-        return Damage(name, f"cannot be read: {one_line(error)}")
+        return Damage(name, f"cannot be read: {cause(error)}")
 
 
 def _how(num_bytes: int, facts: FileFacts) -> str:

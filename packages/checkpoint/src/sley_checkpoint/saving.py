@@ -18,9 +18,9 @@ from sley_checkpoint.folders import GONE, STAGING, Folder, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, TensorFacts, chunks_of, file_name
 from sley_checkpoint.reader import index_or_none, is_ours, read_header, ready, step_name
 from sley_checkpoint.writing import Writing
-from sley_core.api.comm import gather_objects, one_line
+from sley_core.api.comm import gather_objects
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError, SleyError, cause
 
 
 class Destination(NamedTuple):
@@ -125,7 +125,7 @@ class Preparation:
             first = error.diagnostics[0]
             return [], {}, f"{first.message} ({first.hint})" if first.hint else first.message
         except Exception as error:  # of a part of the run that keeps something: the other ranks wait for an answer
-            return [], {}, one_line(error)
+            return [], {}, cause(error)
 
     def _target(self, where: Destination, step: int, attempt: Attempt) -> list[str]:
         """Returns the folder, a token for this save, and the text of an error, if any; removes unfinished
@@ -143,7 +143,7 @@ class Preparation:
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, token, ""]
         except Exception as error:  # whatever a file system raises
-            return ["", "", f"the folder {where.path} cannot be read: {one_line(error)}"]
+            return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
 
     def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
         """Returns which rank writes which tensors; all ranks skip the exchange of their lists if none has changed."""

@@ -20,11 +20,10 @@ import torch
 
 from sley_checkpoint.folders import Folder, Written
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, chunks_of, file_header, file_name
-from sley_core.api.comm import one_line
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
-from sley_core.errors import RunError
+from sley_core.errors import RunError, cause
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +74,7 @@ class Writing:
                 self._publish()
         except Exception as error:  # nobody may be left waiting, whatever a file system raises
             self._fail(error)
-            raise _failed(self.target, self.rank, one_line(error)) from error
+            raise _failed(self.target, self.rank, cause(error)) from error
 
     def _write(self) -> None:
         """Writes this rank's files, reads each back to compare checksums, and leaves a note with their sizes and checksums."""
@@ -146,7 +145,7 @@ class Writing:
             if self.rank == 0:
                 self.staging.remove()
             elif self.staging.names():
-                for chunks in ([one_line(error).encode()], []):  # a full disk may have room for a name at least
+                for chunks in ([cause(error).encode()], []):  # a full disk may have room for a name at least
                     with suppress(Exception):
                         self.staging.write(_failure(self.rank), chunks)
                         break
@@ -262,6 +261,6 @@ class Background:
         try:
             self.writing.run()
         except RunError as error:
-            self.failed = one_line(error)
+            self.failed = cause(error)
         except BaseException as error:  # a fault of ours, which the next save or the end of the run reports
             self.failed = f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from sley_cma.process_vm import MemorySpan, read, write
-from sley_core.api.comm import HINT, Members, Turn, failed, gather_values
+from sley_core.api.comm import Members, Turn, gather_values
 from sley_core.errors import RunError
 
 WORD_BYTES = 8
@@ -212,17 +212,17 @@ class Connection:
                 looked = now
                 peer = late()
                 if not self._can_reach(peer):
-                    raise failed(turn, self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
+                    raise turn.failed(self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
                 if now - began > self.timeout_s:
                     why = f"it did not come within {self.timeout_s:g} s"
-                    raise failed(turn, self._failure(peer, turn.what, why), True, self._rank_of(peer))
+                    raise turn.failed(self._failure(peer, turn.what, why), True, self._rank_of(peer))
         progress.waited()
 
     def _copied(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, what: str) -> None:
         """Raises RunError `collective-failed` unless `num_bytes` is the length of `spans`: all was copied."""
         if num_bytes != sum(span.num_bytes for span in spans):
             message = self._failure(peer, what, "its memory cannot be reached any more")
-            raise RunError("collective-failed", message, hint=HINT)
+            raise RunError("collective-failed", message, hint="another rank of the group stopped")
 
     def _failure(self, peer: int, what: str, why: str) -> str:
         """Returns the message of an exchange of `what` with a peer that failed, and why."""

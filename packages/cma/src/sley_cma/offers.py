@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sley_cma.connection import NUMBER_AT_BYTES, SLOTS, WORD_BYTES, Connection, Offer
 from sley_cma.process_vm import MemorySpan
-from sley_core.api.comm import Mark, Turn, differs
+from sley_core.api.comm import Mark, Turn
 
 RING = SLOTS
 """Offers that may be open at once; the next one completes the oldest first, on all ranks at the same place in their order."""
@@ -78,7 +78,7 @@ class Offers:
             members = self.connection.members
             self._progress.waits(self.turn(number, own.what))
             self._progress.failed("differs", members.ranks[peer])
-            raise differs(own, members.rank, self._words_of(peer, offer), members.ranks[peer])
+            raise own.differs(members.rank, self._words_of(peer, offer), members.ranks[peer])
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()
         here = MemorySpan(ctypes.addressof(addresses), ctypes.sizeof(addresses))
         self.read(peer, [here], [MemorySpan(offer.table, here.num_bytes)], what)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sley_cma.offers import Offers
 from sley_cma.process_vm import MemorySpan
-from sley_core.api.comm import Mark, Published, Work, put
+from sley_core.api.comm import Mark, Published, Work
 
 PIECE_BYTES = 1 << 18
 """How much of a gradient is read before it is added: it stays in the cache in between."""
@@ -194,7 +194,9 @@ def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) 
     size = offers.connection.members.size
     views = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
     for rows, shard in zip(views, shards, strict=True):
-        put(shard, rows[offers.coord])
+        own = rows[offers.coord]
+        if shard.data_ptr() != own.data_ptr():
+            own.copy_(shard)
     return views
 
 

@@ -12,7 +12,7 @@ from sley_cma.connection import Connection
 from sley_cma.offers import Offers
 from sley_cma.process_vm import MemorySpan
 from sley_cma.rows import AllToAll, Gather, ReduceScatter, Shared, add_from, span
-from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work, mark_of
+from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
 
 RINGS = 4
 """Rows of offers of one lane: exchanges of rows, what is published, and the two of sums. Each is in one order by itself, so
@@ -33,20 +33,20 @@ class Cma(Transport):
         self.sums = CmaSums(wholes, slices)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return Gather(self.rows, wholes, shards, mark_of("all-gather", what, shards))
+        return Gather(self.rows, wholes, shards, Mark.of("all-gather", what, shards))
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
         """Offers all `shards` at once, so that no gather of them waits for a peer to come to it; returns what gathers them."""
-        return Shared(self.published, shards, mark_of("share", what, shards))
+        return Shared(self.published, shards, Mark.of("share", what, shards))
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        return ReduceScatter(self.rows, wholes, self.members.size, mark_of("reduce-scatter", what, wholes, contents))
+        return ReduceScatter(self.rows, wholes, self.members.size, Mark.of("reduce-scatter", what, wholes, contents))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return AllToAll(self.rows, received, sent, mark_of("all-to-all", what, [sent], contents))
+        return AllToAll(self.rows, received, sent, Mark.of("all-to-all", what, [sent], contents))
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return Sum(self.sums, tensor, mark_of("all-reduce", f"{what} over {self.members}", [tensor], contents))
+        return Sum(self.sums, tensor, Mark.of("all-reduce", f"{what} over {self.members}", [tensor], contents))
 
 
 def connect(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:

@@ -36,7 +36,6 @@ from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.run_memory import CountsOf, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
-from sley_core.model.buffers import BufferWatch
 from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
 from sley_core.optim.learning_rate import rate_of
 from sley_core.optim.shared import PLAIN
@@ -225,8 +224,7 @@ class Samples:
     """The data of a run.
 
     splitter: makes micro-batches of samples. reads: names of the fields that layers read. feed: gives the next samples, None in
-    a fake world. watch: the buffers that the first step must not write. held_out: gives the samples of `[evaluation]`, if the
-    plan has one.
+    a fake world. held_out: gives the samples of `[evaluation]`, if the plan has one.
     """
 
     dataset: AnyDataset
@@ -234,7 +232,6 @@ class Samples:
     meter: Meter
     reads: frozenset[str]
     feed: Feed | None = None
-    watch: BufferWatch | None = None
     held_out: Feed | None = None
 
 
@@ -339,10 +336,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     if plan.evaluation is not None:
         held_out = feed(open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), shuffle=True)
     return replace(
-        samples,
-        feed=feed(dataset, shuffle=config.shuffle, will_save=plan.checkpoint is not None),
-        watch=BufferWatch(parts.layers, model.per_rank_buffers),
-        held_out=held_out,
+        samples, feed=feed(dataset, shuffle=config.shuffle, will_save=plan.checkpoint is not None), held_out=held_out
     )
 
 
@@ -445,7 +439,7 @@ def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager]
     for manager in managers if device.type != "meta" else ():  # nothing moves where nothing has memory
         manager.attach(parts, inventory)
         undo.callback(manager.detach)
-    return RunMemory(device, inventory, managers, update.masters, parts.events.came_back)
+    return RunMemory(device, inventory, managers, update.masters)
 
 
 def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:

@@ -6,9 +6,12 @@ A `SleyError` carries one or more `Diagnostic`s and the exit code of the command
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 KeyPath = tuple[str | int, ...]
 """The path to a value in a plan: `("gradient_handlers", 0, "bucket_mb")`."""
@@ -135,3 +138,31 @@ def note_origin(error: BaseException, what: str, maker: object = None) -> None:
 def is_foreign(error: BaseException) -> bool:
     """Returns whether the error arose in code that a plan names and that is not Sley's."""
     return bool(getattr(error, _FOREIGN, False)) and not isinstance(error, AssertionError)
+
+
+def cause(error: BaseException) -> str:
+    """Returns an error in one line: the message of a `SleyError`, what the system says of a file, or the type, the first line
+    and the innermost place in a user's code.
+    """
+    if isinstance(error, SleyError):
+        return error.diagnostics[0].message
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    inside = (str(Path(__file__).parent), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(inside) and not is_installed(frame.filename)]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
+
+
+LIBRARIES = frozenset({"site-packages", "dist-packages"})
+"""Names of folders into which packages are installed, in whatever environment."""
+
+_STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
+
+
+def is_installed(file: str) -> bool:
+    """Returns whether `file` belongs to Python or an installed package, not to an editable one or a project."""
+    path = Path(file)
+    return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

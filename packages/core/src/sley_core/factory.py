@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sley_core.errors import KeyPath, PlanError, SleyError
+from sley_core.errors import KeyPath, PlanError, SleyError, cause
 from sley_core.words import suggestion
 
 
@@ -71,28 +69,6 @@ def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..
     return function
 
 
-def cause(error: BaseException) -> str:
-    """Returns in words the type, first line and innermost user code location of an error that user code raised."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = (str(Path(__file__).parent), "<")
-    user_frames = [one for one in frames if not one.filename.startswith(inside) and not is_installed(one.filename)]
-    return f"{text} ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else text
-
-
 def _refused(name: str, path: KeyPath, why: str) -> PlanError:
     message = f"`{name}` cannot be called with these options: {why}"
     return PlanError("factory-options", message, path=(*path, "options"))
-
-
-LIBRARIES = frozenset({"site-packages", "dist-packages"})
-"""Names of folders into which packages are installed, in whatever environment."""
-
-_STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
-
-
-def is_installed(file: str) -> bool:
-    """Returns whether `file` belongs to Python or an installed package, not to an editable one or a project."""
-    path = Path(file)
-    return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

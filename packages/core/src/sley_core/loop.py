@@ -83,7 +83,6 @@ class Loop:
         self._checkpointer = checkpointer_of(state)
         # Found once: without a listener a step makes no hook call.
         self._heard = {hook: [one for one in plan.plugins.values() if one.implements(hook)] for hook in NOTIFICATIONS}
-        self._watch = samples.watch
         self._is_first = True  # call of this object, which a checkpoint may have brought to a later step
         self._doing = ""  # "a step" or "an evaluation" while one runs
         self._any_listens = False
@@ -114,7 +113,7 @@ class Loop:
 
     @contextmanager
     def _call(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Iterator[StepBatch]:
-        """Yields the samples of one call of the next step, and checks after the first one that it wrote no buffer."""
+        """Yields the samples of one call of the next step."""
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
         with self.device.random_state_kept(), self._set("_doing", "a step"):
@@ -136,9 +135,6 @@ class Loop:
             yield replace(batch, counts=counts)
             old, counts = self._counts, self.stepper.agreement.counts
             self._counts = CallCounts(old.batch.plus(counts), old.seconds, old.data_wait_s + wait_s, old.samples + numbers)
-        if self._watch is not None and self._is_first:
-            self._watch.check()
-            self._watch = None  # frees its copies of buffers
         self._is_first = False
 
     def _mean_loss(self, given: GivenBatch | None) -> float:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from sley_core.comm.copies import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.update import step_buckets
-from sley_core.errors import PlanError, RunError
-from sley_core.factory import cause
+from sley_core.errors import PlanError, RunError, cause
 from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.config import scope_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -36,15 +36,14 @@ _MOST_BYTES = 32 << 20
 """The largest block that glibc can be told to allocate from its heap, on 64 bits; it maps larger ones."""
 
 
-def keep_freed_memory(environ: Mapping[str, str] | None = None) -> bool:
+def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory of this process from now on; returns whether it did. Does nothing if the environment
     tunes malloc already, or with another C library.
 
     Else glibc maps the large blocks of each step anew, or returns the top of its heap to the system: thousands of page faults,
     up to 4 % of a step's time (docs/measurements.md).
     """
-    environ = os.environ if environ is None else environ
-    if any(name in environ for name in _TUNED) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+    if any(name in os.environ for name in _TUNED) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

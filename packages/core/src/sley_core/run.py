@@ -238,10 +238,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._check_ended("loading weights")
         self.memory.require("loading weights", TO_LOAD)
         self._checkpointer.stage()
-        loaded = self._load_weights(state, strict=strict)
-        if self._watch is not None:
-            self._watch.look()
-        return loaded
+        return self._load_weights(state, strict=strict)
 
     @on_stream
     def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
@@ -316,15 +313,8 @@ class Run(Loop, AbstractContextManager["Run"]):
             num_rows, note = self._state.attempt.resume(restored.lineage, restored.step, named, restored.path)
             restored.notes.extend([note] if note else [])
             self.num_steps_done = restored.step
-            if self._watch is not None:
-                self._watch.look()
         self.outputs.rewind(num_rows)
         return restored
-
-    def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
-        """Registers `wait`, called before every use of the weights of layer `name`, recomputation included, if `is_due`."""
-        self._check_open()
-        self.parts.waits.before_layer(name, wait, is_due)
 
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""

@@ -23,7 +23,7 @@ from sley_core.comm.collectives import (
     send_to,
 )
 from sley_core.comm.groups import Group
-from sley_core.comm.startup import _AT_ONCE, gather_values, value_of_first
+from sley_core.comm.startup import _AT_ONCE, gather_values
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -204,7 +204,7 @@ def started_without_pickles(tables):
 
     distributed_c10d._tensor_to_object = refuse
     with World.join("cpu") as world:
-        first = value_of_first([0.1, 1e300])
+        first = gather_values([0.1, 1e300])[0]
         with assemble(plan_from_dict(tables), world) as run:
             return first, run.step()["step"]
 

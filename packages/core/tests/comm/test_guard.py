@@ -17,8 +17,8 @@ import torch
 from sley_core.comm import progress
 from sley_core.comm.collectives import all_reduce, receive_from, send_to
 from sley_core.comm.groups import Groups, make_groups
-from sley_core.comm.guard import Waiting, circle_in, told
-from sley_core.comm.marks import checksum, mark_of
+from sley_core.comm.guard import Waiting, circle_in, in_words
+from sley_core.comm.marks import Mark, checksum
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GATHER, REDUCE, Topology
 from sley_testing.collectives import can_read_peers
@@ -141,7 +141,7 @@ def test_a_circle_is_found_wherever_one_begins() -> None:
     assert circle_in(chain) == []
     assert [each.rank for each in circle_in(chain | {5: one(5, 3)})] == [3, 4, 5]
     assert [each.rank for each in circle_in({5: one(5, 3), 4: one(4, 5), 3: one(3, 4)})] == [3, 4, 5]
-    assert told(circle_in({2: one(2, 1), 1: one(1, 2)})) == (
+    assert in_words(circle_in({2: one(2, 1), 1: one(1, 2)})) == (
         "rank 1 waits in exchange 1 for rank 2, rank 2 waits in exchange 2 for rank 1"
     )
 
@@ -237,14 +237,14 @@ def test_a_lane_without_memory_and_shares(ranks):
 def test_a_mark_is_of_all_that_an_exchange_is():
     tensor = torch.zeros(4)
     marks = {
-        mark_of("reduce", "w", [tensor]),
-        mark_of("gather", "w", [tensor]),
-        mark_of("reduce", "v", [tensor]),
-        mark_of("reduce", "w", [tensor.long()[:2]]),
-        mark_of("reduce", "w", [tensor[:2], tensor[2:]]),
-        mark_of("reduce", "w", [tensor[:1], tensor[1:]]),
-        mark_of("reduce", "w", [tensor], A),
+        Mark.of("reduce", "w", [tensor]),
+        Mark.of("gather", "w", [tensor]),
+        Mark.of("reduce", "v", [tensor]),
+        Mark.of("reduce", "w", [tensor.long()[:2]]),
+        Mark.of("reduce", "w", [tensor[:2], tensor[2:]]),
+        Mark.of("reduce", "w", [tensor[:1], tensor[1:]]),
+        Mark.of("reduce", "w", [tensor], A),
     }
     assert len({mark.number for mark in marks}) == 7
     assert checksum(["a", "bc"]) != checksum(["ab", "c"])
-    assert mark_of("reduce", "w", [tensor]) == mark_of("reduce", "w", [tensor + 1])
+    assert Mark.of("reduce", "w", [tensor]) == Mark.of("reduce", "w", [tensor + 1])

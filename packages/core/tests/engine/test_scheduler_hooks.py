@@ -118,8 +118,8 @@ def waited(alone, small):
         seen = []
         with alone(small(**{"batch__global_size": 1} | changes)) as run:
             for layer in run.layers:
-                run.before_layer(layer.name, lambda name=layer.name: seen.append(f"first {name}"))
-                run.before_layer(layer.name, lambda name=layer.name: seen.append(f"second {name}"))
+                run.parts.waits.before_layer(layer.name, lambda name=layer.name: seen.append(f"first {name}"))
+                run.parts.waits.before_layer(layer.name, lambda name=layer.name: seen.append(f"second {name}"))
                 layer.module.register_forward_pre_hook(lambda *_, name=layer.name: seen.append(f"run {name}"))
             yield run, seen
 
@@ -141,6 +141,6 @@ def test_a_wait_comes_before_the_seed(alone, small):
     losses = []
     for draws in (0, 5):
         with alone(small(model__options={"dropout": 0.5})) as run:
-            run.before_layer("blocks.1", lambda draws=draws: torch.rand(draws) if draws else None)
+            run.parts.waits.before_layer("blocks.1", lambda draws=draws: torch.rand(draws) if draws else None)
             losses.append(run.step()["loss"])
     assert losses[0] == losses[1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.actions import GRADIENT_KINDS, Action, Kind
-from sley_core.api.comm import GATHER, SentBytes
+from sley_core.api.comm import SentBytes
 from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover, Phase
 from sley_core.api.plan import suggestion
@@ -295,7 +295,7 @@ class Communicator(WeightCommunicator):
         """Starts the all-gather of `group`, after the waits of its layer; without `overlap` blocks until it is done."""
         has_waited = self._parts.waits.wait_for(group.layer)
         is_unchanged = self._action is not None and not has_waited
-        source = self._published.source(group) if is_unchanged else self._group.transport(GATHER)
+        source = self._published.source(group) if is_unchanged else self._group.transport("gather")
         unsharded = Unsharded(group, self.pool, source, self._group.size)
         if not self.config.overlap:
             unsharded.wait()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.comm import GATHER, REDUCE, Work
+from sley_core.api.comm import Work
 from sley_core.api.weights import StandIn, no_view
 from sley_core.errors import PlanError
 from sley_isp.sharded_module import is_plain, is_summed, shard_in
@@ -60,7 +60,7 @@ class TokenGather:
 
     def gather(self, full: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
         """Fills each of `full` [size x n, ...] with the ranks' `own` [n, ...]; blocks until it is complete on both sides."""
-        work = self.group.transport(GATHER).all_gather(full, own, what=what)
+        work = self.group.transport("gather").all_gather(full, own, what=what)
         for tensor in full:
             self.counters.sent.add(tensor, self.group, passes=1)
         work.wait()
@@ -111,7 +111,7 @@ class ColumnTable:
         self.tables.count_bytes(ids)
         sent = F.embedding(ids, self.shard.detach()).view(size, len(ids) // size, -1)
         received = torch.empty_like(sent)
-        work = self.tables.all_to_all(received, sent, GATHER, f"the vectors of {self.name}")
+        work = self.tables.all_to_all(received, sent, "gather", f"the vectors of {self.name}")
         work.wait()
         work.wait_sent()
         return join_columns(received, tokens.numel(), hidden).view(*tokens.shape, hidden), ids
@@ -208,7 +208,7 @@ class _Gradient:
         self._sent = split_columns(vectors, size, len(ids) // size, table.shard.shape[1])
         self._received = torch.empty_like(self._sent)
         what = f"the gradient of the vectors of {table.name}"
-        self.work = table.tables.all_to_all(self._received, self._sent, REDUCE, what)
+        self.work = table.tables.all_to_all(self._received, self._sent, "reduce", what)
 
     @torch.no_grad()
     def finish(self) -> None:

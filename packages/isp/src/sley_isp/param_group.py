@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from sley_core.api.comm import GATHER
 from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
 
 if TYPE_CHECKING:
@@ -141,13 +140,13 @@ class PublishedShards:
             shards = [parameter.detach() for group in self._versions for parameter in group.parameters]
             # A collective over `wp`, before the first gather of a step or an evaluation, which all its ranks begin together.
             what = f"the weights but for {due}" if due else "the weights"
-            self._published = self._group.transport(GATHER).publish(shards, what=what)
+            self._published = self._group.transport("gather").publish(shards, what=what)
 
     def source(self, group: ParamGroup) -> Transport | Published:
         """Returns the published shards if they are unchanged, else the transport; the same on all ranks of `wp`."""
         if self._published is not None and self._versions.get(group) == group.version:
             return self._published
-        return self._group.transport(GATHER)
+        return self._group.transport("gather")
 
     def end(self) -> None:
         """Waits until all peers have this rank's shards, which may change from now on."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import REDUCE, checksum
+from sley_core.api.comm import checksum
 from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
 from sley_isp.param_group import padded_shape, shard_of, without_padding
 
@@ -220,7 +220,7 @@ class GradientReducer:
 
     def _start_reduce_scatter(self, filling: Filling) -> InFlight:
         full, bucket, coord = filling.full, filling.bucket, self.group.coord
-        transport = self.group.transport(REDUCE)
+        transport = self.group.transport("reduce")
         scratch = [(transport.num_scratch_rows(shard_of(param).size), *param.shape[1:]) for param in full]
         received = self._lease(scratch, filling.lease)
         what, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in full)
@@ -232,7 +232,7 @@ class GradientReducer:
         """Exchanges rows in place of their sums, whose order is fixed: each rank gets its rows of every rank's gradient, of
         `micros`.
         """
-        transport = self.group.transport(REDUCE)
+        transport = self.group.transport("reduce")
         shapes = [(self.group.size, shard_of(param).size, *param.shape[1:]) for param in filling.full]
         rows = dict(zip(filling.full, self._lease(shapes, filling.lease), strict=True))
         works = [

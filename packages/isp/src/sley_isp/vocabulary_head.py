@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.comm import REDUCE
 from sley_core.api.model import chunks, wide
 from sley_core.api.parts import Handover
 from sley_core.errors import PlanError, RunError
@@ -119,7 +118,7 @@ class VocabularyHead:
         (inputs,) = self.tokens.all_tokens([x], [0], "the head's inputs")
         own = self.logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
         received = torch.empty_like(own)
-        work = self.group.transport(REDUCE).all_to_all(received, own, what="logits")
+        work = self.group.transport("reduce").all_to_all(received, own, what="logits")
         self.tokens.counters.sent.add(own, self.group, passes=1)
         work.wait()
         work.wait_sent()
@@ -133,7 +132,7 @@ class VocabularyHead:
         """
         result: list[Tensor] = []
         own_tokens = len(gradient) // self.group.size
-        transport = self.group.transport(REDUCE)
+        transport = self.group.transport("reduce")
         shape = (len(gradient) + transport.num_scratch_rows(own_tokens), self.shard.shape[1])
         with self.pool.lease(shape, gradient.dtype, gradient.device) as buffer:
             full = buffer[: len(gradient)]

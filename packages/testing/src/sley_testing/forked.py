@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from sley_core.factory import is_installed
+from sley_core.errors import is_installed
 from sley_testing.processes import call_itself
 from sley_testing.ranks import preloaded_server
 

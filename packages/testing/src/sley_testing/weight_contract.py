@@ -111,7 +111,7 @@ def late(run: Run, number: int) -> None:
             for param in [one for one in kept if {one.name, *one.aliases} & set(names)]:
                 param.parameter.data.copy_(kept.pop(param))  # as a collective writes: no version tells of it
 
-        run.before_layer(layer.name, bring)
+        run.parts.waits.before_layer(layer.name, bring)
     with torch.no_grad():
         for param in run.registry:
             param.parameter.zero_()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sley_core.api.actions import GRADIENT_KINDS
-from sley_core.api.comm import GATHER, REDUCE, all_gather, all_to_all
+from sley_core.api.comm import all_gather, all_to_all
 from sley_core.api.weights import AXIS, stand_in
 from sley_core.protocols import WeightCommunicator
 
@@ -20,7 +20,7 @@ def gathered(param, group):
     """The whole of which `param.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
     own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
-    all_gather(parts, own[None].contiguous(), group, what=param.name, lane=GATHER).wait()
+    all_gather(parts, own[None].contiguous(), group, what=param.name, lane="gather").wait()
     return param.shard.joined(parts)
 
 
@@ -28,7 +28,7 @@ def summed(param, group, gradient):
     """This rank's shard of the sum of all ranks' gradients of the whole."""
     parts = torch.stack([replace(param.shard, index=index).cut(gradient) for index in range(group.size)])
     received = torch.empty_like(parts)
-    all_to_all(received, parts, group, what=f"the gradient of {param.name}", lane=REDUCE).wait()
+    all_to_all(received, parts, group, what=f"the gradient of {param.name}", lane="reduce").wait()
     return received.sum(0)
 
 

@@ -12,19 +12,15 @@ from sley_core.comm.collectives import (
 )
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
 from sley_core.comm.device import Device
-from sley_core.comm.folder_probe import one_line, probe
+from sley_core.comm.folder_probe import probe
 from sley_core.comm.groups import Group, Groups
-from sley_core.comm.guard import HINT, Turn, failed
-from sley_core.comm.marks import Mark, checksum, differs, mark_of
+from sley_core.comm.guard import Turn
+from sley_core.comm.marks import Mark, checksum
 from sley_core.comm.progress import Members, SentBytes
 from sley_core.comm.startup import gather_values
-from sley_core.comm.transport import Published, Transport, Work, put
-from sley_core.topology import GATHER, REDUCE
+from sley_core.comm.transport import Published, Transport, Work
 
 __all__ = [
-    "GATHER",
-    "HINT",
-    "REDUCE",
     "CopyEvent",
     "CopyStream",
     "Device",
@@ -44,14 +40,9 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "checksum",
-    "differs",
-    "failed",
     "gather_objects",
     "gather_values",
-    "mark_of",
-    "one_line",
     "probe",
-    "put",
     "receive_from",
     "send_to",
 ]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.guard import guarded, turn_of
-from sley_core.comm.marks import HEADER_BYTES, ExchangeLog, Mark, differs, mark_of, of_header
+from sley_core.comm.marks import ExchangeLog, Mark
 from sley_core.comm.progress import Members
 from sley_core.comm.startup import gather_values
-from sley_core.comm.transport import Transport, Work, Works, all_reduced, put
+from sley_core.comm.transport import Headers, Transport, Work, Works, all_reduced, put
 from sley_core.errors import PluginError
 from sley_core.records import TransportRecord
 
@@ -38,7 +38,7 @@ class Backend(Transport):
         self._is_coalesced = is_coalesced
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        mark = mark_of("all-gather", what, shards)
+        mark = Mark.of("all-gather", what, shards)
         self._log.add(self._name, mark)
         turn = turn_of("all-gather", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._gather(wholes, shards), turn), [], turn)
@@ -46,13 +46,13 @@ class Backend(Transport):
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
         own = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
-        mark = mark_of("reduce-scatter", what, wholes, contents)
+        mark = Mark.of("reduce-scatter", what, wholes, contents)
         self._log.add(self._name, mark)
         turn = turn_of("reduce-scatter", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._reduce(own, wholes), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        self._log.add(self._name, mark_of("all-to-all", what, [sent], contents))
+        self._log.add(self._name, Mark.of("all-to-all", what, [sent], contents))
         turn = turn_of("all-to-all", self.members, what, self._name, sent.nbytes)
         work = guarded(lambda: dist.all_to_all_single(received, sent, group=self._lane, async_op=True), turn)
         return Works([work], [], turn)
@@ -88,10 +88,6 @@ def can_coalesce(lane: dist.ProcessGroup) -> bool:
     return bool(dist.get_backend(lane) != "gloo")
 
 
-_HEADER_TAG = 0
-"""No part has it: their tags are marks, the odds of a mark of 0 are one in 2^31."""
-
-
 class Direct(Transport):
     """Sends by `lane`, a communicator of gloo, which is lane `name` of a group; tensors are on the host.
 
@@ -113,7 +109,7 @@ class Direct(Transport):
         rows = [whole.view(self.members.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         places = [[whole[peer] for peer in self._peers] for whole in rows]
         parts = [[shard] * len(self._peers) for shard in shards]
-        started = self._pass_around(places, parts, mark_of("all-gather", what, shards), "all-gather")
+        started = self._pass_around(places, parts, Mark.of("all-gather", what, shards), "all-gather")
         for whole, shard in zip(rows, shards, strict=True):
             put(shard, whole[self.members.coord])
         return started
@@ -134,12 +130,12 @@ class Direct(Transport):
                     total.add_(part)
 
         parts = [[one[peer] for peer in self._peers] for one in rows]
-        mark = mark_of("reduce-scatter", what, wholes, contents)
+        mark = Mark.of("reduce-scatter", what, wholes, contents)
         return self._pass_around([list(one) for one in arriving], parts, mark, "reduce-scatter", finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         places, parts = ([[whole[peer] for peer in self._peers]] for whole in (received, sent))
-        started = self._pass_around(places, parts, mark_of("all-to-all", what, [sent], contents), "all-to-all")
+        started = self._pass_around(places, parts, Mark.of("all-to-all", what, [sent], contents), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
 
@@ -165,9 +161,9 @@ class Direct(Transport):
         received: list[Any] = []
         sent: list[Any] = []
 
-        def start() -> _Headers:
+        def start() -> Headers:
             """Starts the header, then all receives, then all sends of each row; returns the headers."""
-            headers = _Headers(self.members, self._lane, mark)
+            headers = Headers(self.members, self._lane, mark)
             sent.extend(headers.sent)
             for into, out in zip(places, parts, strict=True):
                 for place, peer in zip(into, self._peers, strict=True):
@@ -179,26 +175,6 @@ class Direct(Transport):
         turn = turn_of(operation, self.members, mark.what, self._name, mark.num_bytes)
         headers = guarded(start, turn)
         return Works(received, sent, turn, finish, headers)
-
-
-class _Headers:
-    """The headers of one exchange on `lane`, in flight since this was made; `sent` must be awaited."""
-
-    def __init__(self, members: Members, lane: dist.ProcessGroup, mark: Mark) -> None:
-        self._members = members
-        self._mark = mark
-        self._peers = members.peers
-        self._came = torch.empty(len(self._peers), HEADER_BYTES, dtype=torch.uint8)
-        own = mark.header()
-        self.works = [lane.recv([row], peer, _HEADER_TAG) for row, peer in zip(self._came, self._peers, strict=True)]
-        self.sent = [lane.send([own], peer, _HEADER_TAG) for peer in self._peers]
-
-    def compare(self) -> None:
-        """Raises RunError `ranks-differ` where a peer exchanges something else, or of another length."""
-        for row, peer in zip(self._came, self._peers, strict=True):
-            theirs = of_header(row)
-            if theirs[1:] != self._mark[1:]:
-                raise differs(self._mark, self._members.rank, theirs.what, self._members.ranks[peer])
 
 
 class Done(Work):

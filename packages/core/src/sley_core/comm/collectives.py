@@ -158,8 +158,8 @@ def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
     """
     if not group.has_peers:
         return [value] * group.size
-    found: list[Any] = guarded(lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what))
-    return found
+    values: list[Any] = guarded(lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what))
+    return values
 
 
 MOST_PARTS = 3
@@ -197,9 +197,9 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Returns in words which parts differ, the first of them with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    said = [f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]]
+    texts = [f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]]
     more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
-    return "; ".join(said) + more
+    return "; ".join(texts) + more
 
 
 Exchanges = dict[str, Exchanged]
@@ -214,8 +214,8 @@ def difference(group: Group, number: int) -> int:
     An integer below 2^32 x the group's size; float64 sums are exact below 2^53. If ranks differ the sum is 0 with a chance of
     2^-32. The hash includes the group, so that differences in two groups do not cancel, as they could with a linear function.
     """
-    told = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4)
-    return int.from_bytes(told.digest(), "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
+    digest = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
 
 def exchanges_of(groups: Iterable[Group]) -> Exchanges:
@@ -239,16 +239,16 @@ def exchanges_error(when: str, own: Exchanges, control: Group) -> RunError:
     views = gather_objects(own, control, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}
     for label, ranks in groups.items():
-        found = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
-        (usual, _), *others = Counter(found.values()).most_common()
+        by_rank = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
+        (usual, _), *others = Counter(by_rank.values()).most_common()
         if others:
-            other = next(rank for rank, one in found.items() if one == usual)
-            odd = next(rank for rank, one in found.items() if one != usual)
-            message = f"{when}: of {label}, rank {odd} made {_told(found[odd])}, rank {other} {_told(usual)}"
+            other = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
+            odd = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
+            message = f"{when}: of {label}, rank {odd} made {_in_words(by_rank[odd])}, rank {other} {_in_words(usual)}"
             return RunError("ranks-differ", message, hint=HINT)
     raise AssertionError(f"all ranks have exchanged the same: {views}")
 
 
-def _told(exchanged: Sequence[Any]) -> str:
+def _in_words(exchanged: Sequence[Any]) -> str:
     times, _, last = exchanged
     return f"{times} exchanges, the last of {last}" if times else "none"

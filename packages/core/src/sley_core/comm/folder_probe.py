@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sley_core.comm.collectives import gather_objects
-from sley_core.errors import RunError, SleyError
-from sley_core.factory import cause
+from sley_core.errors import RunError, cause
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
@@ -45,20 +44,15 @@ class LocalScratch:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def text(self) -> str:
-        return str(self.path)
+        self.text = str(path)
 
     def write(self, token: str, name: str) -> None:
         self._at(token).mkdir(parents=True, exist_ok=True)
-        unfinished = self._at(token) / f".{name}"
-        unfinished.write_bytes(b"probe")
-        unfinished.replace(self._at(token) / name)
+        (self._at(token) / name).write_bytes(b"probe")
 
     def names(self, token: str) -> list[str]:
         with suppress(FileNotFoundError, NotADirectoryError):
-            return [one.name for one in self._at(token).iterdir()]
+            return [file.name for file in self._at(token).iterdir()]
         return []
 
     def remove(self, token: str) -> None:
@@ -81,63 +75,41 @@ def probe(
     """
     # Half, so that a rank says what it does not see before the others stop waiting for it.
     patience_s = min(PATIENCE_S, timeout_s / 2)
-    is_first = control.coord == 0
-    token = secrets.token_hex(8) if is_first else ""
-    failed = _attempt(lambda: problem() or _write(scratch, token, 0)) if is_first else ""
+    is_first, own = control.coord == 0, f"rank-{control.coord:05}"
+    token, failed = "", ""
+
+    def check(*steps: Callable[[], str | None]) -> str:
+        """Returns the text of the first of `steps` that has one, or of its error: the other ranks wait for an answer."""
+        try:
+            return next((text for step in steps if (text := step())), "")
+        except Exception as error:  # whatever a file system raises
+            return cause(error)
+
+    def see(names: Iterable[str], what: str) -> str:
+        """Waits until there are files with these `names`; returns a text if they do not appear in time."""
+        wanted, deadline = set(names), time.monotonic() + patience_s
+        while not wanted <= set(scratch.names(token)):
+            if time.monotonic() > deadline:
+                return f"it does not see {what} there"
+            time.sleep(_POLL_S)
+        return ""
+
     # All ranks, three times, whatever failed: rank 0 has written; the others have, where they see that; rank 0 sees them.
-    token, failed = gather_objects([token, failed], control, what="where checkpoints are written")[0]
-    mine = "" if is_first or failed or not writes else _attempt(lambda: _beside(scratch, token, control.coord, patience_s))
-    everyone = gather_objects([mine, writes], control, what="who can write checkpoints")
-    reasons = [(0, failed)] + [(rank, why) for rank, (why, _) in zip(control.ranks, everyone, strict=True)]
     if is_first:
-        if not any(why for _, why in reasons):
-            writers = [coord for coord, (_, is_writer) in enumerate(everyone) if is_writer]
-            failed = _attempt(lambda: _seen(scratch, token, map(_name, writers), "what the other ranks write", patience_s))
-        _attempt(lambda: _remove(scratch, token))
+        token = secrets.token_hex(8)
+        failed = check(problem, lambda: scratch.write(token, own))
+    token, failed = gather_objects([token, failed], control, what="where checkpoints are written")[0]
+    mine = failed if is_first else ""
+    if writes and not is_first and not failed:
+        mine = check(lambda: see(["rank-00000"], "what rank 0 writes"), lambda: scratch.write(token, own))
+    everyone = gather_objects([mine, writes], control, what="who can write checkpoints")
+    if is_first:
+        if not any(why for why, _ in everyone):
+            names = [f"rank-{coord:05}" for coord, (_, is_writer) in enumerate(everyone) if is_writer]
+            failed = check(lambda: see(names, "what the other ranks write"))
+        check(lambda: scratch.remove(token))
     failed = gather_objects(failed, control, what="what rank 0 sees of the checkpoints' folder")[0]
-    for rank, why in [(0, failed), *reasons[1:]]:
+    for rank, why in [(0, failed), *((rank, why) for rank, (why, _) in zip(control.ranks, everyone, strict=True))]:
         if why:
             hint = "all ranks write checkpoints and weights into one folder: name one that every host can write and see"
             raise RunError("checkpoint-folder", f"rank {rank} cannot save in {scratch.text}: {why}", hint=hint)
-
-
-def _attempt(work: Callable[[], str]) -> str:
-    """Returns the text of `work()`, or of its error: the other ranks wait for an answer."""
-    try:
-        return work()
-    except Exception as error:  # whatever a file system raises
-        return one_line(error)
-
-
-def _name(coord: int) -> str:
-    return f"rank-{coord:05}"
-
-
-def _write(scratch: Scratch, token: str, coord: int) -> str:
-    scratch.write(token, _name(coord))
-    return ""
-
-
-def _beside(scratch: Scratch, token: str, coord: int, patience_s: float) -> str:
-    return _seen(scratch, token, [_name(0)], "what rank 0 writes", patience_s) or _write(scratch, token, coord)
-
-
-def _seen(scratch: Scratch, token: str, names: Iterable[str], what: str, patience_s: float) -> str:
-    """Waits until there are files with these `names`; returns a text if they do not appear in time."""
-    wanted, deadline = set(names), time.monotonic() + patience_s
-    while not wanted <= set(scratch.names(token)):
-        if time.monotonic() > deadline:
-            return f"it does not see {what} there"
-        time.sleep(_POLL_S)
-    return ""
-
-
-def _remove(scratch: Scratch, token: str) -> str:
-    scratch.remove(token)
-    return ""
-
-
-def one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return error.diagnostics[0].message if isinstance(error, SleyError) else cause(error)

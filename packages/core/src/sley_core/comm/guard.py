@@ -47,9 +47,27 @@ class Turn(NamedTuple):
     @property
     def waiting(self) -> Waiting:
         """What this rank tells the others when a wait in this exchange has failed."""
-        rank, ranks, numbers = self.members.rank, self.members.ranks, self.members.progress.numbers
-        late = tuple(one for one in ranks if one != rank) if self.peer is None else (self.peer,)
-        return Waiting(rank, f"the {self}", late, self.queue, self.number, dict(numbers))
+        members = self.members
+        peers = tuple(rank for rank in members.ranks if rank != members.rank) if self.peer is None else (self.peer,)
+        return Waiting(members.rank, f"the {self}", peers, self.queue, self.number, dict(members.progress.numbers))
+
+    def failed(self, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
+        """Returns the error of a wait in this exchange that failed: `collective-failed` with `message`, or `ranks-differ`.
+
+        The latter if ranks wait for each other in a circle, and have written so into the store. ran_out_of_time: whether this
+        rank timed out; else a peer has ended, or closed its connection. peer: the global rank that did not come, if that is
+        known. May block while it waits for the others' writes.
+        """
+        progress = self.members.progress
+        progress.failed("late" if ran_out_of_time else "closed", peer)
+        if progress.store is None:
+            return RunError("collective-failed", message, hint=HINT)
+        others = read_waits(self.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
+        if circle := circle_in(others):
+            hint = f"ranks start the exchanges of a group in one order; {ONE_ORDER}"
+            return RunError("ranks-differ", f"ranks wait for each other: {in_words(circle)}", hint=hint)
+        more = [f"; rank {each.rank} waited in {each.what}" for each in others.values() if each.rank != self.members.rank]
+        return RunError("collective-failed", message + "".join(more), hint=HINT)
 
 
 def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
@@ -72,35 +90,16 @@ def _counted(operation: str, members: Members, what: str, queue: str, peer: int 
 
 
 def guarded(call: Callable[[], Any], turn: Turn) -> Any:
-    """Returns `call()`, recording the wait; torch's RuntimeError becomes the error of `failed`."""
+    """Returns `call()`, recording the wait; torch's RuntimeError becomes the error of `Turn.failed`."""
     progress = turn.members.progress
     progress.waits(turn)
     try:
-        found = call()
+        result = call()
     except RuntimeError as error:
         why = first_line(error)
-        raise failed(turn, f"{turn} failed on rank {turn.members.rank}: {why}", _TIMED_OUT in why) from error
+        raise turn.failed(f"{turn} failed on rank {turn.members.rank}: {why}", _TIMED_OUT in why) from error
     progress.waited()
-    return found
-
-
-def failed(turn: Turn, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
-    """Returns the error of a wait in `turn` that failed: `collective-failed` with `message`, or `ranks-differ`.
-
-    The latter if ranks wait for each other in a circle, and have written so into the store. ran_out_of_time: whether this rank
-    timed out; else a peer has ended, or closed its connection. peer: the global rank that did not come, if that is known. May
-    block while it waits for the others' writes.
-    """
-    progress = turn.members.progress
-    progress.failed("late" if ran_out_of_time else "closed", peer)
-    if progress.store is None:
-        return RunError("collective-failed", message, hint=HINT)
-    others = heard(turn.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
-    if circle := circle_in(others):
-        hint = f"ranks start the exchanges of a group in one order; {ONE_ORDER}"
-        return RunError("ranks-differ", f"ranks wait for each other: {told(circle)}", hint=hint)
-    said = [f"; rank {one.rank} waited in {one.what}" for one in others.values() if one.rank != turn.members.rank]
-    return RunError("collective-failed", message + "".join(said), hint=HINT)
+    return result
 
 
 def first_line(error: BaseException) -> str:
@@ -151,7 +150,7 @@ def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
     none. The same on all ranks with the same input. waiting: by rank.
     """
     left = dict(waiting)
-    while free := [rank for rank, one in left.items() if not any(map(one.is_for, left.values()))]:
+    while free := [rank for rank, wait in left.items() if not any(map(wait.is_for, left.values()))]:
         for rank in free:
             del left[rank]
     if not left:
@@ -162,51 +161,50 @@ def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
     while rank not in path:
         path.append(rank)
         rank = min(other.rank for other in left.values() if left[rank].is_for(other))
-    found = path[path.index(rank) :]
-    first = found.index(min(found))
-    return [left[each] for each in (*found[first:], *found[:first])]
+    circle = path[path.index(rank) :]
+    first = circle.index(min(circle))
+    return [left[each] for each in (*circle[first:], *circle[:first])]
 
 
-def told(circle: list[Waiting]) -> str:
+def in_words(circle: list[Waiting]) -> str:
     """Returns in words which rank waits in what for which rank."""
-    after = [*circle[1:], circle[0]]
-    waits = [f"rank {one.rank} waits in {one.what} for rank {late.rank}" for one, late in zip(circle, after, strict=True)]
-    return ", ".join(waits)
+    pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
+    return ", ".join(f"rank {wait.rank} waits in {wait.what} for rank {late.rank}" for wait, late in pairs)
 
 
-def heard(own: Waiting, store: Store, patience_s: float) -> dict[int, Waiting]:
-    """Writes `own` into `store`; returns what the ranks wait in for which it waits, and those for which these wait, and so on.
+def read_waits(own: Waiting, store: Store, patience_s: float) -> dict[int, Waiting]:
+    """Writes `own` into `store`; returns the waits of the ranks for which it waits, of those for which these wait, and so on.
 
     The result is by rank, and includes `own`; ranks that have written nothing are missing. Returns as soon as there is a
     circle, or no rank left to read; otherwise after `patience_s`, and shortly later if the store does not answer.
     """
-    found = {own.rank: own}
+    waits = {own.rank: own}
     deadline = time.monotonic() + patience_s
 
-    def listen() -> None:
+    def read() -> None:
         # If the store fails, as when its host has ended, nothing is known of the others.
         with contextlib.suppress(Exception):
             store.set(_key(own.rank), json.dumps(own))
-            while _hear(found, store) and not circle_in(dict(found)) and time.monotonic() < deadline:
+            while _read_new(waits, store) and not circle_in(dict(waits)) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
 
-    thread = threading.Thread(target=listen, name="sley-circles", daemon=True)
+    thread = threading.Thread(target=read, name="sley-circles", daemon=True)
     thread.start()
     thread.join(patience_s + _ANSWER_S)
-    return dict(found)
+    return dict(waits)
 
 
-def _hear(found: dict[int, Waiting], store: Store) -> bool:
-    """Adds what can be read now to `found`; returns whether ranks that are waited for have written nothing."""
+def _read_new(waits: dict[int, Waiting], store: Store) -> bool:
+    """Adds to `waits` what can be read now; returns whether ranks that are waited for have written nothing."""
     silent: set[int] = set()
-    while asked := {rank for one in found.values() for rank in one.ranks} - found.keys() - silent:
-        for rank in sorted(asked)[: MOST_RANKS - len(found) - len(silent)]:
+    while unread := {rank for wait in waits.values() for rank in wait.ranks} - waits.keys() - silent:
+        for rank in sorted(unread)[: MOST_RANKS - len(waits) - len(silent)]:
             if store.check([_key(rank)]):
                 number, what, ranks, *others = json.loads(store.get(_key(rank)))
-                found[rank] = Waiting(number, what, tuple(ranks), *others)
+                waits[rank] = Waiting(number, what, tuple(ranks), *others)
             else:
                 silent.add(rank)
-        if len(found) + len(silent) >= MOST_RANKS:
+        if len(waits) + len(silent) >= MOST_RANKS:
             break
     return bool(silent)
 

@@ -43,6 +43,26 @@ class Mark(NamedTuple):
     number: int
     num_bytes: int
 
+    @classmethod
+    def of(cls, operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
+        """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order.
+
+        what: describes it, the same on all ranks. contents: a checksum of what the words do not cover (`checksum`).
+        """
+        sizes = array("q", (contents,))
+        num_bytes = 0
+        for tensor in tensors:
+            num_bytes += tensor.nbytes
+            sizes.append(tensor.nbytes)
+            sizes.append(_DTYPES[tensor.dtype])
+        return cls(what, zlib.crc32(sizes, _crc(operation, what)) & _BITS, num_bytes)
+
+    def differs(self, rank: int, theirs: str, peer: int) -> RunError:
+        """Returns the RunError `ranks-differ` of rank `rank`, which exchanges this while rank `peer` exchanges `theirs`."""
+        here = self.words.decode()
+        there = "other parts of it" if theirs == here else theirs or "something else"
+        return RunError("ranks-differ", f"rank {rank} exchanges {here} where rank {peer} exchanges {there}", hint=HINT)
+
     @property
     def words(self) -> bytes:
         """Encoded words and length, for the peers' error messages."""
@@ -51,20 +71,6 @@ class Mark(NamedTuple):
     def header(self) -> Tensor:
         """Returns the mark as a message, uint8 [HEADER_BYTES]; `of_header` reads it."""
         return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.words)), dtype=torch.uint8)
-
-
-def mark_of(operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-    """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order.
-
-    what: describes it, the same on all ranks. contents: a checksum of what the words do not cover (`checksum`).
-    """
-    sizes = array("q", (contents,))
-    num_bytes = 0
-    for tensor in tensors:
-        num_bytes += tensor.nbytes
-        sizes.append(tensor.nbytes)
-        sizes.append(_DTYPES[tensor.dtype])
-    return Mark(what, zlib.crc32(sizes, _crc(operation, what)) & _BITS, num_bytes)
 
 
 def of_header(header: Tensor) -> Mark:
@@ -78,13 +84,6 @@ def checksum(names: Iterable[str]) -> int:
     for name in names:
         found = zlib.crc32(name.encode(), zlib.crc32(b"\0", found))
     return found
-
-
-def differs(own: Mark, rank: int, theirs: str, peer: int) -> RunError:
-    """Returns the RunError `ranks-differ` of rank `rank`, which exchanges `own` while rank `peer` exchanges `theirs`."""
-    here = own.words.decode()
-    there = "other parts of it" if theirs == here else theirs or "something else"
-    return RunError("ranks-differ", f"rank {rank} exchanges {here} where rank {peer} exchanges {there}", hint=HINT)
 
 
 @lru_cache(maxsize=4096)

@@ -43,20 +43,9 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 def _gather(mine: Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Returns every rank's `mine`, padded to `num_bytes`. A collective over `group`, whose members all call `gather_values`."""
-    found = [torch.zeros(num_bytes, dtype=torch.uint8, device=mine.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, torch.nn.functional.pad(mine, (0, num_bytes - mine.numel())), group=group)
-    return found
-
-
-def value_of_first(value: Any) -> Any:
-    """Broadcasts the value of rank 0, as in `gather_values`, over the default group; returns it on all ranks. Blocks."""
-    mine = _encoded(value, None)
-    length = torch.tensor([mine.numel()], device=mine.device)
-    # All ranks of the default group: how long the text is, then the text.
-    dist.broadcast(length, src=0)
-    text = mine if dist.get_rank() == 0 else torch.zeros(int(length), dtype=torch.uint8, device=mine.device)
-    dist.broadcast(text, src=0)
-    return _decoded(text)
+    every = [torch.zeros(num_bytes, dtype=torch.uint8, device=mine.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, torch.nn.functional.pad(mine, (0, num_bytes - mine.numel())), group=group)
+    return every
 
 
 def _encoded(value: Any, group: dist.ProcessGroup | None) -> Tensor:

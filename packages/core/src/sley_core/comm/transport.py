@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.guard import Turn, guarded, turn_of
+from sley_core.comm.marks import HEADER_BYTES, Mark, of_header
 from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 
@@ -136,13 +138,28 @@ class Unpublished(Published):
         """Returns at once: each gather has been ended by itself."""
 
 
-class Announced(Protocol):
-    """Tells what the peers say that an exchange is. works: of the process group, by which that comes."""
+_HEADER_TAG = 0
+"""No part has it: their tags are marks, the odds of a mark of 0 are one in 2^31."""
 
-    works: list[Any]
+
+class Headers:
+    """The headers of one exchange on `lane`, in flight since this was made; `sent` must be awaited."""
+
+    def __init__(self, members: Members, lane: dist.ProcessGroup, mark: Mark) -> None:
+        self._members = members
+        self._mark = mark
+        self._peers = members.peers
+        self._received = torch.empty(len(self._peers), HEADER_BYTES, dtype=torch.uint8)
+        own = mark.header()
+        self.works = [lane.recv([row], peer, _HEADER_TAG) for row, peer in zip(self._received, self._peers, strict=True)]
+        self.sent = [lane.send([own], peer, _HEADER_TAG) for peer in self._peers]
 
     def compare(self) -> None:
-        """Raises RunError `ranks-differ` where a peer exchanges something else; called when `works` are done."""
+        """Raises RunError `ranks-differ` where a peer exchanges something else, or of another length."""
+        for row, peer in zip(self._received, self._peers, strict=True):
+            theirs = of_header(row)
+            if theirs[1:] != self._mark[1:]:
+                raise self._mark.differs(self._members.rank, theirs.what, self._members.ranks[peer])
 
 
 class Works(Work):
@@ -158,7 +175,7 @@ class Works(Work):
         sent: Sequence[Any],
         turn: Turn,
         finish: Callable[[], None] | None = None,
-        headers: Announced | None = None,
+        headers: Headers | None = None,
     ) -> None:
         self._received = received
         self._sent = sent
@@ -167,8 +184,8 @@ class Works(Work):
         self._headers = headers
 
     def test(self) -> bool:
-        announced = [] if self._headers is None else self._headers.works
-        return all(work.is_completed() for work in (*announced, *self._received))
+        headers = [] if self._headers is None else self._headers.works
+        return all(work.is_completed() for work in (*headers, *self._received))
 
     def wait(self) -> None:
         """Waits until everything is in its place. Compares the peers' headers first: a different exchange is an error."""

@@ -28,8 +28,8 @@ from sley_core.data.dataset import (
     Sample,
     is_stream,
 )
-from sley_core.errors import PlanError
-from sley_core.factory import cause, import_factory
+from sley_core.errors import PlanError, cause
+from sley_core.factory import import_factory
 from sley_core.table import Table
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 from sley_core.data.batches import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
 from sley_core.data.walk import SamplesDigest, StreamReader, probe, set_epoch
-from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.factory import cause
+from sley_core.errors import PlanError, RunError, cause, note_origin
 from sley_core.generators import comparable_state, derive, seeded
 
 NUM_ROUNDS = 10

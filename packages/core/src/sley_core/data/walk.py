@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import Sample, Stream
-from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.factory import cause
+from sley_core.errors import PlanError, RunError, cause, note_origin
 
 
 def digest_of(samples: Iterable[Any]) -> str:

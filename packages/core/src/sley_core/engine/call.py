@@ -230,7 +230,7 @@ class LayerCaller:
         finally:
             IN_USE.release()
         if self.writes is not None:
-            self.writes.check(layer, micro, before)
+            self.writes.check(layer, before)
         if is_new:  # a generator made by the first forward would begin in each layout with another call
             known = {id(generator) for generator in self._own[layer.name]}
             if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):

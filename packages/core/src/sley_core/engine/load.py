@@ -18,8 +18,7 @@ from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import set_extra_state, with_extra_state
-from sley_core.errors import RunError
-from sley_core.factory import cause
+from sley_core.errors import RunError, cause
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
     from sley_core.memory.pool import Pools
-    from sley_core.memory.state import Part
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
     from sley_core.topology import Topology
@@ -68,16 +67,11 @@ class StepEvents:
     began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
     the update of any step that did not raise, taken or not. step_in_buckets: makes the optimizer step one bucket at a time;
     None steps everything at once.
-
-    came_back: between two steps, with the name of a part of the run's memory that is on the device again, or on its way. Its
-    tensors, views and hooks are those from before, but their addresses may be others: for a plugin that has kept any, as a CUDA
-    graph or a registered buffer does.
     """
 
     began: list[Callable[[], None]] = field(default_factory=list)
     gradients_done: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    came_back: list[Callable[[Part], None]] = field(default_factory=list)
     step_in_buckets: Buckets | None = None
 
 

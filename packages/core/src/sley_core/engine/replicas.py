@@ -3,7 +3,7 @@
 A value that a forward writes differs between replicas, which see other samples, and is written once per micro-batch and
 recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first micro-batch. Writes that
 torch does not count (`.data`, numpy, running statistics) are found by hashes before and after a layer, in its first call and
-every `LOOK_EVERY` steps.
+every `LOOK_EVERY` steps. In the first step all micro-batches are looked at.
 
 `CopyComparison` compares values before the first step and every `LOOK_EVERY` steps, on every rank that holds a copy: parameters
 over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values differ if a
@@ -65,7 +65,7 @@ class CopyComparison:
             faults.append(_differing(what, names, prints, parts.groups[axis]))
         # All ranks must raise: those of other groups would wait for the ones that stop.
         everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
-        if fault := next((fault for found in everyone for fault in found if fault), ""):
+        if fault := next((fault for faults in everyone for fault in faults if fault), ""):
             hint = (
                 "let the model draw from torch's generator, `random` or numpy alone, and load weights on every rank"
                 ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)'
@@ -126,9 +126,7 @@ class _Before(NamedTuple):
 
 
 class WriteWatch:
-    """Refuses layers that write their own weights where that is not what one process does, and buffers from the second step on:
-    those that the first step writes are all named together (`model.buffers`).
-    """
+    """Refuses layers that write buffers, or their own weights where that is not what one process does."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self._is_alone = parts.groups["stage"].size == 1
@@ -141,17 +139,17 @@ class WriteWatch:
 
     def before(self, layer: Layer, micro: MicroStep) -> _Before | None:
         """Notes what `layer` holds; returns None if this call is not watched."""
-        if micro.micro:
-            return None
         is_new = layer.name not in self._places
         if is_new:
-            self._places[layer.name] = list(self._found(layer))
+            self._places[layer.name] = list(self._watched(layer))
             self._first_steps[layer.name] = micro.step
+        elif micro.micro and micro.step > self._first_steps[layer.name]:
+            return None
         tensors = [place.held.get(place.key) for place in self._places[layer.name]]
-        looks = is_new or micro.step % LOOK_EVERY == LOOK_EVERY - 1
+        looks = is_new or (not micro.micro and micro.step % LOOK_EVERY == LOOK_EVERY - 1)
         return _Before(tensors, [_version(one) for one in tensors], _prints(tensors) if looks else None)
 
-    def check(self, layer: Layer, micro: MicroStep, before: _Before | None) -> None:
+    def check(self, layer: Layer, before: _Before | None) -> None:
         """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` wrote as one process does not."""
         if before is None:
             return
@@ -166,12 +164,11 @@ class WriteWatch:
             written = [known or bool(now != was) for known, (now, was) in zip(written, pairs, strict=True)]
         if not any(written):
             return
-        found = [place for place, is_written in zip(places, written, strict=True) if is_written]
-        for place in found:
+        changed = [place for place, is_written in zip(places, written, strict=True) if is_written]
+        for place in changed:
             if not place.is_buffer:
                 self._weight_written(layer, place)
-        if micro.step > self._first_steps[layer.name]:
-            refuse_written([(place.name, place.module) for place in found if place.is_buffer])
+        refuse_written([(place.name, place.module) for place in changed if place.is_buffer])
 
     def runs_again(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""
@@ -193,7 +190,7 @@ class WriteWatch:
             raise _weight_written(layer, place.name, why, place.module)
         self._writers[layer.name] = place.name
 
-    def _found(self, layer: Layer) -> Iterable[_Place]:
+    def _watched(self, layer: Layer) -> Iterable[_Place]:
         """Yields the places of whole parameters, and of buffers that must not be written."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for held, is_buffer in ((module._parameters, False), (module._buffers, True)):

@@ -59,15 +59,13 @@ class RunMemory:
     device: the rank's. managers: those of the plan, attached. masters: the run's, which follow what a program writes. settle:
     makes sure that no step is under way; check_free: that no exchange of one that failed is; the run sets both. Ranks need not
     do alike, unless a manager shares the host's copies among them, as `memory.everything` does with `shared = true`; a step or
-    an evaluation of all ranks needs everything on each. came_back: called with each part that `onload` has brought back
-    (`StepEvents.came_back`).
+    an evaluation of all ranks needs everything on each.
     """
 
     device: Device
     inventory: MemoryInventory
     managers: Sequence[OffloadManager]
     masters: Masters
-    came_back: Sequence[Callable[[Part], None]] = ()
     settle: Callable[[], None] = lambda: None
     check_free: Callable[[], None] = lambda: None
 
@@ -106,14 +104,7 @@ class RunMemory:
         RunError `step-running` within a step, and UsageError as `offload`.
         """
         self.settle()
-        waits = []
-        for part, manager in self._chosen(parts):
-            was_away = manager.where(part) in (Where.LEAVING, Where.AWAY)
-            waits.append(manager.onload(part))
-            if was_away and manager.where(part) in (Where.COMING, Where.HERE):
-                for tell in self.came_back:
-                    tell(part)
-        return Move(waits)
+        return Move([manager.onload(part) for part, manager in self._chosen(parts)])
 
     def require(self, what: str, parts: Iterable[Part]) -> None:
         """Lets the device's work wait for those of `parts` that are coming. Raises StateError `memory-away`. what: "a step"."""

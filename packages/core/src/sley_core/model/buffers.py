@@ -1,4 +1,4 @@
-"""Checks that training does not write buffers: they would differ between ranks, and be written twice in recomputation.
+"""Buffers that training writes, which would differ between ranks; and modules that stay in evaluation mode.
 
 A running mean, for example, is the mean of this rank's samples, and nothing reduces it. A model with such buffers declares them
 (`Model(per_rank_buffers=("*.running_mean", ...))`), or does without.
@@ -6,10 +6,10 @@ A running mean, for example, is the mean of this rank's samples, and nothing red
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sley_core.errors import PlanError
@@ -18,60 +18,20 @@ from sley_core.model.layers import MODEL, Layer, Model
 NAMED = 3
 
 
-class BufferWatch:
-    """Remembers copies of the values of layers' buffers, for the first steps; `written` names those that have changed since.
-    (torch's own batch norm writes its running statistics without incrementing their versions.)
-    """
-
-    def __init__(self, layers: Iterable[Layer], per_rank: Sequence[str] = ()) -> None:
-        """per_rank: patterns of names (`Model.per_rank_buffers`) of buffers that may be written."""
-        self._layers = list(layers)
-        self._per_rank = tuple(per_rank)
-        self.look()
-
-    def look(self) -> None:
-        """Takes the current values as the ones to compare with, for instance after loading buffers."""
-        self._before = {name: buffer.clone() for name, _, buffer in self._buffers()}
-
-    def written(self) -> list[str]:
-        """Returns the qualified names of the changed buffers, in the order of the model; synchronises with the device."""
-        return [name for name, _, buffer in self._buffers() if self._is_written(name, buffer)]
-
-    def check(self) -> None:
-        """Raises PlanError "model-buffer-written", with the names of all buffers that were written."""
-        refuse_written([(name, module) for name, module, buffer in self._buffers() if self._is_written(name, buffer)])
-
-    def _is_written(self, name: str, buffer: Tensor) -> bool:
-        """Returns whether the buffer differs from its remembered value; False for one that may differ per rank."""
-        if is_per_rank(name, self._per_rank):
-            return False
-        before = self._before.get(name)
-        if before is None or before.shape != buffer.shape:
-            return True
-        same = (before == buffer) | (before != before)  # NaN stays NaN
-        return not bool(same.all())
-
-    def _buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
-        for layer in self._layers:
-            for name, module in layer.module.named_modules(prefix=layer.name):
-                for attribute, buffer in module.named_buffers(recurse=False):
-                    yield f"{name}.{attribute}", module, buffer
-
-
 def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
     """Returns whether the buffer `name` may be written: `Model.per_rank_buffers` has a pattern of it."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def refuse_written(found: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises PlanError "model-buffer-written" if there is any. found: each buffer that training writes, its name and module."""
-    if not found:
+def refuse_written(written: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises PlanError "model-buffer-written" if training writes any buffer. written: name and module of each."""
+    if not written:
         return
-    kinds = " and ".join(dict.fromkeys(type(module).__name__ for _, module in found))
-    names = ", ".join(f"`{name}`" for name, _ in found[:NAMED]) + (", ..." if len(found) > NAMED else "")
-    count = f"{len(found)} buffer{'' if len(found) == 1 else 's'}"
-    patterns = ", ".join(dict.fromkeys(f'"*.{name.rpartition(".")[2]}"' for name, _ in found))
-    others = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in found) else ""
+    kinds = " and ".join(dict.fromkeys(type(module).__name__ for _, module in written))
+    names = ", ".join(f"`{name}`" for name, _ in written[:NAMED]) + (", ..." if len(written) > NAMED else "")
+    count = f"{len(written)} buffer{'' if len(written) == 1 else 's'}"
+    patterns = ", ".join(dict.fromkeys(f'"*.{name.rpartition(".")[2]}"' for name, _ in written))
+    others = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in written) else ""
     raise PlanError(
         "model-buffer-written",
         f"training writes {count} of {kinds} ({names}), which would differ between ranks",

@@ -23,8 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sley_core.errors import PlanError, PluginError, SleyError
-from sley_core.factory import cause
+from sley_core.errors import PlanError, PluginError, SleyError, cause
 from sley_core.generators import generators_of_function, seeded_as_plain
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
 from sley_core.model.tensors import check_held

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
-from sley_core.factory import cause
+from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, cause
 from sley_core.generators import derive, seeded_as_plain
 
 if TYPE_CHECKING:

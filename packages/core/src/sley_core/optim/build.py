@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from sley_core.errors import Diagnostic, PlanError
-from sley_core.factory import cause, import_factory
+from sley_core.errors import Diagnostic, PlanError, cause
+from sley_core.factory import import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
 
 Groups = Sequence[dict[str, Any]]

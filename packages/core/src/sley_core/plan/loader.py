@@ -26,7 +26,7 @@ from sley_core.discovery import (
     to_install,
     unmet_requirement,
 )
-from sley_core.errors import PlanError, PluginError
+from sley_core.errors import PlanError, PluginError, cause
 from sley_core.plan.kinds import BASES, RECORDS, words
 from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
 from sley_core.table import RecordKind, Table
@@ -73,7 +73,7 @@ class Plugin:
         try:
             return record.load()
         except Exception as error:
-            message = f"{self.label}: cannot import `{record.build}` of `{self.name}.{record.name}`: {said(error)}"
+            message = f"{self.label}: cannot import `{record.build}` of `{self.name}.{record.name}`: {cause(error)}"
             raise PluginError("plugin-import", message, hint=f"reinstall {self.dist}, or report it") from error
 
 
@@ -173,7 +173,7 @@ def imported(found: Found) -> Any:
         hint = f"reinstall {found.dist}, or report it to its authors"
         if isinstance(error, ModuleNotFoundError) and error.name:
             hint = f"install what provides `{error.name}`, or reinstall {found.dist}"
-        message = f"{found.label} cannot be imported: {said(error)}"
+        message = f"{found.label} cannot be imported: {cause(error)}"
         raise PluginError("plugin-import", message, hint=hint) from error
 
 
@@ -205,7 +205,7 @@ def hooks_of(module: Any, found: Found) -> Any:
     try:
         manager.register(module, found.name)
     except pluggy.PluginValidationError as error:
-        raise PluginError("plugin-invalid", f"{found.label}: {said(error)}") from error
+        raise PluginError("plugin-invalid", f"{found.label}: {cause(error)}") from error
     return manager.hook
 
 
@@ -219,7 +219,7 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
         try:
             returned = [record for records in getattr(hooks, hook)() for record in records]
         except Exception as error:
-            raise PluginError("plugin-invalid", f"{found.label} failed in `{hook}`: {said(error)}") from error
+            raise PluginError("plugin-invalid", f"{found.label} failed in `{hook}`: {cause(error)}") from error
         for record in returned:
             kind = next((kind for kind, of_kind in RECORDS.items() if isinstance(record, of_kind)), None)
             if kind is None or not isinstance(record, types):
@@ -231,11 +231,6 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
                 raise PluginError("plugin-invalid", f"{found.label}: `{hook}` {wrong}", hint=hint)
             records[kind][record.name] = record
     return records
-
-
-def said(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _wrong(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None:

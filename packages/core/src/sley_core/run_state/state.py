@@ -12,8 +12,7 @@ import torch
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
-from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError
-from sley_core.factory import cause
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, cause
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.learning_rate import rate_of
 from sley_core.plan.kinds import CHECKPOINTER
@@ -75,8 +74,6 @@ class TrainingState:
         failed, result = "", None
         try:
             result = work()
-        except SleyError as error:
-            failed = error.diagnostics[0].message
         except Exception as error:
             failed = cause(error)
         # All ranks, whatever became of it on each.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sley_core.comm.guard import first_line
-from sley_core.comm.startup import value_of_first
+from sley_core.comm.startup import gather_values
 from sley_core.data.batches import Slices, cut
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -410,7 +410,7 @@ def from_first(world: World, make: Callable[[], list[float]], what: str) -> list
             box = (None, f"{type(error).__name__}: {first_line(error)}")
     # All ranks assemble one plan, and call this before any of them makes a group.
     try:
-        value, fault = value_of_first(box)
+        value, fault = gather_values(box)[0]
     except RuntimeError as error:
         message = f"rank {world.rank} heard nothing from rank 0, which was to {what}: {first_line(error)}"
         raise failure or RunError("start-failed", message) from error
