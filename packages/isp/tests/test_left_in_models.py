@@ -92,7 +92,7 @@ def test_an_assembly_that_fails(ranks, texts, sharded):
         (sharded(2, weights={"launch": "nowhere"}, **SPLIT), "", "launch-point"),
         (sharded(2, **SPLIT), "sley_core.assemble.samples_of", "the test's failure"),
     ]
-    for place in ("communicator.stand_in", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
+    for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
         cases.append((sharded(2, weights=WAYS[-1]), f"sley_isp.{place}", "the test's failure"))
     errors = [error for _, _, error in cases]
     assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]

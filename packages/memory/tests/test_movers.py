@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, poisoned, running, sha
 
-from sley_core.api.memory import HostMemory
+from sley_core.api.comm import HostMemory
 from sley_core.comm.copies import HostStream
 from sley_core.comm.device import Device
 from sley_core.engine.update import states_of

@@ -58,7 +58,7 @@ class StageLink(Protocol):
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
         """Starts to send `tensors`, laid out as `description` says. Sends their present values: the caller reuses their memory
-        as soon as this returns. Outputs arrive with the marks of `api.boundary.with_overlaps`.
+        as soon as this returns. Outputs arrive with the marks of `Description.with_overlaps`.
         """
 
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sley_core.actions.action import (
     DIRECTIONS,
     Action,
+    Delivery,
     Kind,
     Placement,
     Schedule,
@@ -25,7 +26,6 @@ from sley_core.actions.action import (
     v,
 )
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Delivery, taken
 from sley_core.errors import PlanError
 from sley_testing.runs import any_lists
 
@@ -198,7 +198,7 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(placement, micros, 
                 if isinstance(step, Transfer):
                     queues[stage, way(stage, step)].append((delivery_of(stage, step, placement), step.peer, step.op))
                 elif step.kind is not Kind.CHUNK_DONE:
-                    needed = taken(step, placement.position(stage, step.chunk), placement)
+                    needed = placement.input_of(step, placement.position(stage, step.chunk))
                     local = needed and placement.holder(needed.origin).stage == stage
                     if needed and not local and needed not in here:
                         break

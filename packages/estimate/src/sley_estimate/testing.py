@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from sley_core.actions.action import Action, Kind, Transfer
-from sley_core.actions.simulate import taken
 from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -104,7 +103,7 @@ def plain_step(
                 program.append(Begin(message_exchange(step, stage, placement, messages.__getitem__)))
             elif isinstance(step, Action) and step.kind is not Kind.CHUNK_DONE:
                 position = placement.position(stage, step.chunk)
-                needed = taken(step, position, placement)
+                needed = placement.input_of(step, position)
                 if needed is not None and placement.holder(needed.origin).stage != stage:
                     program.append(Await(needed))
                 seconds = sum(layer.of(step.kind) for layer in parts[position])

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.api.actions import GRADIENT_KINDS, Action, Kind
+from sley_core.api.actions import Action, Kind
 from sley_core.api.comm import SentBytes
 from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover, Phase
 from sley_core.api.plan import suggestion
-from sley_core.api.weights import AXIS, stand_in
+from sley_core.api.weights import StandIn
 from sley_core.errors import PlanError
 from sley_core.protocols import WeightCommunicator
 from sley_isp.config import ANYWHERE
@@ -130,7 +130,7 @@ class Communicator(WeightCommunicator):
         """Patches the forwards of all sharded modules and puts stand-ins for their weights; undoes all if it raises."""
         config = self.config
         self._parts = parts
-        self._group = parts.groups[AXIS]
+        self._group = parts.groups["wp"]
         self._published = PublishedShards(self._group, parts.waits.is_due)
         self.pool = parts.pool(config.pool)
         bound, once = config.bound if config.overlap else 0, config.reduce == "step"
@@ -140,7 +140,7 @@ class Communicator(WeightCommunicator):
         try:
             for layer in parts.layers:
                 self._shard(layer)
-            stand_in(parts.registry)
+            StandIn.replace(parts.registry)
         except BaseException:
             self.detach()
             raise
@@ -196,7 +196,7 @@ class Communicator(WeightCommunicator):
         self._action = None
         self._phase = phase
         actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
-        last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+        last = {action.chunk: at for at, action in enumerate(actions) if action.kind.makes_gradients}
         # And after the action before: the last gradient action must not start with earlier reductions in flight.
         self._drains = {at - before for at in last.values() for before in (0, 1)}
         self._at = -1

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from sley_core.api.parts import add_at
-from sley_core.api.weights import Asked, StandIn, asked_of, no_view
+from sley_core.api.weights import Asked, StandIn, no_view
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def is_summed(ctx: Any) -> bool:
 
     False if a forward asks `torch.autograd.grad` for something else: then no weight gradient is computed or sent.
     """
-    return any(asked_of(ctx, place) is Asked.SUM for place in range(1, len(ctx.next_functions)))
+    return any(Asked.of(ctx, place) is Asked.SUM for place in range(1, len(ctx.next_functions)))
 
 
 class _Linear(torch.autograd.Function):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.model import chunks, wide
+from sley_core.api.model import chunks
 from sley_core.api.parts import Handover
 from sley_core.errors import PlanError, RunError
 from sley_core.protocols import SplitLogits
@@ -281,7 +281,9 @@ def statistics(logits: Tensor, targets: Tensor, classes: Classes, smoothing: flo
 
     targets: int64 [n], of all classes, or NO_TARGET.
     """
-    result = logits.new_full((3 if smoothing else 2, len(logits)), -torch.inf, dtype=wide(logits))
+    result = logits.new_full(
+        (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
     result[2:] = 0.0
     if not classes.size:
         return result

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from sley_core.api.memory import DevicePool, HostMemory
+from sley_core.api.comm import HostMemory
+from sley_core.api.memory import DevicePool
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 if TYPE_CHECKING:

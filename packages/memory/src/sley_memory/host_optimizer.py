@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.api.memory import CopyEvent, HostMemory, Moved, OffloadManager, Part, Where
+from sley_core.api.comm import CopyEvent, HostMemory
+from sley_core.api.memory import Moved, OffloadManager, Part, Where
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_memory.movers import MB, Streams, by_bytes
 

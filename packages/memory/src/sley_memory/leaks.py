@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sley_core.api.memory import PARTS, is_host_memory, storage_id
+from sley_core.api.memory import Part, is_host_memory, storage_id
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
 """Types whose objects hold nothing, or lead everywhere."""
@@ -68,7 +68,9 @@ def _leaks(run: Any, min_bytes: int) -> list[Leak]:
     """Returns what `find_leaks` does, of this moment."""
     inventory = run.memory.inventory
     # By address: memory may have a second storage, which begins where the tensor does (`Device.again`).
-    tensors = [tensor for part in PARTS for _, tensor in inventory.everything(part) if tensor.device == inventory.device]
+    tensors = [
+        tensor for part in get_args(Part) for _, tensor in inventory.everything(part) if tensor.device == inventory.device
+    ]
     places = {address for tensor in tensors if _address(tensor) for address in (_address(tensor), tensor.data_ptr())}
     gc.collect()
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import all_gather, gather_objects
-from sley_core.api.memory import Moved, Part, StorageEntry, Where, free, grow, make_room
+from sley_core.api.memory import Moved, Part, StorageEntry, Where, free, grow
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
-from sley_memory.movers import HostCopy, Mover, Pieces, Streams, can_leave
+from sley_memory.movers import HostCopy, Mover, Pieces, Streams, can_leave, make_room
 
 if TYPE_CHECKING:
     from sley_core.api.comm import CopyEvent, Group

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.api.files import TOKENIZER, without_settings
-from sley_core.api.weights import write_tensors, write_text
+from sley_core.api.files import TOKENIZER, appearing, without_settings
+from sley_core.api.weights import write_tensors
 from sley_core.errors import RunError, UsageError
 from sley_models import hf
 from sley_models.config import LlamaConfig
@@ -84,13 +84,15 @@ def _token_id(path: Path, token: str) -> int | None:
 
 def _write_more(plan: Plan, content: dict[str, Any], folder: Path) -> None:
     """Writes `config.json`, and copies the tokenizer, which then makes the tokens that training had."""
-    write_text(folder / CONFIG, json.dumps(content, indent=2))
+    with appearing(folder / CONFIG) as config:
+        config.write(json.dumps(content, indent=2).encode() + b"\n")
     for file, name in _tokenizer_files(plan):
         shutil.copyfile(file, folder / name)
     if (file := folder / TOKENIZER[0]).is_file():
         text = file.read_text("utf-8")
         if (changed := without_settings(text)) != text:
-            write_text(file, changed)
+            with appearing(file) as tokenizer:
+                tokenizer.write(changed.encode())
 
 
 def _tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.api.actions import DEFAULT_LANE, direction_of
+from sley_core.api.actions import direction_of
 from sley_core.api.comm import SentBytes, receive_from, send_to
 from sley_core.errors import RunError
 
@@ -112,7 +112,7 @@ class Lines:
         """Returns group, lane and the peer's index in that group for host tensors from stage `sender` to stage `receiver`."""
         if not self.apart:
             return self.group, direction_of(sender, receiver), peer
-        return self._control, DEFAULT_LANE, self._control.ranks.index(self.group.ranks[peer])
+        return self._control, "main", self._control.ranks.index(self.group.ranks[peer])
 
 
 WORD_BYTES = 512

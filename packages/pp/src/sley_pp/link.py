@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sley_core.api.actions import Direction, Transfer, direction_of
-from sley_core.api.boundary import Description, gradients_of, with_overlaps
+from sley_core.api.actions import Transfer, direction_of
+from sley_core.api.parts import Description
 from sley_pp.lines import Lines, Walk, differ, heads_are_apart
 from sley_pp.message import Announcements, Message, Outbox, layout_of, mismatch
 from sley_pp.pool import Lending
@@ -56,7 +56,7 @@ class Link:
     def __init__(self, config: LinkConfig) -> None:
         self._config = config
         self._known: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
-        self._waiting: dict[Direction, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
+        self._waiting: dict[str, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
@@ -105,8 +105,8 @@ class Link:
         if key not in known:
             known[key] = description
             self._announcements.send(description, transfer.peer, self._announcement(transfer, "sends to"))
-        self._send(transfer, known[key], with_overlaps(description, tensors), tensors)
-        self._returning[place] = gradients_of(description)
+        self._send(transfer, known[key], description.with_overlaps(tensors), tensors)
+        self._returning[place] = description.gradients
         self._post_waiting(direction_of(transfer.peer, self._stage))
 
     def post(self, transfer: Transfer, key: Key) -> None:
@@ -137,7 +137,7 @@ class Link:
             description, tensors = description.flagged(flags), posted.message.lent()
             self._memory.lend(posted.message)
         if transfer.flow == "forward":
-            self._owed[transfer.chunk, transfer.micro] = gradients_of(description)
+            self._owed[transfer.chunk, transfer.micro] = description.gradients
         return description, tensors
 
     def drain(self) -> None:
@@ -195,7 +195,7 @@ class Link:
         head = self._walk.number, transfer.micro
         self._outbox.send(transfer.peer, self._name(transfer, "sends to"), head, expected, came, tensors)
 
-    def _make_ready(self, direction: Direction, wanted: Transfer) -> None:
+    def _make_ready(self, direction: str, wanted: Transfer) -> None:
         """Blocks until the first queued post of `direction` can start, then starts it and those behind it that can."""
         assert self._waiting[direction], f"{wanted} was never posted"
         transfer, key = self._waiting[direction][0]
@@ -207,7 +207,7 @@ class Link:
             known[key] = self._heard(transfer)
         self._post_waiting(direction)
 
-    def _post_waiting(self, direction: Direction) -> None:
+    def _post_waiting(self, direction: str) -> None:
         """Starts the queued receives of `direction`, up to the first that cannot start yet; never blocks."""
         waiting = self._waiting[direction]
         while waiting:

@@ -30,16 +30,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
 from sley_core.api.comm import Device
-from sley_core.api.parts import ALIGNMENT_BYTES, round_up
+from sley_core.api.parts import ALIGNMENT_BYTES, Description, Leaf, round_up
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.api.boundary import Description
     from sley_core.api.comm import Pending
+    from sley_core.api.parts import Description
     from sley_pp.lines import Lines
     from sley_pp.pool import Lending
 
@@ -79,7 +78,7 @@ class Extent:
         for dtype, shape in layout:
             starts.append(end)
             end += round_up(prod(shape) * dtype.itemsize, ALIGNMENT_BYTES)
-        return cls(HEAD_BYTES + round_up(FLAG_BYTES * len(layout), ALIGNMENT_BYTES), end, tuple(starts))
+        return cls(HEAD_BYTES + round_up(Leaf.FLAG_BYTES * len(layout), ALIGNMENT_BYTES), end, tuple(starts))
 
 
 def num_bytes_of(layout: Layout, *, apart: bool) -> int:
@@ -171,7 +170,7 @@ class Message:
         """Returns walk, micro-batch, flags and fault as `write_head` wrote them."""
         walk, micro, size, _ = _NUMBERS.unpack_from(self._head)
         fault = bytes(self._head[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
-        return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + FLAG_BYTES * len(self.layout)]), fault
+        return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + Leaf.FLAG_BYTES * len(self.layout)]), fault
 
 
 def to_bytes(description: Description) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, given, loop, taken, v
+from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v
 from sley_core.errors import Place, PlanError
 from sley_pp.config import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
 
@@ -171,7 +171,7 @@ class _Filling:
     def _has_come(self, made: set[Delivery]) -> bool:
         """Returns whether the input of the next action was made in an earlier tick."""
         action = self.rest[0]
-        delivery = taken(action, self._placement.position(self._stage, action.chunk), self._placement)
+        delivery = self._placement.input_of(action, self._placement.position(self._stage, action.chunk))
         return delivery is None or delivery in made
 
     def _do(self, action: Action) -> set[Delivery]:
@@ -181,7 +181,7 @@ class _Filling:
             self._held += 1
         else:
             self._owed.append(Action(Kind.WEIGHT_GRADIENT, action.chunk, action.micro))
-        delivery = given(action, self._placement.position(self._stage, action.chunk), self._placement)
+        delivery = self._placement.output_of(action, self._placement.position(self._stage, action.chunk))
         return set() if delivery is None else {delivery}
 
 

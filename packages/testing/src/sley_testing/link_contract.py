@@ -25,7 +25,7 @@ from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placeme
 from sley_core.actions.lower import lower
 from sley_core.assemble import make_parts
 from sley_core.comm.world import World
-from sley_core.engine.boundary import Description, Leaf, gradients_of, with_overlaps
+from sley_core.engine.boundary import Description, Leaf
 from sley_core.engine.execute import Crossing
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.errors import RunError
@@ -209,7 +209,7 @@ class Walker:
         if position + 1 < self.placement.num_positions:
             self._take("backward", action, position + 1)
         if position > 0:
-            description = gradients_of(self._received.pop((action.chunk, micro)))
+            description = self._received.pop((action.chunk, micro)).gradients
             self._give("backward", action, description, self._gradients(position, micro, description))
 
     def _take(self, flow: Flow, action: Action, origin: int) -> Description:
@@ -219,10 +219,10 @@ class Walker:
         where = f"stage {self.stage}, walk {self._number}, {flow} of {action}"
         if flow == "forward":
             due, wanted = self._output(origin, action.micro)
-            due = with_overlaps(due, wanted) if is_sent else due
+            due = due.with_overlaps(wanted) if is_sent else due
             assert description == due, f"{where}: came {description.leaves}, not {due.leaves}"
         else:
-            due = gradients_of(self._output(origin - 1, action.micro)[0])
+            due = self._output(origin - 1, action.micro)[0].gradients
             wanted = self._gradients(origin, action.micro, due)
         assert len(tensors) == len(wanted), f"{where}: {len(tensors)} tensors came, not {len(wanted)}"
         for at, (found, sent) in enumerate(zip(tensors, wanted, strict=True)):

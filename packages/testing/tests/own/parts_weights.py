@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sley_core.api.actions import GRADIENT_KINDS
 from sley_core.api.comm import all_gather, all_to_all
-from sley_core.api.weights import AXIS, stand_in
+from sley_core.api.weights import StandIn
 from sley_core.protocols import WeightCommunicator
 
 
@@ -58,7 +57,7 @@ class Naive(WeightCommunicator):
         return 0 if known else None
 
     def attach(self, parts):
-        self.parts, self.group = parts, parts.groups[AXIS]
+        self.parts, self.group = parts, parts.groups["wp"]
         of_module = {
             id(holder.module): param for param in parts.registry if param.shard is not None for holder in param.holders
         }
@@ -69,10 +68,10 @@ class Naive(WeightCommunicator):
                 if id(module) in of_module:
                     module.forward = partial(self.forward, layer.name, module, of_module[id(module)])
                     self.patched.append(module)
-        self.stand_in()
+        self.replace_weights()
 
-    def stand_in(self):
-        stand_in(self.parts.registry)
+    def replace_weights(self):
+        StandIn.replace(self.parts.registry)
 
     def begin(self, actions, phase):
         pass
@@ -146,7 +145,7 @@ class Left(Naive):
 class Shards(Naive):
     """Wrong: a module's weight is a shard that anybody may take for the weight."""
 
-    def stand_in(self):
+    def replace_weights(self):
         pass
 
 
@@ -161,7 +160,7 @@ class Hoards(Naive):
         self.sums[param] = self.sums.get(param, 0) + gradient
 
     def begin(self, actions, phase):
-        self.last = next((action for action in reversed(actions) if action.kind in GRADIENT_KINDS), None)
+        self.last = next((action for action in reversed(actions) if action.kind.makes_gradients), None)
 
     @contextmanager
     def during(self, action):

@@ -43,9 +43,13 @@ class Kind(StrEnum):
     WEIGHT_GRADIENT = "W"
     CHUNK_DONE = "C"
 
+    @property
+    def makes_gradients(self) -> bool:
+        """Whether a gradient may have changed after such an action."""
+        return self in _GRADIENT_KINDS
 
-GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
-"""The actions after which a gradient may have changed."""
+
+_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 
 SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 """The actions that take the gradient of a chunk's output and make that of its input."""
@@ -131,12 +135,25 @@ _ACTIONS = {
 
 def in_words(entry: str) -> str:
     """Returns an entry of a list as a person reads it: `F0.3` is the forward of chunk 0 on micro-batch 3."""
-    found = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
-    if found is None:
+    match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
+    if match is None:
         return entry
-    kind, chunk, micro, more = found.groups()
+    kind, chunk, micro, more = match.groups()
     on = "" if micro is None else f" on micro-batch {micro}"
     return f"{_ACTIONS[kind]} of chunk {chunk}{on}{more} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
+
+
+class Delivery(NamedTuple):
+    """Names a value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
+
+    flow: Flow
+    position: int
+    micro: int
+
+    @property
+    def origin(self) -> int:
+        """Position of the chunk that makes the value."""
+        return self.position + (-1 if self.flow == "forward" else 1)
 
 
 class StageChunk(NamedTuple):
@@ -157,19 +174,19 @@ class Placement:
     route: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        held = Counter(self.route)
-        if not held:
+        counts = Counter(self.route)
+        if not counts:
             raise wrong_placement("has no positions")
-        for stage in held:
+        for stage in counts:
             if type(stage) is not int or stage < 0:
                 raise wrong_placement(f"names the stage {stage!r}, but stages are 0, 1, 2, ...")
-        last = max(held)
+        last = max(counts)
         for stage in range(last + 1):
-            if not held[stage]:
+            if not counts[stage]:
                 raise wrong_placement(f"gives stage {stage} no part of the model, but stage {last} has one")
-            if held[stage] != held[0]:
-                parts = f"{held[stage]} of the {len(self.route)} parts of the model on stage {stage}, but {held[0]} on stage 0"
-                raise wrong_placement(f"puts {parts}: every stage holds equally many")
+            if counts[stage] != counts[0]:
+                parts = f"{counts[stage]} of the {len(self.route)} parts of the model on stage {stage}"
+                raise wrong_placement(f"puts {parts}, but {counts[0]} on stage 0: every stage holds equally many")
 
     @cached_property
     def stages(self) -> int:
@@ -210,13 +227,29 @@ class Placement:
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
+    def input_of(self, action: Action, position: int) -> Delivery | None:
+        """Returns the value that `action` of the chunk at `position` waits for, from its stage or another; None if none."""
+        if action.kind is Kind.FORWARD and position > 0:
+            return Delivery("forward", position, action.micro)
+        if action.kind in SENDS_GRADIENT and position + 1 < self.num_positions:
+            return Delivery("backward", position, action.micro)
+        return None
+
+    def output_of(self, action: Action, position: int) -> Delivery | None:
+        """Returns the value that `action` of the chunk at `position` makes for a neighbouring chunk; None if it makes none."""
+        if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
+            return Delivery("forward", position + 1, action.micro)
+        if action.kind in SENDS_GRADIENT and position > 0:
+            return Delivery("backward", position - 1, action.micro)
+        return None
+
     @cached_property
     def _positions(self) -> tuple[tuple[int, ...], ...]:
         """Position by [stage][chunk]."""
-        held: list[list[int]] = [[] for _ in range(self.stages)]
+        by_stage: list[list[int]] = [[] for _ in range(self.stages)]
         for position, stage in enumerate(self.route):
-            held[stage].append(position)
-        return tuple(map(tuple, held))
+            by_stage[stage].append(position)
+        return tuple(map(tuple, by_stage))
 
     @cached_property
     def _holders(self) -> tuple[StageChunk, ...]:
@@ -266,31 +299,31 @@ class Schedule:
 
     def placement(self, stages: int) -> Placement:
         """Returns the placement for `stages`; PlanError "placement-wrong" if a stage does not hold `chunks` positions."""
-        found: Any = self.place(stages, self.chunks)
-        if not isinstance(found, Placement):
-            raise wrong_placement(f"is a `{type(found).__name__}`, not a `Placement`")
-        if (found.stages, found.chunks) != (stages, self.chunks):
-            has = f"{found.chunks} parts of the model on each of {found.stages} stages"
+        placement: Any = self.place(stages, self.chunks)
+        if not isinstance(placement, Placement):
+            raise wrong_placement(f"is a `{type(placement).__name__}`, not a `Placement`")
+        if (placement.stages, placement.chunks) != (stages, self.chunks):
+            has = f"{placement.chunks} parts of the model on each of {placement.stages} stages"
             raise wrong_placement(f"has {has}, not {self.chunks} on each of {stages}")
-        return found
+        return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
         """Returns every stage's compute actions in a training step; `lower` takes them with `placement(stages)`.
 
         Raises PlanError "schedule-wrong" for what is not a sequence of actions for each stage.
         """
-        made: Any = self.generate(stages, self.chunks, micros)
-        if not isinstance(made, Sequence):
-            raise _wrong(made, "a list for each stage")
-        for steps in made:
+        lists: Any = self.generate(stages, self.chunks, micros)
+        if not isinstance(lists, Sequence):
+            raise _wrong(lists, "a list for each stage")
+        for steps in lists:
             if not isinstance(steps, Sequence):
                 raise _wrong(steps, "a list for a stage")
             for step in steps:
                 if not isinstance(step, Action):
                     raise _wrong(step, "an action in a stage's list")
-        return [list(steps) for steps in made]
+        return [list(steps) for steps in lists]
 
 
-def _wrong(found: object, due: str) -> PlanError:
-    message = f"the schedule's generator returns a `{type(found).__name__}` instead of {due}"
+def _wrong(value: object, due: str) -> PlanError:
+    message = f"the schedule's generator returns a `{type(value).__name__}` instead of {due}"
     return PlanError("schedule-wrong", message, path=("pipeline", "use"), hint="it returns `list[list[Action]]`")

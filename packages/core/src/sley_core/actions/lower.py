@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 from sley_core.actions.action import (
     DIRECTIONS,
-    GRADIENT_KINDS,
     SENDS_GRADIENT,
     Action,
+    Delivery,
     Direction,
     Flow,
     Kind,
@@ -42,7 +42,7 @@ from sley_core.actions.action import (
     Transfer,
     direction_of,
 )
-from sley_core.actions.simulate import Costs, Delivery, Machine, given, taken
+from sley_core.actions.simulate import Costs, Machine
 from sley_core.errors import PlanError
 
 NEEDS = {
@@ -88,7 +88,7 @@ def _fault(action: Action, seen: set[Action], stage: int, placement: Placement, 
         return f"is outside {placement.chunks} chunks and {micros} micro-batches"
     if action in seen:
         return "is repeated"
-    if kind in GRADIENT_KINDS and not training:
+    if kind.makes_gradients and not training:
         return "stands in a forward-only list"
     needed = NEEDS[kind]
     # looked up as the tuples that actions equal, which are made faster: a search looks for a million
@@ -142,14 +142,14 @@ link but in the processes at its ends (docs/adr/0014).
 """
 
 
-def send_of(action: Action, made: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
-    """Returns the send that must follow `action`, which makes `made`; None if there is no neighbour on another stage."""
-    if made is None:
+def send_of(action: Action, output: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
+    """Returns the send that must follow `action`, which makes `output`; None if there is no neighbour on another stage."""
+    if output is None:
         return None
-    peer = placement.holder(made.position)
+    peer = placement.holder(output.position)
     if peer.stage == stage:
         return None
-    return Transfer("send", made.flow, action.chunk, action.micro, peer.stage, peer.chunk)
+    return Transfer("send", output.flow, action.chunk, action.micro, peer.stage, peer.chunk)
 
 
 def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
@@ -180,23 +180,23 @@ class _Issue(NamedTuple):
 
 def posts_of(
     actions: Sequence[Action],
-    made_by: Sequence[Delivery | None],
+    outputs: Sequence[Delivery | None],
     stage: int,
     placement: Placement,
     order: Mapping[Delivery, int],
     ahead: int,
 ) -> dict[int, list[Transfer]]:
-    """Returns the posts of `stage`, by the number of the action in its list before which they stand. made_by: what each action
+    """Returns the posts of `stage`, by the number of the action in its list before which they stand. outputs: what each action
     makes for a neighbouring chunk. order: of all transfers. ahead: by how many actions, where the order allows that.
     """
     issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
     positions, latest_order = placement.positions(stage), -1
-    for number, (action, made) in enumerate(zip(actions, made_by, strict=True)):
-        needed = taken(action, positions[action.chunk], placement)
-        if made is not None and made in order:
-            direction = direction_of(stage, placement.holder(made.position).stage)
-            issues[direction].append(_Issue(order[made], number, None, number))
+    for number, (action, output) in enumerate(zip(actions, outputs, strict=True)):
+        needed = placement.input_of(action, positions[action.chunk])
+        if output is not None and output in order:
+            direction = direction_of(stage, placement.holder(output.position).stage)
+            issues[direction].append(_Issue(order[output], number, None, number))
         if needed is not None and needed in order:
             at = order[needed]
             source = placement.holder(needed.origin)
@@ -247,22 +247,19 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     with what each blocked stage waits for.
     """
     check_lists(lists, placement, micros, training=training)
-    made = [_made(actions, stage, placement) for stage, actions in enumerate(lists)]
+    outputs = []
+    for stage, actions in enumerate(lists):
+        positions = placement.positions(stage)
+        outputs.append([placement.output_of(action, positions[action.chunk]) for action in actions])
     sends = [
-        [send_of(action, one, stage, placement) for action, one in zip(actions, ones, strict=True)]
-        for stage, (actions, ones) in enumerate(zip(lists, made, strict=True))
+        [send_of(action, output, stage, placement) for action, output in zip(*lists_of_stage, strict=True)]
+        for stage, lists_of_stage in enumerate(zip(lists, outputs, strict=True))
     ]
     machine = Machine(list(map(_with_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False)
     machine.run()
     order = order_of(machine.sent_s)
-    every = enumerate(zip(lists, made, sends, strict=True))
-    return [_lowered(actions, ones, sent, stage, placement, order) for stage, (actions, ones, sent) in every]
-
-
-def _made(actions: Sequence[Action], stage: int, placement: Placement) -> list[Delivery | None]:
-    """Returns what each of the stage's actions makes for a neighbouring chunk; None if it makes nothing."""
-    positions = placement.positions(stage)
-    return [given(action, positions[action.chunk], placement) for action in actions]
+    every = enumerate(zip(lists, outputs, sends, strict=True))
+    return [_lowered(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in every]
 
 
 def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
@@ -275,15 +272,15 @@ def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> 
 
 def _lowered(
     actions: Sequence[Action],
-    made: Sequence[Delivery | None],
+    outputs: Sequence[Delivery | None],
     sends: Sequence[Transfer | None],
     stage: int,
     placement: Placement,
     order: dict[Delivery, int],
 ) -> Lowered:
     """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: of all transfers, the same on all stages."""
-    posts = posts_of(actions, made, stage, placement, order, AHEAD)
-    last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+    posts = posts_of(actions, outputs, stage, placement, order, AHEAD)
+    last = {action.chunk: number for number, action in enumerate(actions) if action.kind.makes_gradients}
     steps: list[Step] = [*posts.get(0, ())]
     for number, (action, send) in enumerate(zip(actions, sends, strict=True)):
         steps.append(action)

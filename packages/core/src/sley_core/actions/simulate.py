@@ -24,21 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Flow, Kind, Placement, Step, Transfer, actions_of
+from sley_core.actions.action import Action, Delivery, Kind, Placement, Step, Transfer, actions_of
 from sley_core.errors import PlanError
-
-
-class Delivery(NamedTuple):
-    """Names a value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
-
-    flow: Flow
-    position: int
-    micro: int
-
-    @property
-    def origin(self) -> int:
-        """Position of the chunk that makes the value."""
-        return self.position + (-1 if self.flow == "forward" else 1)
 
 
 class Machine:
@@ -91,7 +78,7 @@ class Machine:
         """Runs `action` and returns True if its input has arrived; else records what the stage waits for and returns False."""
         position = self._positions[stage][action.chunk]
         start_s = self._now_s[stage]
-        delivery = taken(action, position, self.placement)
+        delivery = self.placement.input_of(action, position)
         if delivery is not None:
             arrived_s = self._arrived_s.get(delivery)
             if arrived_s is None:
@@ -100,9 +87,9 @@ class Machine:
             start_s = max(start_s, arrived_s)
         end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
         self.spans.append(TimedAction(stage, action, start_s, end_s))
-        made = given(action, position, self.placement)
-        if made is not None and self.placement.holder(made.position).stage == stage:
-            self._arrive(made, end_s)
+        output = self.placement.output_of(action, position)
+        if output is not None and self.placement.holder(output.position).stage == stage:
+            self._arrive(output, end_s)
         return True
 
     def _transfer(self, stage: int, step: Transfer) -> None:
@@ -140,24 +127,6 @@ class Machine:
             self._ready.append(waiting)
 
 
-def taken(action: Action, position: int, placement: Placement) -> Delivery | None:
-    """Returns the value that `action` of the chunk at `position` waits for, from this stage or another; None if none."""
-    if action.kind is Kind.FORWARD and position > 0:
-        return Delivery("forward", position, action.micro)
-    if action.kind in SENDS_GRADIENT and position + 1 < placement.num_positions:
-        return Delivery("backward", position, action.micro)
-    return None
-
-
-def given(action: Action, position: int, placement: Placement) -> Delivery | None:
-    """Returns the value that `action` makes for a neighbouring chunk; None if it makes none."""
-    if action.kind is Kind.FORWARD and position + 1 < placement.num_positions:
-        return Delivery("forward", position + 1, action.micro)
-    if action.kind in SENDS_GRADIENT and position > 0:
-        return Delivery("backward", position - 1, action.micro)
-    return None
-
-
 @dataclass(frozen=True)
 class Peaks:
     """Holds the peaks of one stage; each may be reached at another time.
@@ -174,7 +143,7 @@ class Peaks:
 
 def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
     """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
-    keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
+    keeps = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
     peak = Peaks(0, 0, 0, 0)
     for step in steps:
@@ -217,7 +186,7 @@ def _change(kind: Kind) -> tuple[int, int]:
 
 
 def _from_elsewhere(action: Action, stage: int, position: int, placement: Placement) -> bool:
-    delivery = taken(action, position, placement)
+    delivery = placement.input_of(action, position)
     return delivery is not None and placement.holder(delivery.origin).stage != stage
 
 

@@ -1,33 +1,11 @@
 """Gives schedules their words: actions, transfers, and where a chunk of layers is placed; imports no torch."""
 
-from sley_core.actions.action import (
-    GRADIENT_KINDS,
-    Action,
-    Direction,
-    Kind,
-    Placement,
-    Schedule,
-    Transfer,
-    direction_of,
-    loop,
-    v,
-)
-from sley_core.actions.simulate import Delivery, given, taken
-from sley_core.topology import DEFAULT_LANE
-
-__all__ = [
-    "DEFAULT_LANE",
-    "GRADIENT_KINDS",
-    "Action",
-    "Delivery",
-    "Direction",
-    "Kind",
-    "Placement",
-    "Schedule",
-    "Transfer",
-    "direction_of",
-    "given",
-    "loop",
-    "taken",
-    "v",
-]
+from sley_core.actions.action import Action as Action
+from sley_core.actions.action import Delivery as Delivery
+from sley_core.actions.action import Kind as Kind
+from sley_core.actions.action import Placement as Placement
+from sley_core.actions.action import Schedule as Schedule
+from sley_core.actions.action import Transfer as Transfer
+from sley_core.actions.action import direction_of as direction_of
+from sley_core.actions.action import loop as loop
+from sley_core.actions.action import v as v

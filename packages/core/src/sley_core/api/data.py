@@ -1,27 +1,12 @@
 """Gives datasets the types of samples, of their fields, and of text as token ids; imports no torch."""
 
-from sley_core.data.dataset import (
-    BOUNDARY_FIELDS,
-    IGNORED,
-    TOKEN_FIELDS,
-    DataContext,
-    DataInfo,
-    DataRows,
-    Field,
-    Sample,
-    Split,
-    TextIds,
-)
-
-__all__ = [
-    "BOUNDARY_FIELDS",
-    "IGNORED",
-    "TOKEN_FIELDS",
-    "DataContext",
-    "DataInfo",
-    "DataRows",
-    "Field",
-    "Sample",
-    "Split",
-    "TextIds",
-]
+from sley_core.data.dataset import BOUNDARY_FIELDS as BOUNDARY_FIELDS
+from sley_core.data.dataset import IGNORED as IGNORED
+from sley_core.data.dataset import TOKEN_FIELDS as TOKEN_FIELDS
+from sley_core.data.dataset import DataContext as DataContext
+from sley_core.data.dataset import DataInfo as DataInfo
+from sley_core.data.dataset import DataRows as DataRows
+from sley_core.data.dataset import Field as Field
+from sley_core.data.dataset import Sample as Sample
+from sley_core.data.dataset import Split as Split
+from sley_core.data.dataset import TextIds as TextIds

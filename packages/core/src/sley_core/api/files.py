@@ -1,26 +1,12 @@
 """Files that appear whole; weights, read one tensor at a time; tokenizers. Imports no torch before a tensor is read."""
 
-from sley_core.weight_files.read import (
-    FLOATS,
-    RANDOM_SETTINGS,
-    TOKENIZER,
-    TensorKind,
-    Tensors,
-    WeightFiles,
-    read_tensor,
-    without_settings,
-)
-from sley_core.whole_files import appearing, sync_names
-
-__all__ = [
-    "FLOATS",
-    "RANDOM_SETTINGS",
-    "TOKENIZER",
-    "TensorKind",
-    "Tensors",
-    "WeightFiles",
-    "appearing",
-    "read_tensor",
-    "sync_names",
-    "without_settings",
-]
+from sley_core.weight_files.read import FLOATS as FLOATS
+from sley_core.weight_files.read import RANDOM_SETTINGS as RANDOM_SETTINGS
+from sley_core.weight_files.read import TOKENIZER as TOKENIZER
+from sley_core.weight_files.read import TensorKind as TensorKind
+from sley_core.weight_files.read import Tensors as Tensors
+from sley_core.weight_files.read import WeightFiles as WeightFiles
+from sley_core.weight_files.read import read_tensor as read_tensor
+from sley_core.weight_files.read import without_settings as without_settings
+from sley_core.whole_files import appearing as appearing
+from sley_core.whole_files import sync_names as sync_names

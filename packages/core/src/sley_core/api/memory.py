@@ -1,32 +1,18 @@
 """Gives offload managers, pools and activation policies what a run holds, and the means to move it."""
 
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow, is_host_memory, make_room, storage_id
-from sley_core.engine.weights import Stepped
-from sley_core.memory.inventory import MemoryInventory, StorageEntry
-from sley_core.memory.pool import DevicePool
-from sley_core.memory.state import PARTS, Moved, OffloadManager, Part, Where, is_away
-from sley_core.model.tensors import is_plain, sum_of_bits, version_of
-
-__all__ = [
-    "PARTS",
-    "CopyEvent",
-    "CopyStream",
-    "DevicePool",
-    "HostMemory",
-    "MemoryInventory",
-    "Moved",
-    "OffloadManager",
-    "Part",
-    "Stepped",
-    "StorageEntry",
-    "Where",
-    "free",
-    "grow",
-    "is_away",
-    "is_host_memory",
-    "is_plain",
-    "make_room",
-    "storage_id",
-    "sum_of_bits",
-    "version_of",
-]
+from sley_core.comm.copies import free as free
+from sley_core.comm.copies import grow as grow
+from sley_core.comm.copies import is_host_memory as is_host_memory
+from sley_core.comm.copies import storage_id as storage_id
+from sley_core.engine.weights import Stepped as Stepped
+from sley_core.memory.inventory import MemoryInventory as MemoryInventory
+from sley_core.memory.inventory import StorageEntry as StorageEntry
+from sley_core.memory.pool import DevicePool as DevicePool
+from sley_core.memory.state import Moved as Moved
+from sley_core.memory.state import OffloadManager as OffloadManager
+from sley_core.memory.state import Part as Part
+from sley_core.memory.state import Where as Where
+from sley_core.memory.state import is_away as is_away
+from sley_core.model.tensors import is_plain as is_plain
+from sley_core.model.tensors import sum_of_bits as sum_of_bits
+from sley_core.model.tensors import version_of as version_of

@@ -1,38 +1,25 @@
-"""Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
+"""Gives plugins the parts of a run: parameters, gradients, the state of a step, and values between stages."""
 
-from sley_core.engine.accumulators import add_at
-from sley_core.engine.buffers import ALIGNMENT as SHARD_ALIGNMENT
-from sley_core.engine.buffers import BufferShard, FlatBuffer, GradientBuffer, Layout, Planner, offsets, views_of
-from sley_core.engine.direct import Handover, WeightQueue
-from sley_core.engine.gradients import GradientStore
-from sley_core.engine.parts import Parts
-from sley_core.engine.reduction import Sums
-from sley_core.engine.registry import Param
-from sley_core.engine.step_state import MicroStep, Phase, StepState
-from sley_core.engine.weights import WeightBuffer
-from sley_core.sizes import ALIGNMENT_BYTES, round_up, split_by_size
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "SHARD_ALIGNMENT",
-    "BufferShard",
-    "FlatBuffer",
-    "GradientBuffer",
-    "GradientStore",
-    "Handover",
-    "Layout",
-    "MicroStep",
-    "Param",
-    "Parts",
-    "Phase",
-    "Planner",
-    "StepState",
-    "Sums",
-    "WeightBuffer",
-    "WeightQueue",
-    "add_at",
-    "offsets",
-    "round_up",
-    "split_by_size",
-    "views_of",
-]
+from sley_core.engine.accumulators import add_at as add_at
+from sley_core.engine.boundary import Description as Description
+from sley_core.engine.boundary import Leaf as Leaf
+from sley_core.engine.buffers import SHARD_ALIGNMENT as SHARD_ALIGNMENT
+from sley_core.engine.buffers import BufferShard as BufferShard
+from sley_core.engine.buffers import FlatBuffer as FlatBuffer
+from sley_core.engine.buffers import GradientBuffer as GradientBuffer
+from sley_core.engine.buffers import Layout as Layout
+from sley_core.engine.buffers import offsets as offsets
+from sley_core.engine.buffers import views_of as views_of
+from sley_core.engine.direct import Handover as Handover
+from sley_core.engine.direct import WeightQueue as WeightQueue
+from sley_core.engine.gradients import GradientStore as GradientStore
+from sley_core.engine.parts import Parts as Parts
+from sley_core.engine.reduction import Sums as Sums
+from sley_core.engine.registry import Param as Param
+from sley_core.engine.step_state import MicroStep as MicroStep
+from sley_core.engine.step_state import Phase as Phase
+from sley_core.engine.step_state import StepState as StepState
+from sley_core.engine.weights import WeightBuffer as WeightBuffer
+from sley_core.sizes import ALIGNMENT_BYTES as ALIGNMENT_BYTES
+from sley_core.sizes import round_up as round_up
+from sley_core.sizes import split_by_size as split_by_size

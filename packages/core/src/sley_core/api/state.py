@@ -1,24 +1,17 @@
 """Gives checkpointers what a run keeps, the means to restore it, and the attempts of a run."""
 
-from sley_core.attempt import Attempt, Lineage, shortened
-from sley_core.run_state.pieces import WEIGHTS, Rectangle, Saved, SavedRun, TensorPiece, WholeTensors
-from sley_core.run_state.state import TrainingState
-from sley_core.weight_files.write import BY_NAME, DTYPES, Spec, bytes_of, header_of
-
-__all__ = [
-    "BY_NAME",
-    "DTYPES",
-    "WEIGHTS",
-    "Attempt",
-    "Lineage",
-    "Rectangle",
-    "Saved",
-    "SavedRun",
-    "Spec",
-    "TensorPiece",
-    "TrainingState",
-    "WholeTensors",
-    "bytes_of",
-    "header_of",
-    "shortened",
-]
+from sley_core.attempt import Attempt as Attempt
+from sley_core.attempt import Lineage as Lineage
+from sley_core.attempt import shortened as shortened
+from sley_core.run_state.pieces import WEIGHTS as WEIGHTS
+from sley_core.run_state.pieces import Rectangle as Rectangle
+from sley_core.run_state.pieces import Saved as Saved
+from sley_core.run_state.pieces import SavedRun as SavedRun
+from sley_core.run_state.pieces import TensorPiece as TensorPiece
+from sley_core.run_state.pieces import WholeTensors as WholeTensors
+from sley_core.run_state.state import TrainingState as TrainingState
+from sley_core.weight_files.write import BY_NAME as BY_NAME
+from sley_core.weight_files.write import DTYPES as DTYPES
+from sley_core.weight_files.write import Spec as Spec
+from sley_core.weight_files.write import bytes_of as bytes_of
+from sley_core.weight_files.write import header_of as header_of

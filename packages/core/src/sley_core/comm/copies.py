@@ -17,15 +17,12 @@ import ctypes
 import mmap
 import warnings
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from math import ceil
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from sley_core.sizes import round_up
 
 
 class CopyEvent(Protocol):
@@ -155,29 +152,6 @@ def free(tensor: Tensor) -> int:
 def grow(tensor: Tensor, num_bytes: int) -> None:
     """Gives `tensor` and all its views `num_bytes` again, as `free` returned; undefined contents, perhaps another address."""
     tensor.untyped_storage().resize_(num_bytes)
-
-
-SHARED_BYTES = 1 << 20
-"""Of tensors up to this size, many share a piece of memory that torch's allocator takes from the driver."""
-
-ROUNDED_BYTES = 512
-"""Torch's allocator gives out whole multiples of this."""
-
-
-def make_room(sizes: Iterable[int], device: torch.device) -> None:
-    """Lets torch's allocator take one piece of memory from the driver for tensors of `sizes` bytes, to be allocated next, if it
-    keeps less than they need. Does nothing on a CPU, nor where the driver has not as much in one piece.
-
-    Otherwise each large tensor becomes a piece of its own, and the driver takes its time for each piece: on an H200 19 ms to
-    give 336 of 21 MiB and 14 ms to take them back, but 0.5 and 3 ms for 7 GiB at once.
-    """
-    large = [round_up(size, ROUNDED_BYTES) for size in sizes if size > SHARED_BYTES]
-    if device.type != "cuda" or len(large) < 2:
-        return
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if kept < sum(large):
-        with suppress(torch.OutOfMemoryError):
-            torch.empty(sum(large), dtype=torch.uint8, device=device)  # and the allocator has it back at once
 
 
 _hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from math import prod
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,9 @@ class Leaf:
     same_as: int | None = None
     overlaps: bool = False
 
+    FLAG_BYTES: ClassVar[int] = 4
+    """Bytes of a leaf's flags in a message's header."""
+
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
@@ -184,10 +187,6 @@ class Leaf:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{gradient}"
 
 
-FLAG_BYTES = 4
-"""Bytes of a leaf's flags in a message's header."""
-
-
 @dataclass(frozen=True)
 class Description:
     """A value at a boundary: its leaves in order, and the structure of the containers around them."""
@@ -198,6 +197,25 @@ class Description:
     @property
     def flags(self) -> bytes:
         return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
+
+    @property
+    def gradients(self) -> Description:
+        """The description of the gradients that come back: one for each leaf that has one, in order."""
+        return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
+
+    def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
+        """Returns the description with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches: for
+        an output that is about to be copied, so that its tensors no longer share memory on the other side.
+        """
+        spans = {at: _span(tensors[at]) for at, leaf in enumerate(self.leaves) if leaf.same_as is None}
+        overlapping = {
+            at
+            for at, (start, end) in spans.items()
+            if any(start < other_end and other < end for one, (other, other_end) in spans.items() if one != at)
+        }
+        if not overlapping:
+            return self
+        return replace(self, leaves=tuple(replace(leaf, overlaps=at in overlapping) for at, leaf in enumerate(self.leaves)))
 
     def fits(self, other: Description) -> bool:
         """Returns whether both have the same structure, shapes and dtypes; flags are ignored."""
@@ -242,33 +260,12 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
     return put_together(kind, structure["context"], parts)
 
 
-def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Description:
-    """Returns `description` with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches: for an
-    output that is about to be copied, so that its tensors no longer share memory on the other side.
-    """
-    spans = {at: _span(tensors[at]) for at, leaf in enumerate(description.leaves) if leaf.same_as is None}
-    overlapping = {
-        at
-        for at, (start, end) in spans.items()
-        if any(start < other_end and other < end for one, (other, other_end) in spans.items() if one != at)
-    }
-    if not overlapping:
-        return description
-    leaves = tuple(replace(leaf, overlaps=at in overlapping) for at, leaf in enumerate(description.leaves))
-    return replace(description, leaves=leaves)
-
-
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Returns the address of the tensor's first element, and the address after its last; 0, 0 if it is empty."""
     if not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
-
-
-def gradients_of(description: Description) -> Description:
-    """Returns the description of the gradients that come back: one for each leaf that has one, in order."""
-    return Description(tuple(leaf for leaf in description.leaves if leaf.has_gradient), None)
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:

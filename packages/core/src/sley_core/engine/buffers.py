@@ -88,7 +88,7 @@ def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]
     return views
 
 
-ALIGNMENT = 128
+SHARD_ALIGNMENT = 128
 """Alignment, in elements, of the parameters of a sharded buffer. Gradients, working weights and masters have the same offsets,
 at multiples of 256 bytes in every format of two bytes or more.
 """
@@ -254,7 +254,7 @@ class GradientBuffer(FlatBuffer):
 
 
 def _spacing(shard: BufferShard | None) -> dict[str, Any]:
-    return {} if shard is None else {"alignment": ALIGNMENT, "multiple": shard.count}
+    return {} if shard is None else {"alignment": SHARD_ALIGNMENT, "multiple": shard.count}
 
 
 class GradientMemory:

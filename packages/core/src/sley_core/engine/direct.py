@@ -161,11 +161,11 @@ class DirectLinear(torch.autograd.Function):
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = None
         if ctx.needs_input_grad[2]:
-            if ctx.bias_sink is not None and not torch.is_grad_enabled() and asked_of(ctx, 2) is Asked.SUM:
+            if ctx.bias_sink is not None and not torch.is_grad_enabled() and Asked.of(ctx, 2) is Asked.SUM:
                 ctx.bias_sink(rows)
             else:
                 of_bias = rows.sum(0)
-        asked = asked_of(ctx)
+        asked = Asked.of(ctx)
         of_weight = None
         if asked is Asked.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs, is_shared=is_shared)
@@ -176,8 +176,8 @@ class DirectLinear(torch.autograd.Function):
 
 def no_view(result: Tensor) -> Tensor:
     """Returns `result` as a tensor that may be written in place, which autograd forbids for a view from a custom function."""
-    found: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
-    return found
+    no_view: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
+    return no_view
 
 
 class Asked(Enum):
@@ -187,18 +187,18 @@ class Asked(Enum):
     SUM = "backward: added to what is there"
     VALUE = "autograd.grad of the weight"
 
-
-def asked_of(ctx: Any, place: int = 1) -> Asked:
-    """Returns what the running backward wants of a weight's gradient. Asked in every backward: a forward may itself call
-    `autograd.grad`. place: index of the weight, a leaf, among the inputs of the function whose backward this is.
-    """
-    accumulation = ctx.next_functions[place][0]
-    if accumulation is None:
-        return Asked.NOTHING
-    try:
-        return Asked.SUM if torch._C._will_engine_execute_node(accumulation) else Asked.NOTHING
-    except RuntimeError:  # "a leaf node was passed": it is the leaf's gradient that is wanted
-        return Asked.VALUE
+    @classmethod
+    def of(cls, ctx: Any, place: int = 1) -> Asked:
+        """Returns what the running backward wants of a weight's gradient. Asked in every backward: a forward may itself call
+        `autograd.grad`. place: index of the weight, a leaf, among the inputs of the function whose backward this is.
+        """
+        accumulation = ctx.next_functions[place][0]
+        if accumulation is None:
+            return cls.NOTHING
+        try:
+            return cls.SUM if torch._C._will_engine_execute_node(accumulation) else cls.NOTHING
+        except RuntimeError:  # "a leaf node was passed": it is the leaf's gradient that is wanted
+            return cls.VALUE
 
 
 def direct_forward(
@@ -207,15 +207,15 @@ def direct_forward(
     """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
     name. weight, bias: the parameters that the store knows; if the module now has others, autograd handles those.
     """
-    held = linear.weight
+    present = linear.weight
     # Left to autograd: a frozen weight, whose input need not be kept; a weight that a program put in place of the store's;
     # and one with hooks, which are called with the gradient that autograd computes.
-    is_own = held is weight and held.requires_grad and not held._backward_hooks
+    is_own = present is weight and present.requires_grad and not present._backward_hooks
     if not is_own or not torch.is_grad_enabled() or _is_special(input):
-        return F.linear(input, held, linear.bias)
+        return F.linear(input, present, linear.bias)
     is_own_bias = linear.bias is bias and bias is not None and not bias._backward_hooks
-    taken = bias_sink if is_own_bias else None
-    result: Tensor = DirectLinear.apply(input, held, linear.bias, sink, taken)  # type: ignore[no-untyped-call]  # torch's
+    sink_of_bias = bias_sink if is_own_bias else None
+    result: Tensor = DirectLinear.apply(input, present, linear.bias, sink, sink_of_bias)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
@@ -254,8 +254,8 @@ def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
                 put = partial(_put_rows, store)
             else:
                 continue
-            held = (param for param in module._parameters if module._parameters[param] is not None)
-            if any(registry[f"{name}.{attribute}"].shard is not None for attribute in held):
+            attributes = (key for key, parameter in module._parameters.items() if parameter is not None)
+            if any(registry[f"{name}.{attribute}"].shard is not None for attribute in attributes):
                 continue
             param = registry[f"{name}.weight"]
             sink = Handover(partial(put, param, layer=layer.name), queue, param)
@@ -292,7 +292,7 @@ class DirectEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (tokens,) = ctx.saved_tensors
-        asked = asked_of(ctx)
+        asked = Asked.of(ctx)
         if asked is Asked.SUM and not torch.is_grad_enabled():
             is_shared = ctx.sink.shares(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
@@ -312,12 +312,12 @@ def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Te
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
     """Runs the forward of `embedding` while a run is open. weight: the one that the store knows; autograd handles others."""
-    held = embedding.weight
-    is_own = held is weight and held.requires_grad and not held._backward_hooks
+    table = embedding.weight
+    is_own = table is weight and table.requires_grad and not table._backward_hooks
     if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return F.embedding(input, held, embedding.padding_idx)
-    found: Tensor = DirectEmbedding.apply(input, held, embedding.padding_idx, sink)  # type: ignore[no-untyped-call]  # torch's
-    return found
+        return F.embedding(input, table, embedding.padding_idx)
+    rows: Tensor = DirectEmbedding.apply(input, table, embedding.padding_idx, sink)  # type: ignore[no-untyped-call]  # torch's
+    return rows
 
 
 def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:

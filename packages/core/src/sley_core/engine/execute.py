@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.profiler import record_function
 
 from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
-from sley_core.engine.boundary import Description, Leaf, flatten, gradients_of, unflatten
+from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.replicas import check_fields
@@ -246,7 +246,7 @@ class Executor:
         of_inputs = flight.backward(gradients)
         tell_hooks(self.hooks, "after_backward", micro, None if flight.description is None else of_inputs)
         if flight.description is not None:
-            self.crossing.give("backward", micro.chunk, micro.micro, (gradients_of(flight.description), of_inputs))
+            self.crossing.give("backward", micro.chunk, micro.micro, (flight.description.gradients, of_inputs))
 
     def _is_last(self, chunk: int) -> bool:
         return self.crossing.placement.next(self.crossing.stage, chunk) is None

@@ -107,7 +107,7 @@ def shards_of(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], in
                 parameters[id(parameter)] = parameter
     if group.size == 1:
         return {}
-    dims = {key: shard_dim(held) for key, held in places.items() if parameters[key].ndim > 0}
+    dims = {key: shard_dim(every) for key, every in places.items() if parameters[key].ndim > 0}
     return {
         key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim) for key, dim in dims.items() if dim is not None
     }
@@ -159,7 +159,7 @@ def wholes(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]
 
     Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
     """
-    found = {param: own.detach().clone() for param, own in parts.items() if param.shard is None}
+    whole = {param: own.detach().clone() for param, own in parts.items() if param.shard is None}
     sharded = {param: own.detach() for param, own in parts.items() if param.shard is not None}
     for dtype in dict.fromkeys(own.dtype for own in sharded.values()):
         alike = {param: own for param, own in sharded.items() if own.dtype == dtype}
@@ -169,8 +169,8 @@ def wholes(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]
         slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
         for (param, own), every in zip(alike.items(), slices, strict=True):
             assert param.shard is not None, param
-            found[param] = param.shard.joined(every.reshape(groups[AXIS].size, *own.shape))
-    return {param: found[param] for param in parts}
+            whole[param] = param.shard.joined(every.reshape(groups[AXIS].size, *own.shape))
+    return {param: whole[param] for param in parts}
 
 
 T: Any = Tensor
@@ -218,16 +218,25 @@ class StandIn(nn.Parameter):
     @staticmethod
     def __new__(cls, param: Param) -> StandIn:
         shard = param.parameter
-        made: StandIn = Tensor._make_wrapper_subclass(
+        placeholder: StandIn = Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
-        made.param = param
-        made.shard = shard
-        made.is_closed = False
-        return made
+        placeholder.param = param
+        placeholder.shard = shard
+        placeholder.is_closed = False
+        return placeholder
 
     def __init__(self, param: Param) -> None:
         del param
+
+    @classmethod
+    def replace(cls, params: Iterable[Param]) -> None:
+        """Replaces the sharded parameters of `params` in their modules; `Param.parameter` still finds the shard."""
+        for param in params:
+            if param.shard is not None:
+                placeholder = cls(param)
+                for holder in param.holders:
+                    holder.module._parameters[holder.attribute] = placeholder
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"StandIn({self.param.name}, {list(self.param.shape)})"
@@ -271,21 +280,12 @@ class StandIn(nn.Parameter):
         return RunError("weights-sharded", message + _part(self.param), hint=hint)
 
 
-def stand_in(params: Iterable[Param]) -> None:
-    """Replaces the sharded parameters of `params` by stand-ins in their modules; `Param.parameter` still finds the shard."""
-    for param in params:
-        if param.shard is not None:
-            made = StandIn(param)
-            for holder in param.holders:
-                holder.module._parameters[holder.attribute] = made
-
-
 def close_stand_ins(params: Iterable[Param]) -> None:
     """Marks the stand-ins of `params` as closed: their errors say that the run is over. Modules keep them."""
     for param in params:
-        held = param.holders[0].module._parameters.get(param.holders[0].attribute)
-        if isinstance(held, StandIn):
-            held.is_closed = True
+        parameter = param.holders[0].module._parameters.get(param.holders[0].attribute)
+        if isinstance(parameter, StandIn):
+            parameter.is_closed = True
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:

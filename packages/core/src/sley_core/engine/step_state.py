@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sley_core.actions.action import GRADIENT_KINDS, Action
+from sley_core.actions.action import Action
 from sley_core.comm.progress import ActionProgress
 
 
@@ -67,7 +67,7 @@ class StepState:
         self.is_last = is_last
         self.action = None
         self.after_first = None
-        self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
+        self._last = {action.chunk: action for action in actions if action.kind.makes_gradients}
         self.done = frozenset()
         self._settled = None
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow, storage_id
-from sley_core.engine.buffers import ALIGNMENT, ElementRange, FlatBuffer
+from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
@@ -45,7 +45,7 @@ class WeightBuffer(FlatBuffer):
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
         shapes = [param.parameter.shape for param in params]
         device = params[0].parameter.device
-        super().__init__(shapes, dtype, device, alignment=ALIGNMENT, multiple=num_parts)
+        super().__init__(shapes, dtype, device, alignment=SHARD_ALIGNMENT, multiple=num_parts)
         self.params = list(params)
         self._num_freed = free(self.data)  # 0 once it has memory
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sley_core.actions.action import in_words
+from sley_core.actions.action import Delivery, in_words
 from sley_core.actions.draw import draw_text
-from sley_core.actions.simulate import Delivery
 from sley_core.errors import SleyError, UsageError
 from sley_core.json_text import write_json
 from sley_core.plan.load import load_plan

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer, actions_of, direction_of
-from sley_core.actions.simulate import Delivery, taken
+from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, actions_of, direction_of
 from sley_core.assemble import DTYPES, dtypes
 from sley_core.errors import PlanError
 from sley_core.optim.shared import in_training, skips_on_device
@@ -149,7 +148,7 @@ class _Pricing:
             elif entry.kind is not Kind.CHUNK_DONE:
                 action, events = next(recorded)
                 assert action == entry, (action, entry)
-                needed = taken(action, self.placement.position(stage, action.chunk), self.placement)
+                needed = self.placement.input_of(action, self.placement.position(stage, action.chunk))
                 if needed is not None and self.placement.holder(needed.origin).stage != stage:
                     yield Await(needed)
                 yield from instructions(events, action)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Transfer
+from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.comm.copies import storage_id
 from sley_core.errors import PlanError
 from sley_core.protocols import Collective
@@ -300,7 +300,7 @@ def expanded(step: RecordedStep, actions: Sequence[Action], more: Sequence[Recor
 
 def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
     """Yields for each action keys of its place, the most exact first."""
-    last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+    last = {action.chunk: at for at, action in enumerate(actions) if action.kind.makes_gradients}
     first: dict[tuple[Kind, int], int] = {}
     for at, action in enumerate(actions):
         first.setdefault((action.kind, action.chunk), at)

@@ -7,7 +7,7 @@ chunk 1   5 < 4 < 3
 
 from __future__ import annotations
 
-from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, given, taken
+from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule
 from sley_core.errors import PlanError
 from sley_wave.config import HanayoConfig
 
@@ -64,13 +64,13 @@ class _Walk:
             if position == 0:
                 self._begun += action.kind is Kind.FORWARD
                 self._ended += action.kind is Kind.BACKWARD
-            delivery = given(action, position, self.placement)
+            delivery = self.placement.output_of(action, position)
             made |= set() if delivery is None else {delivery}
         self._made |= made
 
     def _can(self, action: Action, stage: int) -> bool:
         position = self.placement.position(stage, action.chunk)
-        delivery = taken(action, position, self.placement)
+        delivery = self.placement.input_of(action, position)
         if delivery is not None:
             return delivery in self._made
         if action.kind is Kind.BACKWARD:  # where the model ends

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_core.api.actions import Direction, Transfer, direction_of
-from sley_core.api.boundary import Description, Leaf, with_overlaps
+from sley_core.api.actions import Transfer, direction_of
 from sley_core.api.comm import Pending, receive_from, send_to
-from sley_core.api.parts import Parts
+from sley_core.api.parts import Description, Leaf, Parts
 from sley_core.errors import RunError
 from sley_wave.config import LinkConfig
 
@@ -32,7 +31,7 @@ class Link:
         self._word = torch.empty(0, dtype=torch.uint8)
         self._peers: Sequence[int] = ()
         self._agreed: set[int] = set()
-        self._due: dict[Direction, deque[Transfer]] = {"up": deque(), "down": deque()}
+        self._due: dict[str, deque[Transfer]] = {"up": deque(), "down": deque()}
         self._come: dict[Transfer, Message] = {}
         self._sending: list[tuple[Pending, Tensor]] = []
 
@@ -54,7 +53,7 @@ class Link:
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
         if transfer.flow == "forward":
-            description = with_overlaps(description, tensors)
+            description = description.with_overlaps(tensors)
         text = torch.frombuffer(bytearray(_to_text(description)), dtype=torch.uint8)
         for piece in (torch.tensor([len(text)]), text, *tensors):
             self._tell(piece.detach().clone(memory_format=torch.contiguous_format), transfer.peer)
