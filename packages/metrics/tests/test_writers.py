@@ -27,18 +27,18 @@ from sley_testing.writer_contract import MetricsWriterContract, Point
 
 
 class Runs:
-    """Stands for the package: remembers what each run was begun with and told."""
+    """Stands for the package: remembers the options of each run and what it logs."""
 
     def __init__(self) -> None:
-        self.begun: list[dict[str, Any]] = []
-        self.told: list[tuple[int, int, dict[str, float]]] = []
+        self.starts: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, int, dict[str, float]]] = []
         self.finished = 0
         self.Error = ValueError
 
-    def init(self, **given: Any) -> SimpleNamespace:
-        self.begun.append(given)
-        number = len(self.begun)
-        return SimpleNamespace(log=lambda row, step: self.told.append((number, step, row)), finish=self._finish)
+    def init(self, **options: Any) -> SimpleNamespace:
+        self.starts.append(options)
+        number = len(self.starts)
+        return SimpleNamespace(log=lambda row, step: self.logged.append((number, step, row)), finish=self._finish)
 
     def _finish(self) -> None:
         self.finished += 1
@@ -55,22 +55,22 @@ def test_what_goes_on_is_another_run_of_the_group(tmp_path: Path, runs: Runs) ->
     (tmp_path / "plan.toml").write_text("[run]\nsteps = 9\n")
     writer = WandbWriter(WandbConfig(project="p", tags=("a",)), tmp_path)
     writer.rewind(0)
-    assert runs.begun == [], "a run without a step leaves none"
+    assert runs.starts == [], "a run without a step leaves none"
     for step in (1, 2):
         writer.write({"step": step, "loss": 6.0 - step})
     writer.rewind(1)
     writer.write({"step": 2, "loss": 3.5})
     writer.close()
     writer.close()
-    assert runs.told == [(1, 1, {"loss": 5.0}), (1, 2, {"loss": 4.0}), (2, 2, {"loss": 3.5})]
+    assert runs.logged == [(1, 1, {"loss": 5.0}), (1, 2, {"loss": 4.0}), (2, 2, {"loss": 3.5})]
     assert runs.finished == 2
-    assert {one["group"] for one in runs.begun} == {tmp_path.name}
-    assert runs.begun[0]["config"] == {"run": {"steps": 9}}
-    assert (runs.begun[0]["project"], runs.begun[0]["tags"], runs.begun[0]["mode"]) == ("p", ["a"], "online")
+    assert {options["group"] for options in runs.starts} == {tmp_path.name}
+    assert runs.starts[0]["config"] == {"run": {"steps": 9}}
+    assert (runs.starts[0]["project"], runs.starts[0]["tags"], runs.starts[0]["mode"]) == ("p", ["a"], "online")
 
 
 def test_a_run_that_cannot_begin_says_what_to_do(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**given: Any) -> None:
+    def refuse(**options: Any) -> None:
         raise ValueError("no API key")
 
     monkeypatch.setattr(runs, "init", refuse)

@@ -160,6 +160,17 @@ _H100_PCIE: Peaks = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "
 _HOPPER_NVL: Peaks = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5}
 _B200: Peaks = {"fp64": 37.0, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0}
 _GB200: Peaks = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0}
+_V100: Peaks = {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}
+_V100_PCIE: Peaks = {"fp64": 7.0, "fp32": 14.0, "fp16": 112.0}
+_T4: Peaks = {"fp32": 8.1, "fp16": 65.0}
+_A10: Peaks = {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0}
+_A30: Peaks = {"fp64": 10.3, "fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0}
+_A40: Peaks = {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7}
+_A6000: Peaks = {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8}
+_L4: Peaks = {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0}
+_L40S: Peaks = {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0}
+_RTX_3090: Peaks = {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0}
+_RTX_4090: Peaks = {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}
 
 PEAKS: tuple[tuple[str, Peaks], ...] = (
     (r"\bA100\b", _A100),
@@ -168,9 +179,21 @@ PEAKS: tuple[tuple[str, Peaks], ...] = (
     (r"\b(H100|H200|GH200)\b", _H100),
     (r"\bGB200\b", _GB200),
     (r"\bB200\b", _B200),
+    (r"\bV100-PCIE\b", _V100_PCIE),
+    (r"\bV100-SXM2\b", _V100),
+    (r"\bTesla T4$", _T4),
+    (r"\bNVIDIA A10$", _A10),
+    (r"\bA30$", _A30),
+    (r"\bNVIDIA A40$", _A40),
+    (r"\bRTX A6000$", _A6000),
+    (r"\bL4$", _L4),
+    (r"\bL40S$", _L40S),
+    (r"\bRTX 3090$", _RTX_3090),
+    (r"\bRTX 4090$", _RTX_4090),
 )
 """Patterns of device names, the first that is found counts, and what NVIDIA's datasheets of them give (A100 80GB 2021,
-H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024), halved where they count structured sparsity."""
+H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024; those of V100 to L40S; of GeForce the papers on its
+architectures, with sums in fp32), halved where they count structured sparsity."""
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
