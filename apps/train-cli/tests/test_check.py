@@ -176,7 +176,7 @@ def test_several_plans_are_checked_to_the_end(cli: Cli, plan: Path, folder: Path
     assert second.startswith("two.toml:25:7: error[plugin-unknown]")
     assert (count, result.code) == ("found 2 errors", 4)
     fine = cli("check", plan, plan)
-    assert (fine.code, fine.err) == (0, "2 plans are fine; no model was built (--model builds it)\n")
+    assert (fine.code, fine.err) == (0, "2 plans are fine; no model was built (use --model)\n")
 
 
 def test_check_of_another_world(cli: Cli, plan: Path) -> None:
@@ -213,8 +213,8 @@ def test_a_weight_that_stages_share_and_nobody_sums(cli: Cli, own_model: Own, mo
     unsummed = (*PIPELINE, "gradient_handlers=[]")
     monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
     plain = cli("check", path, changes=unsummed)
-    assert (plain.code, "only --model sees whether there are any" in plain.err) == (0, True)
-    assert "only --model sees" not in cli("check", path, changes=PIPELINE).err
+    assert (plain.code, "use --model to see whether there are any" in plain.err) == (0, True)
+    assert "use --model to see" not in cli("check", path, changes=PIPELINE).err
     for arguments in (("check", path, "--model"), ("run", path)):
         result = cli(*arguments, changes=unsummed)
         assert (result.code, result.err.count("error[handler-missing]")) == (3, 1), result.err

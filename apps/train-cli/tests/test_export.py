@@ -211,7 +211,7 @@ def test_a_factory_that_makes_another_model_now_is_refused(
     save_file({f"{name}.old": value for name, value in values.items()}, run / "weights" / "model.safetensors")
     result = cli("export", run, "--out", folder / "own")
     assert result.code == 1
-    assert "error[weights-mismatch]: the factory does not make the run's model any more" in result.err
+    assert "error[weights-mismatch]: the factory no longer makes the run's model" in result.err
     assert not (folder / "own").exists()
     assert not list(folder.glob(".own*"))
 

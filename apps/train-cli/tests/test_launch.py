@@ -106,7 +106,7 @@ def test_names_of_jobs_are_such_that_clusters_take_them(cli: Cli, plan: Path, na
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--on", "torchrun", "--nodes", "3"), "per-node", "2 ranks do not spread evenly over 3 hosts"),
+        (("--on", "torchrun", "--nodes", "3"), "per-node", "2 ranks cannot be divided evenly among 3 hosts"),
         (("--on", "torchrun", "--nodes", "2", "--per-node", "2"), "layout", "4 != 1 x 2 x 1"),
         (("--on", "slurm", "--nodes", "2", "--set", 'parallel.dp="auto"'), "per-node", "--per-node N"),
         (("--on", "slrm", "--nodes", "2"), "launch-engine", "did you mean `slurm`?"),
@@ -127,7 +127,7 @@ def test_hosts_and_ranks_of_each_say_the_world(cli: Cli, plan: Path, command: st
     assert cli(command, plan, "--nodes", 3, "--per-node", 2, changes=auto).code == 0
     odd = cli(command, plan, "--nodes", 3, "--per-node", 2)
     assert (odd.code, "6 != 1 x 2 x 1" in odd.err) == (3, True)
-    assert "give both" in cli(command, plan, "--nodes", 3).err
+    assert "pass both" in cli(command, plan, "--nodes", 3).err
     assert "leave one of them out" in cli(command, plan, "--nodes", 3, "--per-node", 2, "--world", 6).err
 
 

@@ -145,7 +145,7 @@ def test_a_model_of_ones_own_is_sampled_if_it_gives_logits(
     [
         ("tokens", {}, '[data.fields] of `plan.toml` in the run\'s folder, for example `tokens = {dtype = "int64", '),
         ("input_ids", {"input_ids": Field("int64", 0, 1)}, "reads `input_ids`, but no field of the data is declared"),
-        ("image", {"tokens": Field("int64", 0, 1, ids="token")}, "reads the field `image`, which does not follow"),
+        ("image", {"tokens": Field("int64", 0, 1, ids="token")}, "reads the field `image`, which a prompt does not have"),
     ],
 )
 def test_a_field_that_no_prompt_has_is_refused_with_what_to_do(reads: str, fields: dict[str, Field], said: str) -> None:
@@ -179,7 +179,7 @@ def test_a_run_that_held_nothing_out_is_measured_on_other_data(cli: Any, trained
     run = trained(changed(PLAN, data__held_out=0.0, evaluation=None))
     found = cli("eval", run)
     assert (found.code, "error[held-out]" in found.err) == (3, True), found.err
-    assert "hint: name other data: `--data 'held_out_files=[\"other.txt\"]'`" in found.err
+    assert "hint: use other data: `--data 'held_out_files=[\"other.txt\"]'`" in found.err
 
 
 def test_eval_on_documents_that_were_trained_on_is_said(cli: Any, trained: Trained, texts: Path, folder: Path) -> None:

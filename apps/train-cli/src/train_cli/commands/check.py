@@ -1,4 +1,4 @@
-"""`train-cli check`, `needs`, `schema`, `env`: plans before they are run, without torch unless the model is to be checked."""
+"""`train-cli check`, `needs`, `schema` and `env`: work on plans before a run, without torch unless `--model` is set."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def check(
         bool,
         typer.Option(
             "--model",
-            help="Build the model and the optimizer too, and call the layers, without memory: imports torch and whatever code "
-            "the plan names, and runs it.",
+            help="Also build the model and the optimizer, and call the layers, on meta. Imports torch and runs code that "
+            "the plan names.",
         ),
     ] = False,
 ) -> None:
-    """Check plans: tables, files, sizes, layout; nothing is started or written."""
+    """Check the tables, files, sizes and layout of plans. Starts and writes nothing."""
     world = world_size(world, nodes, per_node)
     errors: list[SleyError] = []
     for path in plans:
@@ -62,12 +62,12 @@ def check(
     if errors:
         worst = max(errors, key=lambda error: error.exit_code)
         raise type(worst).many(diagnostic for error in errors for diagnostic in error.diagnostics)
-    fine = "1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine"
-    say(fine if model else f"{fine}; no model was built (--model builds it)")
+    result = "1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine"
+    say(result if model else f"{result}; no model was built (use --model)")
 
 
 def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
-    """Raises SleyError for the problems of one plan, and prints notes. model: builds and calls the model too."""
+    """Raises SleyError with the problems of one plan; prints notes. model: whether to build and call the model."""
     plan = load_plan(path, overrides)
     size = plan.world(world) if world is None else world
     if problems := check_plan(plan, size):
@@ -78,11 +78,11 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
         for note in check_model(plan, size, calls_layers=True):
             say(f"{path}: {note}")
     elif plan.parallel.pp > 1 and not sums_ties(plan):
-        say(f"{path}: no gradient handler sums weights that stages share; only --model sees whether there are any")
+        say(f"{path}: no gradient handler sums weights that stages share; use --model to see whether there are any")
 
 
 def env(form: FormatOption = OutputFormat.text) -> None:
-    """Print versions and devices, to paste into an issue."""
+    """Print versions and devices for a bug report."""
     from train_cli.surroundings import machine_facts
 
     facts = machine_facts()
@@ -95,9 +95,9 @@ _RECORD = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*")
 
 
 def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
-    """Print a requirement for each package that the plan needs; in a clone of Sley: pip install $(train-cli needs plan.toml)
+    """Print a pip requirement for each package that the plan needs: pip install $(train-cli needs plan.toml)
 
-    Sley's own packages are folders of a clone, since no index has them; plugins of others are pinned as here.
+    Sley's own packages are folders of a clone, since no index has them. Other plugins are pinned to the installed version.
     """
     document = read_file(plan, overrides or [])
     loader = Loader()
@@ -109,8 +109,8 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         resolved = resolve(document, loader)
     except SleyError:
         names = [*reversed(paths)]
-        note = "the plan cannot be resolved here: call this again with these installed, as their records may need more"
-    else:  # knows also the plugins that a default or a record names
+        note = "the plan cannot be resolved here: install these and run this again, since their records may need more"
+    else:  # also has the plugins that a default or a record names
         names, timer, note = [*resolved.plugins], timer_package(resolved), ""
     unknown: list[Diagnostic] = []
     for name in names:
@@ -124,26 +124,26 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     if unknown:
         raise PluginError.many(unknown)
     if timer:
-        ours = timer.startswith("sley_")
-        lines[timer] = f"-e {folder_of(timer.removeprefix('sley_'))}" if ours else timer
+        is_own = timer.startswith("sley_")
+        lines[timer] = f"-e {folder_of(timer.removeprefix('sley_'))}" if is_own else timer
     for line in lines.values():
         typer.echo(line)
-    say("Sley's own packages are on no index: give these lines to pip in a clone of its repository")
+    say("Sley's own packages are on no index: pass these lines to pip in a clone of its repository")
     if note:
         say(note)
 
 
 def _extras(document: Document) -> dict[str, str]:
-    """Returns the extras that the plan needs, separated by commas, by the plugin that has them."""
-    named = {value for _, value in _strings(document.tables.get("metrics"))}
-    writers = (writer for writer in ("tensorboard", "wandb") if f"metrics.{writer}" in named)
+    """Returns the extras that the plan needs, separated by commas, by plugin."""
+    strings = {value for _, value in _strings(document.tables.get("metrics"))}
+    writers = (writer for writer in ("tensorboard", "wandb") if f"metrics.{writer}" in strings)
     data = _table(document, "data")
     extra = "chat" if data.get("use") == "data.chat" else "tokenizers" if "tokenizer" in data else ""
     return {"metrics": ",".join(writers), "data": extra}
 
 
 def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
-    """Returns the line for pip of plugin `name`; raises PluginError if it is neither ours nor installed."""
+    """Returns the pip requirement of plugin `name`. Raises PluginError if it is neither Sley's own nor installed."""
     if name in FIRST_PARTY or name in EXAMPLES:
         return f"-e {folder_of(name, extras.get(name, ''))}"
     match loader.found(name):
@@ -156,11 +156,11 @@ def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
 def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, KeyPath]]:
     """Yields the plugins of the records that the plan names, and of the default of each table without `use`, with their paths.
 
-    Which fields beside `use` name records only the plugin knows, and it may not be installed: the values of other fields count
-    if they have the form of a record of a known plugin.
+    Only a plugin knows which of its fields besides `use` name records, and it may not be installed. So any string counts that
+    looks like a record of a known plugin.
     """
     known = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
-    known -= {"data", "metrics"}  # only `use` names their records: `data.json` is a file
+    known -= {"data", "metrics"}  # only `use` names their records; `data.json` is a file
     for path, value in _strings(document.tables):
         match = _RECORD.fullmatch(value)
         if match and (path[-1] == "use" or match[1] in known):
@@ -172,7 +172,7 @@ def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, Ke
 
 
 def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yields path and value of every string of the plan; strings in arrays (files) and in `options` are skipped."""
+    """Yields the path and value of every string in the plan, except those in arrays (files) and in `options`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key != "options":
@@ -201,10 +201,9 @@ def schema() -> None:
 
 
 def json_schema(loader: Loader | None = None) -> dict[str, Any]:
-    """Returns the JSON Schema of a plan, for editors: core's tables, and for each component table one alternative per record of
-    the plugins that `loader` can load.
+    """Returns the JSON Schema of a plan for editors, with one alternative per record of the plugins that `loader` can load.
 
-    It checks types, ranges and keys. It accepts what only core can check (sizes that divide, files that exist).
+    The schema checks types, ranges and keys. It does not check what only core can check, such as divisibility and files.
     """
     loader = loader or Loader()
     records: dict[str, dict[str, Record]] = {spec.key: {} for spec in COMPONENTS}
@@ -223,7 +222,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
     copied: set[str] = set()
 
     def schema_of(model: type[Table]) -> dict[str, Any]:
-        """Returns a copy of a model's full schema, for which pydantic gives a reference."""
+        """Returns a copy of a model's schema, to which pydantic refers."""
         name = references[model, "validation"]["$ref"].rpartition("/")[2]
         copied.add(name)
         return deepcopy(shared[name])
@@ -257,8 +256,8 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
 
 
 def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the schema of a component table from its alternatives `choices`: one table, a list of them, or tables by name."""
-    # If the schedule gives the default, a table without `use` may be of any record.
+    """Returns the schema of a component table with the alternatives `choices`: a table, an array, or tables by name."""
+    # If the schedule determines the default, a table without `use` may belong to any record.
     alternatives = "anyOf" if spec.known else "oneOf"
     table: dict[str, Any] = {"type": "object", alternatives: choices} if choices else {"type": "object"}
     if spec.named:
@@ -269,7 +268,7 @@ def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str,
 
 
 def _for_toml(schema: Any) -> Any:
-    """Returns a schema adapted to TOML: without null and titles, and with limits of arrays named as such."""
+    """Returns a schema adapted to TOML: without null and titles, and with the array limits of JSON Schema."""
     if isinstance(schema, list):
         return [_for_toml(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,9 +1,9 @@
-"""`train-cli export`: weights of a run, at its end or in a checkpoint, under the names that other programs use.
+"""`train-cli export`: writes the weights of a run or checkpoint under the names that other programs use.
 
-A factory returns layers, and the registry calls a weight by its layer: `3.attn.weight` for the fourth of a list. The layers are
-mostly parts of a module that the factory made and let go of, in which the same weight is `h.2.attn.weight`. So the factory is
-called once more, on meta, with a hook that sees which modules register others: the module that has all of the model's
-parameters is that one, and its `load_state_dict` takes these names.
+A factory returns layers, and the registry names a weight by its layer: `3.attn.weight` in the fourth layer of a list. Usually
+the layers are parts of a module that the factory made, in which the same weight is `h.2.attn.weight`. To find that module, the
+factory is called once more on meta, with a hook that sees which modules register others. The module that has all parameters of
+the model is the one whose `load_state_dict` accepts the exported names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ExportFormat(StrEnum):
-    """Whose names and layout the files have."""
+    """The names and layout of the exported files."""
 
     safetensors = "safetensors"
     huggingface = "huggingface"
@@ -41,23 +41,19 @@ def export(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN",
-            help="The folder of a run, runs/NAME, of which the newest weights count; or a checkpoint, by its folder or URL.",
+            metavar="RUN", help="A run folder, runs/NAME, for its newest weights; or the folder or URL of a checkpoint."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new or empty folder.")],
     form: Annotated[
         ExportFormat,
         typer.Option(
-            "--format",
-            help="safetensors: any model, by the names of its own state. huggingface: models.llama, as transformers reads it.",
+            "--format", help="safetensors: any model, with its state-dict names. huggingface: models.llama, for transformers."
         ),
     ] = ExportFormat.safetensors,
-    max_file_mb: Annotated[
-        int, typer.Option("--max-file-mb", metavar="N", min=1, help="The size of a file of weights at most.")
-    ] = 5000,
+    max_file_mb: Annotated[int, typer.Option("--max-file-mb", metavar="N", min=1, help="The maximum size of a file.")] = 5000,
 ) -> None:
-    """Write a run's newest weights, or those of a checkpoint, for other programs, one tensor in memory at a time."""
+    """Write the newest weights of a run, or those of a checkpoint, for other programs."""
     plan, source = _source(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
@@ -66,12 +62,12 @@ def export(
         files = _exporter(plan, form)(plan, source, to, max_file_mb * 10**6)
     else:
         files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
-    many = "1 file" if len(files) == 1 else f"{len(files)} files"
-    say(f"{len(source.names)} tensors in {many}: {out}")
+    num_files = "1 file" if len(files) == 1 else f"{len(files)} files"
+    say(f"{len(source.names)} tensors in {num_files}: {out}")
 
 
 def _source(run: str) -> tuple[Plan, Tensors]:
-    """Returns the plan and the weights of a checkpoint, or the newest ones of a run; says which."""
+    """Returns the plan and the weights of a checkpoint, or the newest weights of a run; prints their origin."""
     from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
@@ -83,58 +79,61 @@ def _source(run: str) -> tuple[Plan, Tensors]:
         if isinstance(path, Path):
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
-    is_there = is_remote(str(path)) or Path(path).is_dir()
-    checkpoint = files_of(plan).open(str(path)) if is_there else None
+    may_exist = is_remote(str(path)) or Path(path).is_dir()
+    checkpoint = files_of(plan).open(str(path)) if may_exist else None
     if checkpoint is None:
-        raise UsageError("no-run", f"`{run}` is neither the folder of a run, with its `{PLAN}`, nor a checkpoint")
-    own, source = plan_and_weights(checkpoint)
-    say(f"after step {checkpoint.description.step} of {own.run.steps} of the run {own.run.name!r}, from {checkpoint.place}")
-    return plan or own, source
+        raise UsageError("no-run", f"`{run}` is neither a run folder with a `{PLAN}` nor a checkpoint")
+    saved_plan, source = plan_and_weights(checkpoint)
+    progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
+    say(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
+    return plan or saved_plan, source
 
 
 def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, int], list[str]]:
-    """Returns the model's own exporter for a format; raises UsageError "export-format" if it has none."""
+    """Returns the model's exporter for a format. Raises UsageError "export-format" if it has none."""
     record = plan.model.record
     name = record.exports.get(form.value) if isinstance(record, ModelRecord) else None
     if name is None:
-        hint = "`--format safetensors` gives any model's weights"
-        raise UsageError("export-format", f"`{plan.model.name}` has no layout of Hugging Face", hint=hint)
+        hint = "use `--format safetensors`, which works for any model"
+        raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
     module, _, attribute = name.partition(":")
     exporter: Callable[[Plan, Tensors, Path, int], list[str]] = getattr(import_module(module), attribute)
     return exporter
 
 
 def _export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> list[str]:
-    """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names, as in a state; returns
-    the files, and says whose names they have.
+    """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
+    Returns the files, and prints the module whose names they have.
 
-    Raises RunError "weights-mismatch" if the factory makes another model now.
+    Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
     from sley_core.weight_files.write import write_tensors
 
     record = plan.model.record
     if isinstance(record, ModelRecord) and record.names_are_own:
-        own = ModuleNames({name: [name] for name in source.names}, "", [])
+        module_names = ModuleNames({name: [name] for name in source.names}, "", [])
     else:
-        own = own_names(plan)
-        if odd := sorted(own.names.keys() ^ set(source.names)):
-            which = "the run's weights have" if odd[0] in source.names else "the model now has"
-            message = f"the factory does not make the run's model any more: only {which} {odd[0]!r}"
-            raise RunError("weights-mismatch", message, hint="restore the code and the files that the run had")
-    pairs = [(ours, theirs) for ours in source.names for theirs in own.names[ours]]
+        module_names = state_dict_names(plan)
+        if odd := sorted(module_names.names.keys() ^ set(source.names)):
+            owner = "the run's weights have" if odd[0] in source.names else "the model now has"
+            message = f"the factory no longer makes the run's model: only {owner} {odd[0]!r}"
+            raise RunError("weights-mismatch", message, hint="restore the code and files of the run")
+    pairs = [(name, exported) for name in source.names for exported in module_names.names[name]]
     files = write_tensors(out, source, pairs, max_file_bytes)
-    if own.module:
-        say(f"names are those of `{own.module}.load_state_dict`")
-    if own.missing:
-        more = f", and {len(own.missing) - 1} more" if len(own.missing) > 1 else ""
-        say(f"its state also has {own.missing[0]!r}{more}, which no layer of the run uses: load with `strict=False`")
+    if module_names.module:
+        say(f"names are those of `{module_names.module}.load_state_dict`")
+    if missing := module_names.missing:
+        suffix = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        say(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses: load with `strict=False`")
     return files
 
 
 class ModuleNames(NamedTuple):
-    """names: the factory's own module's names, by the registry's name, of parameters and buffers. module: its class; empty if
-    the model is no part of one module, so that names are those of the registry. missing: names in its state that the model has
-    not.
+    """State-dict names of a model's parameters and buffers.
+
+    names: the names by registry name, several for a tied parameter. module: the class of the module, or "" if no single module
+    has all parameters, in which case the names are those of the registry. missing: names in the module's state dict that are
+    not in the model.
     """
 
     names: Mapping[str, list[str]]
@@ -142,11 +141,10 @@ class ModuleNames(NamedTuple):
     missing: list[str]
 
 
-def own_names(plan: Plan) -> ModuleNames:
-    """Returns the names that the model's own module has for its weights. Imports and calls the factory, without memory for
-    weights.
+def state_dict_names(plan: Plan) -> ModuleNames:
+    """Returns the names of the model's weights in the state dict of the factory's own module. Calls the factory on meta.
 
-    Raises what the data and the factory raise.
+    Raises the errors of the data and the factory.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -157,10 +155,10 @@ def own_names(plan: Plan) -> ModuleNames:
     info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
     holders: dict[int, nn.Module] = {}
 
-    def note(holder: nn.Module, _name: str, _module: nn.Module | None) -> None:
+    def record_holder(holder: nn.Module, _name: str, _module: nn.Module | None) -> None:
         holders[id(holder)] = holder
 
-    hook: Any = note
+    hook: Any = record_holder
     handle = register_module_module_registration_hook(hook)
     try:
         model = draft_model(plan, info)
@@ -170,20 +168,20 @@ def own_names(plan: Plan) -> ModuleNames:
 
 
 def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
-    """Returns the names in the one module among `holders` that has all parameters and is in no other such one."""
+    """Returns the names in the outermost module of `holders` that has all parameters, or those of the registry."""
     from sley_core.engine.registry import ParameterRegistry
 
     registry = ParameterRegistry([model.layers])
     buffers = dict(_buffers_of(model))
     parameters = {id(param.parameter): param.name for param in registry}
     layers = {id(layer.module) for layer in model.layers}
-    whole = [
+    complete = [
         module
         for key, module in holders.items()
         if key not in layers and parameters.keys() <= {id(parameter) for parameter in module.parameters()}
     ]
-    inner = {id(child) for module in whole for child in module.modules() if child is not module}
-    outermost = [module for module in whole if id(module) not in inner]
+    inner = {id(child) for module in complete for child in module.modules() if child is not module}
+    outermost = [module for module in complete if id(module) not in inner]
     if len(outermost) != 1:
         names = {param.name: [param.name, *param.aliases] for param in registry}
         return ModuleNames(names | {name: [name] for name in buffers.values()}, "", [])
@@ -196,12 +194,12 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
         for attribute in module._buffers:
             if (id(module), attribute) in buffers:
                 names[buffers[id(module), attribute]].append(f"{prefix}.{attribute}".lstrip("."))
-    known = {name for several in names.values() for name in several}
-    return ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in known])
+    exported = {name for aliases in names.values() for name in aliases}
+    return ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in exported])
 
 
 def _buffers_of(model: Model) -> Iterable[tuple[tuple[int, str], str]]:
-    """Yields the place, and the registry's name, of each buffer that belongs to the model's state."""
+    """Yields (module id, attribute) and the registry name of each persistent buffer."""
     for layer in model.layers:
         for prefix, module in layer.module.named_modules(prefix=layer.name):
             for name, buffer in module._buffers.items():

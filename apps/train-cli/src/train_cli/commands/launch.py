@@ -1,6 +1,6 @@
-"""`train-cli launch`: text that starts a plan on several hosts, for torchrun or SLURM; starts nothing itself.
+"""`train-cli launch`: prints a command or job script that runs a plan on several hosts, for torchrun or SLURM.
 
-Other engines come from packages, as entry points of the group `sley.launchers`:
+Packages add other launchers by entry points of the group `sley.launchers`:
 
     [project.entry-points."sley.launchers"]
     flux = "my_package.flux:script"           # a function of a Job that returns the text
@@ -32,33 +32,34 @@ PORT = 29500
 
 def launch(
     plan: PlanArgument,
-    on: Annotated[str, typer.Option("--on", metavar="ENGINE", help="What starts the ranks: torchrun, slurm, or a plugin.")],
+    on: Annotated[str, typer.Option("--on", metavar="LAUNCHER", help="The launcher: torchrun, slurm, or that of a package.")],
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts.")],
     per_node: Annotated[
-        int | None, typer.Option("--per-node", metavar="N", min=1, help="Ranks on each host, where the plan leaves it open.")
+        int | None,
+        typer.Option("--per-node", metavar="N", min=1, help="The ranks on each host, if the plan does not set them."),
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print a command or script that runs the plan on N hosts, to be submitted with the engine's own client."""
-    engines: dict[str, Callable[[Job], str]] = {"torchrun": torchrun_command, "slurm": slurm_script}
+    """Print a command or job script that runs the plan on N hosts."""
+    launchers: dict[str, Callable[[Job], str]] = {"torchrun": torchrun_command, "slurm": slurm_script}
     points = {point.name: point for point in entry_points(group=GROUP)}
-    if on not in engines and on not in points:
-        names = sorted({*engines, *points})
-        close = get_close_matches(on, names, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(names)}; examples/launch has others to copy"
-        raise UsageError("launch-engine", f"nothing here starts ranks by `{on}`", hint=hint)
+    if on not in launchers and on not in points:
+        names = sorted({*launchers, *points})
+        matches = get_close_matches(on, names, n=1)
+        hint = f"did you mean `{matches[0]}`?" if matches else f"use one of {', '.join(names)}, or see examples/launch"
+        raise UsageError("launch-engine", f"unknown launcher `{on}`", hint=hint)
     changes = overrides or []
     arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
     job = job_of(load_plan(plan, changes), nodes, per_node, arguments)
-    typer.echo((engines[on] if on in engines else points[on].load())(job), nl=False)
+    typer.echo((launchers[on] if on in launchers else points[on].load())(job), nl=False)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Describes a run to an engine.
+    """Describes a run for a launcher.
 
-    nodes, per_node: hosts, and ranks on each; their product is a world that the plan runs on. arguments: of `train-cli` on
-    each rank. uses_gpus: whether each rank wants one. goes_on: whether a run that is started again resumes from a checkpoint.
+    nodes, per_node: the number of hosts, and of ranks on each. arguments: the arguments of `train-cli` on each rank.
+    uses_gpus: whether each rank needs a GPU. resumes: whether a restarted run resumes from a checkpoint.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Job:
     per_node: int
     arguments: Sequence[str]
     uses_gpus: bool
-    goes_on: bool
+    resumes: bool
 
     @property
     def world(self) -> int:
@@ -74,46 +75,46 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The name as SLURM and Kubernetes take it: small letters, digits and `-`, at most 50 of them, a letter first."""
+        """The name as SLURM and Kubernetes accept it: at most 50 lower-case letters, digits and `-`, a letter first."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return (plain if plain[:1].isalpha() else f"sley-{plain}")[:50].rstrip("-")
 
 
 def job_of(plan: Plan, nodes: int, per_node: int | None, arguments: Sequence[str]) -> Job:
-    """Returns the job of `plan` on `nodes` hosts. per_node: None for the plan's world divided by `nodes`.
+    """Returns the job of `plan` on `nodes` hosts. per_node: the number of ranks on each host; None divides the plan's world.
 
-    Raises PlanError for a world that the plan does not divide into, with all of its problems; UsageError "per-node" where the
-    plan leaves the world open, or does not spread evenly.
+    Raises PlanError with all problems if the plan does not fit the world, and UsageError "per-node" if the plan does not set
+    the number of ranks, or it is not a multiple of `nodes`.
     """
     if per_node is None:
         if plan.parallel.dp == "auto":
-            message = "the plan leaves the number of ranks open (`dp` is auto), so nothing says how many a host has"
+            message = "the plan does not set the number of ranks (`dp` is auto)"
             raise UsageError("per-node", message, hint="add `--per-node N`")
         per_node, rest = divmod(plan.world(), nodes)
         if rest or not per_node:
             raise UsageError(
                 "per-node",
-                f"the plan's {plan.world()} ranks do not spread evenly over {nodes} hosts",
-                hint="choose another `--nodes` or `dp`, or `--set 'parallel.dp=\"auto\"'` and `--per-node N`",
+                f"the plan's {plan.world()} ranks cannot be divided evenly among {nodes} hosts",
+                hint="use another `--nodes` or `dp`, or `--set 'parallel.dp=\"auto\"'` and `--per-node N`",
             )
     if problems := check_plan(plan, nodes * per_node):
         raise PlanError.many(problems)
-    goes_on = plan.checkpoint is not None
-    return Job(plan.run.name, nodes, per_node, tuple(arguments), plan.run.device != "cpu", goes_on)
+    resumes = plan.checkpoint is not None
+    return Job(plan.run.name, nodes, per_node, tuple(arguments), plan.run.device != "cpu", resumes)
 
 
 def torchrun_command(job: Job) -> str:
-    """Returns a shell script of one command, to be run on each host; HEAD in its environment names one of them for all. Its
-    arguments, such as `--resume auto`, are added to those of the run.
+    """Returns a shell script with one command, to be run on each host with the same HEAD, one of the hosts, in its environment.
+    Arguments of the script, such as `--resume auto`, are passed to the run.
     """
     module = shlex.join(("-m", "train_cli", *job.arguments))
     ranks = f"--nnodes {job.nodes} --nproc-per-node {job.per_node}"
     if job.nodes == 1:
         return f'torchrun --standalone {ranks} {module} "$@"\n'
     return f"""\
-# On each of the {job.nodes} hosts, with the same plan, files and versions. HEAD is one of them, by a name that all others know.
+# Run this on each of {job.nodes} hosts, with the same plan, files and versions. HEAD is one of them, by a name that all know.
 torchrun {ranks} --rdzv-id {job.label} --rdzv-backend c10d \\
-  --rdzv-endpoint "${{HEAD:?is the host that all others reach}}:${{PORT:-{PORT}}}" \\
+  --rdzv-endpoint "${{HEAD:?set it to a host that all others can reach}}:${{PORT:-{PORT}}}" \\
   {module} "$@"
 """
 
@@ -121,25 +122,24 @@ torchrun {ranks} --rdzv-id {job.label} --rdzv-backend c10d \\
 def slurm_script(job: Job) -> str:
     """Returns a script for `sbatch`.
 
-    srun gives each task its number in variables with names of its own; the script copies them to the names that Sley and torch
-    read. A task that fails ends all others. Where the run saves checkpoints, the job may be requeued, and resumes from the
-    newest one.
+    The script copies srun's variables to those that Sley and torch read. A failed task ends all others. If the run saves
+    checkpoints, the job may be requeued and resumes from the newest one.
     """
     options = [f"--job-name={job.label}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.per_node}"]
     options += [f"--gpus-per-node={job.per_node}"] if job.uses_gpus else []
-    options += ["--requeue"] if job.goes_on else ["--no-requeue"]
+    options += ["--requeue"] if job.resumes else ["--no-requeue"]
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in options),
-            "# Of your cluster: --partition, --account, --time; --cpus-per-task for the threads of each rank.",
+            "# Add your cluster's options: --partition, --account, --time; --cpus-per-task for the threads of each rank.",
             "set -euo pipefail",
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "export MASTER_ADDR",
-            "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))  # two jobs on one host have two ports",
+            "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))  # jobs on one host have different ports",
             "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
             f"export WORLD_SIZE={job.world} LOCAL_WORLD_SIZE={job.per_node}",
-            "# shellcheck disable=SC2016  # each task fills in its own",
+            "# shellcheck disable=SC2016  # each task expands its own variables",
             "srun --kill-on-bad-exit=1 bash -c \\",
             "  'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' rank " + shlex.join(("train-cli", *job.arguments)),
             "",

@@ -1,6 +1,6 @@
-"""`train-cli sample RUN --prompt TEXT` and `train-cli eval RUN`: text from a run's weights, and their held-out loss.
+"""`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss.
 
-The whole window is computed again for each token.
+Sampling has no KV cache: each token recomputes the whole window.
 """
 
 from __future__ import annotations
@@ -35,50 +35,49 @@ if TYPE_CHECKING:
 def sample(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: runs/NAME.")],
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Generate at most so many tokens.")] = 200,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum number of tokens.")] = 200,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="1 draws as the model says; 0 takes the likeliest.")
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="1 samples the model's distribution; 0 is greedy.")
     ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", min=1, help="Draw from the K likeliest tokens only.")
+        int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample only from the K most likely tokens.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Another seed draws another text.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the sampling.")] = 0,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, where the plan names none."),
+        Path | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, if the plan has none.")
     ] = None,
 ) -> None:
-    """Generate text from a run's weights, after a prompt, and print it as it comes."""
+    """Generate text after a prompt from a run's weights, and print it token by token."""
     if not prompt:
-        raise UsageError("empty-prompt", "the model needs a text to continue", hint="give a `--prompt` of one letter")
+        raise UsageError("empty-prompt", "the prompt is empty", hint="use a `--prompt` of at least one letter")
     plan = plan_with_data(run)
     import torch
 
-    known = _text_ids(plan, tokenizer)
-    ids = known.encode(prompt)
-    if len(ids) == known.num_before:
-        raise UsageError("empty-prompt", "the tokenizer knows nothing of the prompt", hint="give another `--prompt`")
+    text_ids = _text_ids(plan, tokenizer)
+    ids = text_ids.encode(prompt)
+    if len(ids) == text_ids.num_before:
+        raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
     with open_trained_run(run, plan) as (model, description):
         say(description)
         generator = torch.Generator().manual_seed(seed)
-        drawn = generate(model, ids, known.size, temperature=temperature, top_k=top_k, generator=generator)
-        written = takewhile(lambda token: token != known.end, islice(drawn, tokens))
-        # The prompt's ids too, so that a decoder that looks back has them.
-        for text in known.decode(chain(ids[known.num_before :], written)):
+        tokens_drawn = generate(model, ids, text_ids.size, temperature=temperature, top_k=top_k, generator=generator)
+        answer = takewhile(lambda token: token != text_ids.end, islice(tokens_drawn, tokens))
+        # The decoder may need the prompt's ids as context.
+        for text in text_ids.decode(chain(ids[text_ids.num_before :], answer)):
             sys.stdout.write(text)
             sys.stdout.flush()
     sys.stdout.write("\n")
 
 
 def _text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
-    """Returns the ids of the plan's text, or of `tokenizer`, if given, which sley-data reads.
+    """Returns the mapping between text and ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
 
-    Raises UsageError "no-vocabulary" if the plan's data do not say how their ids are text, and PluginError if sley-data is
-    needed and not installed.
+    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is needed and not
+    installed.
     """
     record = plan.data.record if tokenizer is None else plan.loader.record("datasets", "data.text")
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
-        hint = "give the one that made its token ids: `--tokenizer PATH`"
+        hint = "use `--tokenizer PATH` with the tokenizer that made its token ids"
         raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
     ids: TextIds = record.load(record.text_ids)(plan.data.config, tokenizer)
     return ids
@@ -87,36 +86,36 @@ def _text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
 def generate(
     run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> Iterator[int]:
-    """Yields ids that follow `ids`, without end; the model is given as many of the last ones as a sample of its data has.
+    """Yields ids that follow `ids`, without end. The model's context is the last ids, as many as a sample of its data has.
 
-    size: ids are below it. temperature: 0 takes the likeliest. top_k: draws from so many of the likeliest. Raises UsageError
-    "sample-fields" and "no-logits" for a model that is not one over tokens, RunError "not-finite".
+    size: the number of ids. temperature: 0 takes the most likely id. top_k: samples from this number of most likely ids.
+    Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError "not-finite".
     """
     import torch
 
     roles = _roles(run)
     window = run.dataset.info.sequence
-    known = list(ids)
+    sequence = list(ids)
     for layer in run.layers:
         layer.module.eval()
     while True:
-        logits = _logits(run, roles, known[-window:] if window else known, size)
+        logits = _logits(run, roles, sequence[-window:] if window else sequence, size)
         if not bool(logits.isfinite().all()):
-            raise RunError("not-finite", "the model gives logits that are not finite", hint="its weights may be damaged")
+            raise RunError("not-finite", "the model's logits are not finite", hint="check its weights, which may be damaged")
         if temperature == 0:
             token = int(logits.argmax())
         else:
             if top_k is not None and top_k < len(logits):
                 logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
-            # The largest first, so that no temperature overflows.
+            # Relative to the largest, so that no temperature overflows.
             odds = ((logits - logits.max()) / temperature).exp()
             token = int(torch.multinomial(odds, 1, generator=generator))
-        known.append(token)
+        sequence.append(token)
         yield token
 
 
 def _roles(run: Run) -> dict[str, str]:
-    """Returns for each batch field that the model reads its content: "tokens", or a name that follows from their number."""
+    """Returns the content of each batch field that the model reads: "tokens", "positions" or "cu_seqlens"."""
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
     roles = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
@@ -128,14 +127,14 @@ def _roles(run: Run) -> dict[str, str]:
                 hint = f"add them to [data.fields] of `plan.toml` in the run's folder, for example {table}"
                 raise UsageError("sample-fields", message, hint=hint)
             if name not in roles:
-                message = f"layer `{layer.name}` reads the field `{name}`, which does not follow from a prompt"
-                hint = "`run.predict(batch)` in a program of your own takes such a batch: docs/how-to.md"
+                message = f"layer `{layer.name}` reads the field `{name}`, which a prompt does not have"
+                hint = "use `run.predict(batch)` in your own program: docs/how-to.md"
                 raise UsageError("sample-fields", message, hint=hint)
     return {name: roles[name] for layer in run.layers for name in layer.fields}
 
 
 def _logits(run: Run, roles: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
-    """Returns the logits of the next token for the ids below `size`: float64 [v], on the host."""
+    """Returns the logits of the next token, float64 [size], on the host."""
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
@@ -152,9 +151,9 @@ def _logits(run: Run, roles: Mapping[str, str], ids: Sequence[int], size: int) -
             output = layer.module(output, **inputs) if number else layer.module(**inputs)
     shape = (1, len(ids))
     if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[:2] != shape or output.shape[2] < size:
-        what = f"a tensor of {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
-        message = f"the model returns {what}, not logits [1, {len(ids)}, {size} or more]"
-        raise UsageError("no-logits", message, hint="only a model that gives each next token a logit can be sampled")
+        actual = f"a tensor of {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        message = f"the model must return logits [1, {len(ids)}, {size} or more], but returns {actual}"
+        raise UsageError("no-logits", message, hint="use a model that returns a logit for each token")
     return output[0, -1, :size].double().cpu()
 
 
@@ -170,17 +169,17 @@ def eval(
     ] = None,
     batches: Annotated[
         int | None,
-        typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; left out, evaluation.steps."),
+        typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; default: evaluation.steps."),
     ] = None,
 ) -> None:
-    """Print the held-out loss of a run's weights; of a model over bytes, bits per byte too."""
+    """Print the held-out loss of a run's weights, and bits per byte if the tokens are bytes."""
     plan = plan_with_data(run, data or [])
     with ExitStack() as stack:
         try:
             model, description = stack.enter_context(open_trained_run(run, plan, with_evaluation=True, batches=batches))
         except PlanError as error:
-            # The run has ended: a change of its plan is no remedy, and another split would hold out what it has trained on.
-            hint = "name other data: `--data 'held_out_files=[\"other.txt\"]'`"
+            # Another split of the run's own data would hold out samples on which it was trained.
+            hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.many(diagnostics) from error
         say(description)
@@ -205,9 +204,11 @@ def _is_nats_per_byte(plan: Plan) -> bool:
 
 
 def _trained_on(own: Plan, plan: Plan) -> str:
-    """Returns in words which documents that `plan` evaluates the run was trained on. own: the run's plan, with its own data."""
+    """Returns a note on the evaluated documents on which the run was trained, or "". own: the run's plan. plan: the plan with
+    the evaluated data.
+    """
     record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.trained_on is None or own.data.name != plan.data.name:
         return ""
-    words: str = record.load(record.trained_on)(own.data.config, plan.data.config)
-    return words
+    note: str = record.load(record.trained_on)(own.data.config, plan.data.config)
+    return note

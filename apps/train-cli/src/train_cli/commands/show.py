@@ -1,4 +1,4 @@
-"""`train-cli show`: what a plan resolves to and where each value came from; ranks, groups, order of collectives."""
+"""`train-cli show`: prints the resolved plan with the origin of each value, the ranks, groups and order of collectives."""
 
 from __future__ import annotations
 
@@ -33,34 +33,32 @@ from train_cli.options import (
 )
 
 MOST_RANKS = 32
-"""How many ranks are shown one by one."""
+"""The maximum number of ranks to list."""
 
 _MOST_GROUPS = 4
-"""How many groups of one axis are listed."""
+"""The maximum number of groups of an axis to list."""
 
 _SIZES = ("pp", "dp", "sp", "wdp", "wp")
 
 
 def sizes(topology: Topology) -> str:
-    """Returns the sizes of all axes as text: `pp 2, dp 1, sp 1, wdp 1, wp 1`."""
+    """Returns the sizes of all axes as text, such as `pp 2, dp 1, sp 1, wdp 1, wp 1`."""
     return ", ".join(f"{name} {getattr(topology, name)}" for name in _SIZES)
 
 
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`; of a large world only the first ranks and the last."""
+    """Yields a table of the coordinates of all ranks, or of `rank`; in a large world, of the first ranks and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
     is_large = rank is None and topology.world > MOST_RANKS
-    for each in (*range(MOST_RANKS), topology.world - 1) if is_large else _ranks(topology, rank):
-        at = topology.coordinates(each)
-        yield "".join(f"{number:6}" for number in (at.rank, at.stage, at.dp, at.sp, at.wdp, at.wp))
+    for number in (*range(MOST_RANKS), topology.world - 1) if is_large else _ranks(topology, rank):
+        place = topology.coordinates(number)
+        yield "".join(f"{index:6}" for index in (place.rank, place.stage, place.dp, place.sp, place.wdp, place.wp))
     if is_large:
         yield f"  of {topology.world} ranks; --rank N shows one rank, --format json all"
 
 
 def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields one line per axis and lane with its groups, in the order of `entries`; of many groups only the first ones and the
-    last.
-    """
+    """Yields a line per axis and lane with its groups, in the order of `entries`, or the first and last of many."""
     lines: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:  # the lanes of a group follow each other
         lines.setdefault((entry.axis, entry.lane), []).append(entry)
@@ -74,13 +72,13 @@ def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
 
 
 WIDTH = 110
-"""Columns where there is no terminal that has a number of its own."""
+"""The number of columns without a terminal."""
 
 
 def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
-    """Yields the drawing, and each stage's idle share and peak; a full backward costs two forwards.
+    """Yields the drawing of the schedule, and each stage's idle share and peak. A full backward costs two forwards.
 
-    Raises PlanError "no-pipeline" for a plan without one, and the errors of its schedule.
+    Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
     """
     if plan.pipeline is None:
         hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'
@@ -106,7 +104,7 @@ def _counted(number: int, word: str, plural: str = "s") -> str:
 
 
 _COLUMN = 44
-"""Where the origins begin."""
+"""The column of the origins."""
 
 
 def show(
@@ -117,20 +115,20 @@ def show(
     per_node: PerNodeOption = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")] = None,
     form: FormatOption = OutputFormat.text,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step instead.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step.")] = False,
     machine: Annotated[
         Path | None,
-        typer.Option("--machine", metavar="FILE", help="With --timeline: in seconds of this machine, as calibrate wrote it."),
+        typer.Option("--machine", metavar="FILE", help="With --timeline: use times of the machine in FILE, from calibrate."),
     ] = None,
 ) -> None:
     """Show the resolved plan with the origin of each value, and who talks to whom."""
     if machine is not None and not timeline:
-        raise UsageError("machine-timeline", "`--machine` gives the drawing its seconds", hint="add `--timeline`")
+        raise UsageError("machine-timeline", "`--machine` needs `--timeline`", hint="add `--timeline`")
     world = world_size(world, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:
-        raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
+        raise PlanError("layout", f"rank {rank} does not exist: the ranks are 0 to {topology.world - 1}")
     if timeline and machine is not None:
         estimates = module_of("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
         known = estimates.machine_of(machine, per_node)
@@ -144,7 +142,7 @@ def show(
 
 
 def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
-    """Returns everything that `show` prints, for JSON."""
+    """Returns the JSON output of `show`."""
     return {
         "plan": [
             {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)} for path, value in leaves(plan.tables)
@@ -161,15 +159,15 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
 
 
 def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yields the gradient handlers. tolerance: relative error allowed to the exact sum; 0 for exact ones."""
-    for each in plan.gradient_handlers:
-        assert isinstance(each.record, GradientHandlerRecord), each
-        tolerance = each.record.tolerance_with(each.config)
-        yield {"name": each.name, "role": each.record.role, "tolerance": tolerance}
+    """Yields the JSON entries of the gradient handlers. tolerance: the allowed relative error; 0 for exact handlers."""
+    for handler in plan.gradient_handlers:
+        assert isinstance(handler.record, GradientHandlerRecord), handler
+        tolerance = handler.record.tolerance_with(handler.config)
+        yield {"name": handler.name, "role": handler.record.role, "tolerance": tolerance}
 
 
 def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any] | None:
-    """Returns the place of one value in a file or a `--set`; None for a default."""
+    """Returns the place of a value in a file or `--set` option; None for a default."""
     place = plan.document.origin(path)
     return None if place is None else {"file": place.file, "line": place.line or None, "column": place.column or None}
 
@@ -183,7 +181,7 @@ def _groups(topology: Topology, rank: int | None) -> Iterator[GroupEntry]:
 
 
 def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields the lines of `show`."""
+    """Yields the text output of `show`."""
     yield from _values(plan)
     yield ""
     yield f"# world of {topology.world}: {sizes(topology)}"
@@ -194,16 +192,16 @@ def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     yield ""
     yield "# gradient handlers: this is the order of their collectives on every rank"
     for number, handler in enumerate(_handlers(plan), start=1):
-        how = f"{handler['role']}, not exact: within {handler['tolerance']:g}" if handler["tolerance"] else handler["role"]
-        yield f"{number:4}  {handler['name']}  ({how})"
+        role = f"{handler['role']}, not exact: within {handler['tolerance']:g}" if handler["tolerance"] else handler["role"]
+        yield f"{number:4}  {handler['name']}  ({role})"
     if not plan.gradient_handlers:
         yield "  none"
 
 
 def _values(plan: Plan) -> Iterator[str]:
-    """Yields the plan as TOML that can be run, with the origin of each value as a comment."""
+    """Yields the plan as valid TOML, with the origin of each value as a comment."""
     table: KeyPath = ()
-    # Keys of the plan itself come first: after a table's header they would be that table's.
+    # Top-level keys come first: after a header they would belong to that table.
     for path, value in sorted(leaves(plan.tables), key=lambda leaf: len(leaf[0]) > 1):
         if path[:-1] != table:
             table = path[:-1]

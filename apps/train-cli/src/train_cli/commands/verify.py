@@ -1,11 +1,11 @@
-"""`train-cli verify`: trains the plan's layout and one process of the same plan for a few steps, and compares them; with
-`--plain` a plain loop takes the steps of the one process.
+"""`train-cli verify`: trains a plan's layout and the same plan in one process for a few steps, and compares them. With
+`--plain` a plain PyTorch loop replaces the one process.
 
-this process     one process of the plan ──> numbers, gradients, weights of each step, in a temporary folder
-its ranks        the plan's layout       ──> each compares its parts ──> findings
-this process     findings ──> what agrees, or what differs first
+this process     one process of the plan ──> losses, gradients, weights of each step, in a temporary folder
+its ranks        the plan's layout       ──> each rank compares its tensors ──> findings
+this process     findings ──> agreement, or the first difference
 
-With `--league` it takes plans of its own. The test kit (sley-testing) has the league, and compares.
+With `--league` it verifies plans of the test kit (sley-testing), which also does the comparing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sley_testing.verify.findings import RankFindings, SeenHabit
 
 STEPS = 3
-"""How many steps are compared where `--steps` does not say so."""
+"""The default number of steps to compare."""
 
 
 def verify(
@@ -48,7 +48,7 @@ def verify(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="The plan, a TOML file; none with --league.")] = None,
     overrides: SetOption = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help=f"Optimizer steps to compare; left out, {STEPS}.")
+        int | None, typer.Option("--steps", metavar="N", min=1, help=f"The optimizer steps to compare; default: {STEPS}.")
     ] = None,
     tolerance: Annotated[
         float | None,
@@ -56,7 +56,7 @@ def verify(
             "--tolerance",
             metavar="T",
             min=0.0,
-            help="The relative error that is allowed; left out, that of the plan's precision and of its handlers' records.",
+            help="The allowed relative error; default: that of the plan's precision and gradient handlers.",
         ),
     ] = None,
     world: WorldOption = None,
@@ -64,25 +64,25 @@ def verify(
         bool,
         typer.Option(
             "--plain",
-            help="Compare with a plain PyTorch loop over the same layers, and name the model's habits that need care.",
+            help="Compare with a plain PyTorch loop over the same layers, and list code of the model that needs care.",
         ),
     ] = False,
     league: Annotated[
-        bool, typer.Option("--league", help="In place of a plan: the field's silent errors, a small plan each.")
+        bool, typer.Option("--league", help="Instead of a plan, verify small plans that test the field's known silent errors.")
     ] = False,
     rows: Annotated[
-        str | None, typer.Option("--rows", metavar="NAME,...", help="The rows of the league to play; left out, all.")
+        str | None, typer.Option("--rows", metavar="NAME,...", help="The rows of the league to verify; default: all.")
     ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
     settings = context.ensure_object(Settings)
     if "RANK" in os.environ:
-        raise UsageError("verify-ranks", "`verify` starts its ranks itself", hint="call it without a launcher")
-    of_plan = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
-    of_plan["--plain"] = plain or None
+        raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="call it without a launcher")
+    plan_options = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
+    plan_options["--plain"] = plain or None
     module_of("testing", "sley_testing", "`train-cli verify`")
-    _check_what(league, [name for name, value in of_plan.items() if value is not None], rows)
+    _check_subject(league, [name for name, value in plan_options.items() if value is not None], rows)
     if plan is None:
         raise typer.Exit(_play_league(rows, form, settings))
     changes, steps = overrides or [], steps or STEPS
@@ -90,12 +90,12 @@ def verify(
     size = check(loaded, world or loaded.world(num_devices(loaded)))
     if size == 1 and not has_layout(loaded) and not plain:
         hint = (
-            "give `--plain` to compare with a plain loop, or a layout, such as `--set parallel.dp=2`, or `--world 2` where the "
-            "plan leaves it open"
+            "use `--plain` to compare with a plain loop, or a layout such as `--set parallel.dp=2`, or `--world 2` if the plan "
+            "does not set the number of ranks"
         )
-        raise UsageError("nothing-to-verify", "the plan trains one process, so there is nothing to compare", hint=hint)
+        raise UsageError("nothing-to-verify", "the plan has one process, so there is nothing to compare", hint=hint)
     if steps > loaded.run.steps:
-        hint = "give fewer `--steps`, or `--set run.steps=...`"
+        hint = "use fewer `--steps`, or `--set run.steps=N`"
         raise UsageError("verify-steps", f"the plan has {loaded.run.steps} steps, not {steps}", hint=hint)
     from train_cli.on_meta import check_model
 
@@ -106,8 +106,8 @@ def verify(
     habits: list[SeenHabit] | None = [] if plain else None
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
     try:
-        ranks_findings = _compared(loaded, size, arguments, settings, habits)
-    finally:  # a run that is refused, too, may be refused for one of them
+        ranks_findings = _compare_with_one_process(loaded, size, arguments, settings, habits)
+    finally:  # a habit may be the reason why a run is refused
         if form is OutputFormat.text:
             for line in findings.habits_in_words(habits or ()):
                 typer.echo(line)
@@ -121,31 +121,31 @@ def verify(
         typer.echo("\n".join(findings.in_words(ranks_findings, allowed, steps, is_plain=plain)))
     is_idle = findings.no_step_taken(ranks_findings, steps)
     if is_idle:
-        console.say("no step was taken, so that no weight was compared: give more `--steps`")
+        console.say("no step was taken, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
-def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
-    """Raises UsageError unless the arguments name either a plan or the league. of_plan: the given options that only a plan
-    takes.
+def _check_subject(league: bool, plan_options: list[str], rows: str | None) -> None:
+    """Raises UsageError unless the arguments name either a plan or the league. plan_options: the options in use that need a
+    plan.
     """
-    ways = "`train-cli verify plan.toml` compares a plan, `train-cli verify --league` the field's silent errors"
-    if league and of_plan:
-        raise UsageError("verify-what", f"the league has plans of its own: it does not take {of_plan[0]}", hint=ways)
+    hint = "use `train-cli verify plan.toml` for a plan, or `train-cli verify --league` for the field's silent errors"
+    if league and plan_options:
+        raise UsageError("verify-what", f"`--league` has its own plans and cannot be used with {plan_options[0]}", hint=hint)
     if not league and rows is not None:
-        raise UsageError("verify-what", "`--rows` are those of the league", hint="give `--league` too")
-    if not league and "a plan" not in of_plan:
-        raise UsageError("verify-what", "there is nothing to verify", hint=ways)
+        raise UsageError("verify-what", "`--rows` needs `--league`", hint="add `--league`")
+    if not league and "a plan" not in plan_options:
+        raise UsageError("verify-what", "there is nothing to verify", hint=hint)
 
 
-def _compared(
+def _compare_with_one_process(
     plan: Plan, size: int, arguments: dict[str, Any], settings: Settings, habits: list[SeenHabit] | None
 ) -> list[RankFindings]:
-    """Trains `plan` in one process, then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if one of
-    the two was not trained to its end.
+    """Trains `plan` in one process and then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if either
+    did not finish.
 
-    arguments: of `compare_on_rank`, but for the folder. habits: None to compare with one process; else those of a plain loop
-    are added, with which ranks are compared.
+    arguments: the arguments of `compare_on_rank` except the folder. habits: if a list, compares with a plain loop and adds
+    the habits that the loop finds.
     """
     import torch
 
@@ -163,9 +163,9 @@ def _compared(
         with joined(single, folder) as (run, stopping):
             if plan.parallel.sp > 1 and (layers := dropouts(run)):
                 message = (
-                    f"with sp > 1 a model with dropout cannot be compared: `{layers[0]}` draws other numbers for each slice"
+                    f"with sp > 1 a model with dropout cannot be compared: `{layers[0]}` draws different numbers for each slice"
                 )
-                raise UsageError("verify-dropout", message, hint="verify it without dropout, or this layout without `sp`")
+                raise UsageError("verify-dropout", message, hint="remove dropout, or `sp`, to verify it")
             stopping.working(run.stop)
             if habits is None:
                 keep(run, arguments["steps"], folder)
@@ -176,7 +176,7 @@ def _compared(
         del run
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the ranks need the memory that torch caches for this process
+            torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
         target, limit_s = f"{__name__}:compare_on_rank", terminated_s(plan)
         fault = launch(target, {**arguments, "folder": name}, size, folder, say=console.say, terminated_s=limit_s)
         console.show(fault, settings)
@@ -188,7 +188,7 @@ def _compared(
 
 
 def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> int:
-    """Takes the steps of one rank of the layout, compares them with the reference in `folder`, and returns the exit code."""
+    """Takes the steps of one rank, compares them with the reference in `folder`, and returns the exit code."""
     from sley_testing.verify.measure import compare
     from train_cli.rank import joined
 
@@ -201,23 +201,23 @@ def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> i
 def league_rows(names: str | None) -> list[LeagueRow]:
     """Returns the rows that `names` lists, separated by commas, in the league's order; all of them without a list.
 
-    Raises UsageError "league-rows" for a name that no row has.
+    Raises UsageError "league-rows" for an unknown name.
     """
     from sley_testing.league.rows import ROWS
 
-    known = [row.name for row in ROWS]
-    chosen = known if names is None else [name.strip() for name in names.split(",")]
-    for name in sorted(set(chosen) - set(known)):
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
+    row_names = [row.name for row in ROWS]
+    chosen = row_names if names is None else [name.strip() for name in names.split(",")]
+    for name in sorted(set(chosen) - set(row_names)):
+        matches = get_close_matches(name, row_names, n=1)
+        hint = f"did you mean `{matches[0]}`?" if matches else f"use one of {', '.join(row_names)}"
         raise UsageError("league-rows", f"the league has no row `{name}`", hint=hint)
     return [row for row in ROWS if row.name in chosen]
 
 
 def _play_league(names: str | None, form: OutputFormat, settings: Settings) -> int:
-    """Plays rows of the league, prints a table of them on stdout, and returns the exit code: 1 where one does not hold.
+    """Verifies rows of the league, prints a table of results on stdout, and returns the exit code: 1 if a row does not hold.
 
-    Raises as `league_rows`, and SleyError for a plugin that is not installed, before anything is run.
+    Raises the errors of `league_rows`, and SleyError if a plugin is not installed, before anything runs.
     """
     rows = league_rows(names)
     for row in rows:
@@ -237,8 +237,8 @@ def _play_league(names: str | None, form: OutputFormat, settings: Settings) -> i
 
 
 def _play_on_ranks(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
-    """Plays rows that need `num_ranks` ranks, in processes of their own if several; returns why they failed, or nothing. Raises
-    typer.Exit if a signal ended them.
+    """Verifies the rows that need `num_ranks` ranks, in new processes if there are several. Returns the reason of a failure, or
+    "". Raises typer.Exit if a signal ended them.
     """
     from sley_core.comm.world import World
     from sley_testing.league.play import take
@@ -261,11 +261,11 @@ def _play_on_ranks(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int
     console.show(fault, settings)
     if fault.exit_code == EXIT_OK:
         return ""
-    return fault.diagnostics[0].message if fault.diagnostics else "its ranks have ended without a word"
+    return fault.diagnostics[0].message if fault.diagnostics else "its ranks have ended without a report"
 
 
 def play_on_rank(names: str, folder: str) -> int:
-    """Takes the steps of one rank of the rows `names`, compares them with what is in `folder`, and returns the exit code."""
+    """Takes the steps of one rank for the rows `names`, compares them with `folder`, and returns the exit code."""
     from sley_core.comm.world import World
     from sley_testing.league.play import take
 
