@@ -216,10 +216,20 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_data_show_needs_no_torch(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        'use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer"',
+        'use="data.text", files=["chats.jsonl"], tokenizer="tokenizer", separator="\\n"',
+        'use="data.tokens", files=["tokens.bin"], vocab_size=65536',
+    ],
+)
+def test_data_show_needs_no_torch(folder: Path, data: str) -> None:
     """With an import of torch that fails, as where it is not installed."""
     code = "import sys; sys.modules['torch'] = None; from train_cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "data", "show", str(folder / "plan.toml"), "--sample", "0"]
+    (folder / "tokens.bin").write_bytes(b"tokens" * 100)
+    path, change = str(folder / "plan.toml"), f"data={{{data}, sequence=160}}"
+    command = [sys.executable, "-c", code, "data", "show", path, "--sample", "0", "--set", change]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout

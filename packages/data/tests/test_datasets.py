@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.errors import PlanError
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset, TokensDataset
+from sley_data.streams import TokenRows
 
 TEXTS = {"a.txt": b"abcdefghij", "b.txt": b"0123456", "empty.txt": b"", "sub/c.txt": b"\xff\x00\xfe\x80 not UTF-8"}
 
@@ -94,3 +97,34 @@ def test_packed_documents_are_those_between_end_tokens(tmp_path_factory: Any, id
     path = write(tmp_path_factory.mktemp("tokens") / "a.bin", ids)
     data = tokens(path, documents="pack", end_of_document=0, sequence=2)
     assert labels_of(data) == [token for before, token in pairwise(ids) if before != 0]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=4),
+    st.sampled_from(["pack", "cut", "pad"]),
+    st.integers(1, 5),
+)
+def test_rows_are_the_samples_without_torch(
+    tmp_path_factory: Any, parts: list[list[int]], documents: str, sequence: int
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    files = [write(folder / f"{number}.bin", [7, *ids]) for number, ids in enumerate(parts)]
+    for number, ids in enumerate(parts):
+        (folder / f"{number}.txt").write_bytes(bytes([7, *ids]))
+    options: dict[str, Any] = {"documents": documents, "sequence": sequence}
+    for data in (tokens(*files, **options, end_of_document=0), text(folder / "*.txt", **options, separator="\0")):
+        try:
+            count = len(data)
+        except PlanError as error:
+            with pytest.raises(PlanError, match=re.escape(error.diagnostics[0].message)):
+                TokenRows(data._config, "train")
+            continue
+        rows = TokenRows(data._config, "train")
+        samples = [{name: value.tolist() for name, value in data[index].items()} for index in range(count)]
+        assert [rows.row(index) for index in range(len(rows))] == samples
+        labels = [label for sample in samples for label in sample["labels"] if label != IGNORED]
+        assert rows.counts["trained"] == len(labels)
+        assert rows.counts["padding"] == (rows.counts["positions"] - len(labels) if documents == "pad" else 0)
+        if isinstance(data, TextDataset):
+            longest = max(len(each) for ids in parts for each in bytes([7, *ids]).split(b"\0"))
+            assert rows.counts["longest"] == longest

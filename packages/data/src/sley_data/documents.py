@@ -13,12 +13,16 @@ from hashlib import file_digest, sha256
 from itertools import chain, compress, pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.files import File, as_error, opened, text_files
 from sley_data.rows import bad_row, rows_of
+
+if TYPE_CHECKING:
+    from sley_data.tokenizer import Tokenizer
 
 _PIECE = 1 << 10
 """Bytes of each piece of a held-out token file that is searched for in the files to train on."""
@@ -334,7 +338,7 @@ def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
     return [stop - start for index in indices for start, stop in pairwise(index.offsets)]
 
 
-def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:
+def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Sequence[int] | None:
     """Returns the tokens of each document, or None if a large corpus would have to be read."""
     is_as_read = documents_inside(config) is None and config.tokenizer is None
     if is_as_read and not any(file.is_compressed for file in files) and not (config.held_out and _is_large(files)):
@@ -342,8 +346,14 @@ def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[in
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None
     documents = read_documents(files, config, split)
+    tokenizer = tokenizer_of(config)
+    return [len(text) for _, text in documents] if tokenizer is None else tokenizer.encode(documents)[1]
+
+
+def tokenizer_of(config: TextConfig) -> Tokenizer | None:
+    """Returns the tokenizer of a table; None for bytes."""
     if config.tokenizer is None:
-        return [len(text) for _, text in documents]
+        return None
     from sley_data.tokenizer import Tokenizer  # bytes need none
 
-    return Tokenizer(config.tokenizer, config.end_of_document).encode(documents)[1]
+    return Tokenizer(config.tokenizer, config.end_of_document)

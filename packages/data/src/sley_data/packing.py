@@ -17,9 +17,6 @@ from sley_core.api.data import BOUNDARY_FIELDS, IGNORED, TOKEN_FIELDS, Field, Sa
 from sley_data.config import Documents
 from sley_data.documents import num_windows, window
 
-SIGNED = {torch.uint8: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32}
-"""For each dtype one of the same size that PyTorch compares with vector instructions and on every device."""
-
 
 class TokenArray:
     """Represents a stream of tokens: `array.read(start, stop)` is an int64 copy of that range, whichever parts it lies in.
@@ -48,17 +45,6 @@ class TokenArray:
             offset = end - self.parts[number].numel()
             yield self.parts[number][start - offset : min(stop, end) - offset]
             start, number = end, number + 1
-
-    def find(self, token: int, *, block: int = 1 << 24) -> Tensor:
-        """Returns the positions of `token` as int64, ascending; reads every part, `block` tokens at a time."""
-        positions = []
-        for part, end in zip(self.parts, self._ends, strict=True):
-            value = torch.tensor([token]).to(part.dtype).view(SIGNED[part.dtype])
-            values = part.view(SIGNED[part.dtype])
-            for start in range(0, part.numel(), block):
-                hits = (values[start : start + block] == value).nonzero().flatten()
-                positions.append(hits + (end - part.numel() + start))
-        return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
 
 
 WINDOW_BLOCK = 1 << 20

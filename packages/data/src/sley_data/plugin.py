@@ -18,6 +18,7 @@ def sley_records() -> list[DatasetRecord]:
             check=check,
             text_ids="sley_data.tokenizer:text_ids",
             trained_on="sley_data.documents:trained_on",
+            rows="sley_data.streams:TokenRows",
         ),
         DatasetRecord(
             name="chat",
@@ -28,5 +29,11 @@ def sley_records() -> list[DatasetRecord]:
             trained_on="sley_data.conversations:trained_on",
             rows="sley_data.chat:ChatRows",
         ),
-        DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.datasets:TokensDataset", check=check),
+        DatasetRecord(
+            name="tokens",
+            config=TokensConfig,
+            build="sley_data.datasets:TokensDataset",
+            check=check,
+            rows="sley_data.streams:TokenRows",
+        ),
     ]

@@ -66,14 +66,14 @@ class Tokenizer:
         """One above the highest token id, added tokens included."""
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], list[int]]:
+    def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
         """Returns the ids of all documents joined, as an array of 2 or 4 byte integers, and the length of each
-        document.
+        document, 64 bits.
 
         documents: (name, content) pairs. Raises PlanError naming a document that is not UTF-8.
         """
         ids = array("H" if self.vocab_size <= 1 << 16 else "I")
-        lengths = []
+        lengths = array("q")
         pairs = iter(documents)
         while batch := [_text(name, content) for name, content in islice(pairs, BATCH)]:
             for encoding in self._implementation.encode_batch_fast(batch, add_special_tokens=False):

@@ -1,0 +1,288 @@
+"""Loads the tokens of a split as one stream of documents: of text, whose tokens are kept, or of token files; torch-free."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import blake2b
+from itertools import accumulate, chain, pairwise
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from sley_core.api.data import IGNORED, Split
+from sley_core.errors import PlanError
+from sley_data import cache
+from sley_data.config import TextConfig, TokensConfig
+from sley_data.documents import copied_tokens, num_chunks, num_windows, read_documents, tokenizer_of, window
+from sley_data.files import File, as_error, deciding_files, text_files, token_files
+
+if TYPE_CHECKING:
+    from sley_data.tokenizer import Tokenizer
+
+FORMS: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+"""The format of a view of tokens, by their dtype; that of bytes is "B"."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens of documents that lie end to end.
+
+    parts: views of 8, 16 or 32 bits, of memory or of mapped files; a document may lie in several. offsets: 64 bits
+    [num_documents + 1], ascending; no document is empty. kept_digest: `digest`, if it is known.
+    """
+
+    parts: Sequence[memoryview]
+    offsets: array[int]
+    kept_digest: str | None = None
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> list[int]:
+        """Returns tokens [start, stop)."""
+        tokens: list[int] = []
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            begin, end = self._ends[number] - len(self.parts[number]), self._ends[number]
+            tokens += self.parts[number][start - begin : min(stop, end) - begin]
+            start, number = end, number + 1
+        return tokens
+
+    @property
+    def digest(self) -> str:
+        """Differs if a token or a document's length differs."""
+        return self.kept_digest or _digest([self.parts, [memoryview(self.offsets)]])
+
+    @property
+    def sampled_digest(self) -> str:
+        """A digest of each part's length and of blocks spread over it, at most 128 KiB of it, and of the documents' lengths."""
+        blocks = ([memoryview(array("q", [len(part)])), *_blocks(part)] for part in self.parts)
+        return _digest([*blocks, [memoryview(self.offsets)]])
+
+
+def _digest(values: Iterable[Sequence[memoryview]]) -> str:
+    """Returns a digest of values, each in one or more parts."""
+    digest = blake2b(digest_size=16)
+    for parts in values:
+        digest.update(f"{parts[0].format if parts else None}{sum(map(len, parts))}".encode())
+        for part in parts:
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _blocks(part: memoryview) -> Iterator[memoryview]:
+    """Yields a part's first tokens, its last ones, and blocks spread between them; all of it if that is not more."""
+    size = 1 << 11 if len(part) > 1 << 15 else max(1, -(-len(part) // 16))
+    for number in range(16):
+        start = max(0, len(part) - size) * number // 15
+        yield part[start : start + size]
+
+
+def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
+    """Returns the documents of a split of text, in order, those that are empty left out; tokenizer: None for bytes.
+
+    With a tokenizer, the tokens of much text are kept (see `cache`). notes: gets sentences for the user.
+    Raises PlanError with every file that is missing or empty, and for one that cannot be read.
+    """
+    files, held_out = deciding_files(config, split, text_files)
+    documents = read_documents(files, config, split, notes)
+    if tokenizer is None:
+        text, sizes = bytearray(), array("q")
+        for _, document in documents:
+            text += document
+            sizes.append(len(document))
+        return Stream([memoryview(text)], _offsets(sizes))
+    options = (config.separator, config.field, config.end_of_document, config.held_out, split)
+    folder = cache.folder_of(config.cache, files, held_out, (3, tokenizer.digest, *options))
+    if folder is not None:
+        try:
+            return _kept(folder, tokenizer, documents, sum(file.num_bytes for file in files), notes)
+        except OSError as error:
+            notes.append(f"the tokens are not kept in {folder}: {error}")
+            documents = read_documents(files, config, split)
+    ids, lengths = tokenizer.encode(documents)
+    return Stream([memoryview(ids)], _offsets(lengths))
+
+
+def _offsets(lengths: Iterable[int]) -> array[int]:
+    """Returns the offsets of the documents that are not empty."""
+    return array("q", accumulate(filter(None, lengths), initial=0))
+
+
+def _kept(
+    folder: Path, tokenizer: Tokenizer, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
+) -> Stream:
+    """Returns the tokens that are kept in `folder`, mapped; tokenizes them first if no process has."""
+
+    def parts() -> Iterator[tuple[int, Callable[[], cache.Part]]]:
+        batch: list[tuple[str, bytes]] = []
+        size = 0
+        for document in chain(documents, [None]):
+            if size >= cache.PART_BYTES or document is None:
+                yield size, partial(tokenizer.encode, batch)
+                batch, size = [], 0
+            if document is not None:
+                batch.append(document)
+                size += len(document[1])
+
+    def mapped(count: int, digest: str | None = None) -> Stream:
+        files = cache.part_files(folder, count)
+        form = FORMS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+        tokens = [map_tokens(path, form) for path, _ in files if path.stat().st_size]
+        lengths = array("q")
+        for _, path in files:
+            lengths.frombytes(path.read_bytes())
+        return Stream(tokens, _offsets(lengths), digest)
+
+    def facts(count: int) -> dict[str, Any]:
+        return {"digest": mapped(count).digest, "notes": notes}
+
+    complete = cache.prepare(folder, parts(), num_bytes, facts)
+    notes[:] = complete["notes"]
+    return mapped(complete["parts"], complete["digest"])
+
+
+def map_tokens(path: Path, form: Literal["H", "I"]) -> memoryview:
+    """Returns the tokens of a file as a read-only view: pages are loaded when they are read.
+
+    The map is shared and read-only, so that files larger than memory can be mapped: Linux counts one that is private and
+    writable, such as PyTorch's own `from_file`, as memory that must exist.
+    """
+    assert sys.byteorder == "little", "token files are little-endian"
+    with path.open("rb") as file:
+        return memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast(form)
+
+
+def token_stream(config: TokensConfig, split: Split) -> Stream:
+    """Returns the split's token files as one stream, mapped; cut documents are one, with which opening costs nothing.
+
+    Else files without an index are read once for their `end_of_document` tokens, which takes about 3 s per GB. Raises PlanError
+    with every file that is missing, empty or not a whole number of tokens long.
+    """
+    files, problems = token_files(config, split)
+    if split == "held_out":
+        problems += copied_tokens(token_files(config, "train")[0], files)
+    if problems:
+        raise as_error(problems)
+    parts = [map_tokens(file.path, FORMS[file.dtype(config)]) for file in files]
+    if config.documents == "cut":
+        return Stream(parts, array("q", [0, sum(map(len, parts))]))
+    offsets, begin = array("q", [0]), 0
+    for file, part in zip(files, parts, strict=True):
+        for end in _document_ends(file, part, config):
+            if begin + end > offsets[-1]:
+                offsets.append(begin + end)
+        begin += len(part)
+    if begin > offsets[-1]:
+        offsets.append(begin)
+    return Stream(parts, offsets)
+
+
+def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterator[int]:
+    """Yields where documents end, and perhaps begin, in a file, ascending."""
+    if file.index is not None:
+        yield from file.index.offsets
+        return
+    assert config.end_of_document is not None, file
+    content, width = cast(mmap, part.obj), part.itemsize
+    token = config.end_of_document.to_bytes(width, "little")
+    place = content.find(token)
+    while place >= 0:
+        if place % width == 0:
+            yield place // width + 1
+        place = content.find(token, place + 1)
+
+
+class TokenRows:
+    """The samples of a split of `data.text` or `data.tokens` as lists of numbers: `DatasetRecord.rows`."""
+
+    def __init__(self, config: TextConfig | TokensConfig, split: Split) -> None:
+        """Loads the data; raises PlanError as the data sets do."""
+        self._config = config
+        if isinstance(config, TokensConfig):
+            self._stream = token_stream(config, split)
+        else:
+            self._stream = text_stream(config, split, tokenizer_of(config), [])
+        self._lengths = array("q", (stop - start for start, stop in pairwise(self._stream.offsets)))
+        if not len(self):
+            raise too_short(len(self._stream), config.sequence)
+
+    def __len__(self) -> int:
+        if self._config.documents == "pad":
+            return num_chunks(self._lengths, self._config.sequence)
+        return num_windows(len(self._stream), self._config.sequence)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts of `DataRows`; documents are not known of token files that are cut."""
+        config, num_tokens = self._config, len(self._stream)
+        trained = num_tokens - (1 if config.documents == "cut" else len(self._lengths))
+        positions = len(self) * config.sequence
+        are_known = config.documents != "cut" or isinstance(config, TextConfig)
+        return {
+            "documents": len(self._lengths) if are_known else None,
+            "tokens": num_tokens,
+            "trained": trained,
+            "positions": positions,
+            "padding": positions - trained if config.documents == "pad" else 0,
+            "longest": max(self._lengths) if are_known else None,
+            "dropped": {},
+        }
+
+    def row(self, index: int) -> dict[str, list[int]]:
+        """Returns sample `index`, as the data set gives it."""
+        sequence = self._config.sequence
+        if self._config.documents == "pad":
+            return self._padded(index)
+        start, covered = window(index, len(self._stream), sequence)
+        values = self._stream.read(start, start + sequence + 1)
+        row = {"tokens": values[:-1], "labels": [IGNORED] * covered + values[1 + covered :]}
+        if self._config.documents == "pack":
+            starts = self._starts(start)
+            for place in starts:
+                row["labels"][place - 1] = IGNORED
+            starts = [0, *(place for place in starts if place < sequence)]
+            row["positions"] = [place - begin for begin, end in pairwise([*starts, sequence]) for place in range(begin, end)]
+            row["cu_seqlens"] = starts + [sequence] * (self._max_documents + 1 - len(starts))
+        return row
+
+    def _padded(self, index: int) -> dict[str, list[int]]:
+        sequence, offsets = self._config.sequence, self._stream.offsets
+        document = bisect_right(self._chunk_ends, index)
+        before = self._chunk_ends[document - 1] if document else 0
+        start = offsets[document] + (index - before) * sequence
+        values = self._stream.read(start, min(start + sequence + 1, offsets[document + 1]))
+        left = sequence + 1 - len(values)
+        return {"tokens": values[:-1] + [0] * left, "labels": values[1:] + [IGNORED] * left}
+
+    @cached_property
+    def _chunk_ends(self) -> list[int]:
+        return list(accumulate(num_chunks([length], self._config.sequence) for length in self._lengths))
+
+    def _starts(self, start: int) -> list[int]:
+        """Returns where documents begin behind the first token of a window and up to its last label, counted from it."""
+        offsets = self._stream.offsets
+        first, last = bisect_right(offsets, start), bisect_right(offsets, start + self._config.sequence)
+        return [place - start for place in offsets[first:last]]
+
+    @cached_property
+    def _max_documents(self) -> int:
+        """The largest number of documents in a sample."""
+        sequence, num_tokens = self._config.sequence, len(self._stream)
+        begins = (window(index, num_tokens, sequence)[0] for index in range(len(self)))
+        return max(1 + sum(place < sequence for place in self._starts(start)) for start in begins)
+
+
+def too_short(num_tokens: int, sequence: int) -> PlanError:
+    """Returns the PlanError "data-short" for data of `num_tokens`."""
+    message = f"the data has {num_tokens} tokens; one sample needs {sequence} and a label for the last"
+    return PlanError("data-short", message, path=("data", "sequence"), hint="give more text or a smaller `sequence`")
