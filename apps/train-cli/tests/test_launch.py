@@ -128,7 +128,7 @@ def test_hosts_and_ranks_of_each_say_the_world(cli: Cli, plan: Path, command: st
     odd = cli(command, plan, "--nodes", 3, "--per-node", 2)
     assert (odd.code, "6 != 1 x 2 x 1" in odd.err) == (3, True)
     assert "pass both" in cli(command, plan, "--nodes", 3).err
-    assert "leave one of them out" in cli(command, plan, "--nodes", 3, "--per-node", 2, "--world", 6).err
+    assert "remove one of them" in cli(command, plan, "--nodes", 3, "--per-node", 2, "--world", 6).err
 
 
 @pytest.mark.campaign
