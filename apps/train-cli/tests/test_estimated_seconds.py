@@ -7,18 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
-from importlib import import_module
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
+import dozing
 import pytest
-import torch
-from torch import Tensor, nn
 
 from sley_core.assemble import assemble, draft_model
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.engine.direct import WeightQueue
 from sley_core.plan.load import plan_from_dict
@@ -31,76 +28,12 @@ from sley_estimate.step.estimate import estimate_seconds
 from train_cli.on_meta import meta_micro_batch
 
 pytestmark = pytest.mark.timeout(180)
-WIDTH = 64
 MANY = (1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3)
 FEW = (1, 2, 1, 2)
 """Shares of the layers of eight ranks, and of two."""
 UNIT_S = {MANY: 0.010, FEW: 0.020}
 """Seconds that one sample takes of a layer with a share of 1, in F, in I, in W: long against what a busy core wakes late."""
 GLOBAL = {MANY: 16, FEW: 8}
-FOLDER, NAME = Path(__file__).parent, Path(__file__).stem
-
-
-class Sleep(torch.autograd.Function):
-    """The identity, which takes time: in its backward that of I, and then, or later, that of W."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Dozer) -> Tensor:
-        ctx.layer, ctx.num = layer, len(x)
-        ctx.save_for_backward(x)  # without anything saved nothing would be recomputed
-        time.sleep(layer.seconds * len(x))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        assert ctx.saved_tensors  # asked for, they are recomputed
-        seconds = ctx.layer.seconds * ctx.num
-        time.sleep(seconds)
-        queue = Dozer.queue
-        if queue is not None and queue.is_collecting:
-            queue.put(lambda: time.sleep(seconds))
-        else:
-            time.sleep(seconds)
-        return gradient, None, None
-
-
-class Dozer(nn.Module):
-    """Takes `seconds` for each sample, as `Sleep` does. queue: where this process defers the sleep of a W."""
-
-    queue: ClassVar[WeightQueue | None] = None
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.anchor = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Sleep.apply(x, self.anchor, self)  # type: ignore[no-untyped-call]
-        return result
-
-
-def layers(seconds: list[float]) -> list[nn.Module]:
-    return [Dozer(each) for each in seconds]
-
-
-class Zeros:
-    info = DataInfo({"x": Field("float32")})
-
-    def __len__(self) -> int:
-        return 1 << 12
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.zeros(WIDTH)}
-
-
-class SumOfSquares:
-    fields = ()
-
-    def weight(self, batch: Any) -> float:
-        return float(len(batch["x"]))
-
-    def loss(self, output: Tensor, batch: Any) -> Tensor:
-        return output.square().sum()
 
 
 Layout = tuple[int, int, int, str, str, str]
@@ -113,9 +46,9 @@ def tables(shares: Shares, layout: Layout) -> dict[str, Any]:
     seconds = [share * UNIT_S[shares] for share in shares]
     found: dict[str, Any] = {
         "run": {"name": "dozing", "steps": 100, "device": "cpu"},
-        "model": {"factory": f"{NAME}:layers", "options": {"seconds": seconds}},
-        "data": {"factory": f"{NAME}:Zeros"},
-        "loss": {"factory": f"{NAME}:SumOfSquares"},
+        "model": {"factory": "dozing:layers", "options": {"seconds": seconds}},
+        "data": {"factory": "dozing:Samples"},
+        "loss": {"factory": "dozing:SumOfSquares"},
         "batch": {"global_size": GLOBAL[shares], "micro_size": micro},
         "optimizer": {"use": "core.sgd", "lr": 1e-3},
         "parallel": {"pp": pp, "dp": dp},
@@ -149,7 +82,7 @@ def layouts(world: int) -> Iterator[Layout]:
 
 def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
     """A machine on which layers take what they sleep, and exchanges little."""
-    model = draft_model(plan, Zeros.info)
+    model = draft_model(plan, dozing.Samples.info)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
@@ -164,7 +97,7 @@ def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
             "backward": again + 2 * seconds,
             "input_gradient": again + seconds,
             "weight_gradient": seconds,
-            "output_bytes": 4 * WIDTH * plan.batch.micro_size,
+            "output_bytes": 4 * dozing.WIDTH * plan.batch.micro_size,
         }
     return machine_from_dict(
         {
@@ -178,8 +111,8 @@ def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
 
 def taken(plan: dict[str, Any], steps: int) -> float:
     """The seconds of a step: the shortest, since whatever disturbs one makes it longer, without the first."""
-    with World.join("cpu") as world, assemble(plan_from_dict(plan, FOLDER), world) as run:
-        plans_dozer().queue = run.stepper.executor.queue
+    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
+        dozing.Dozer.queue = run.stepper.executor.queue
         found = []
         for _ in range(1 + steps):
             began = time.perf_counter()
@@ -188,18 +121,12 @@ def taken(plan: dict[str, Any], steps: int) -> float:
         return min(found[1:])
 
 
-def plans_dozer() -> type[Dozer]:
-    """The class of which a plan's layers are: a factory imports this module by another name than pytest does."""
-    found: type[Dozer] = import_module(NAME).Dozer
-    return found
-
-
 class Heard(WeightQueue):
     """A queue of which all layers know."""
 
     def __init__(self) -> None:
         super().__init__()
-        plans_dozer().queue = self
+        dozing.Dozer.queue = self
 
 
 def measured(plan: dict[str, Any]) -> MachineFile | None:
@@ -212,7 +139,7 @@ def measured(plan: dict[str, Any]) -> MachineFile | None:
         stack.enter_context(patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4)))
         stack.enter_context(patch.object(device, "WRITTEN_BYTES", {"cpu": 1}))
         stack.enter_context(patch.object(bench, "WeightQueue", Heard))
-        found = measure(world, plan_from_dict(plan, FOLDER), timeout_s=100)
+        found = measure(world, plan_from_dict(plan), timeout_s=100)
         return found and found[0]
 
 
@@ -235,7 +162,7 @@ def both(
 ) -> tuple[float, float]:
     """The estimated and the real seconds of a layout's step; of processes of its own, which leave nothing to the next."""
     plan, size = tables(shares, layout), layout[0] * layout[1]
-    resolved = plan_from_dict(plan, FOLDER)
+    resolved = plan_from_dict(plan)
     estimated = estimate_seconds(resolved, size, machine_of(resolved, shares, layout)).step.seconds
     real = max(ranks(size, timeout_s=170)(taken, plan, steps))
     print(*layout, f"estimated {estimated:.3f} s, took {real:.3f} s, {estimated / real - 1:+.1%}", flush=True)

@@ -1,24 +1,16 @@
-"""Runs start from the values of plain PyTorch or of transformers in every layout, bit for bit."""
+"""Runs start from the values of transformers in every layout, bit for bit."""
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import factory_habits
-import numpy as np
 import pytest
 import torch
-from first_values import first_values, starts
-from layouts import layout_of
-from torch import Tensor, nn
+from layouts import layout_of, starts
 
-from sley_core.api.model import Model, derive
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
@@ -28,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 SEED, VOCAB = 11, 260
-HABITS = ("listed", "tied", "sequential", "loaded", "computed", "initialised", "built")
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}
 CONFIGS = {
@@ -50,107 +41,18 @@ pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A state of `loaded`; and folders of models in several files, whose weights no initialisation would give."""
+    """Folders of models in several files, whose weights no initialisation would give."""
     transformers.utils.logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("saved")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        torch.save(nn.ModuleList(factory_habits.listed(VOCAB)).state_dict(), folder / "state.pt")
         for kind, config in CONFIGS.items():
             model = transformers.AutoModelForCausalLM.from_config(config())
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
             model.save_pretrained(folder / kind, max_shard_size="20KB")
-    return {"state": folder / "state.pt"} | {kind: folder / kind for kind in CONFIGS}
-
-
-# -- plain PyTorch -----------------------------------------------------------------------------------------------------
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def plain(table: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The values of all parameters and buffers, and the attribute `shift`, as plain PyTorch makes them."""
-    module, _, name = table["factory"].partition(":")
-    seed_all(SEED)
-    made = getattr(import_module(module), name)(**table["options"])
-    init = made.init_weights if isinstance(made, Model) else None
-    if name == "built":
-        layers = built_by_hand(init)
-    else:
-        items = made.named_children() if isinstance(made, nn.Sequential) else made
-        if isinstance(made, Model):
-            items = [(layer.name, layer.module) for layer in made]
-        layers = dict(item if isinstance(item, tuple) else (str(at), item) for at, item in enumerate(items))
-        if init is not None:
-            done: set[int] = set()
-            for key, layer in layers.items():
-                apply(layer, key, init, done)
-    found: dict[str, Tensor] = {}
-    for key, layer in layers.items():
-        found |= {f"{key}.{name}": value.detach().float() for name, value in layer.named_parameters()}
-        found |= {f"{key}.{name}": value for name, value in layer.named_buffers()}
-        if hasattr(layer, "shift"):
-            found[f"{key}.shift"] = layer.shift
-    return found
-
-
-def apply(module: nn.Module, name: str, init: Any, done: set[int]) -> None:
-    """As `nn.Module.apply`, with names, and a module that several share once."""
-    for key, child in module.named_children():
-        if id(child) not in done:
-            apply(child, f"{name}.{key}", init, done)
-    done.add(id(module))
-    with torch.no_grad():
-        init(module, name)
-
-
-def built_by_hand(init: Any) -> dict[str, nn.Module]:
-    makers = {
-        "embed": lambda: factory_habits.Embed(VOCAB),
-        "block.0": factory_habits.Block,
-        "block.1": factory_habits.Block,
-        "functional": factory_habits.Functional,
-        "head": lambda: factory_habits.Head(VOCAB),
-    }
-    layers: dict[str, Any] = {}
-    for name, make in makers.items():
-        seed_all(derive(SEED, name))
-        layers[name] = make()
-        apply(layers[name], name, init, set())
-    layers["head"].output.weight = layers["embed"].table.weight
-    return layers
-
-
-def test_every_layout_starts_from_the_values_of_plain_pytorch(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
-    options = {habit: {"vocab_size": VOCAB} | ({"path": str(saved["state"])} if habit == "loaded" else {}) for habit in HABITS}
-    models = {habit: {"factory": f"factory_habits:{habit}", "options": options[habit]} for habit in HABITS}
-    layouts: dict[str, Tables] = {"dp2 sharded": {}, "pp2": {}, "wp2": {}, "sp2": {"sequence__positions": False}}
-    plans = {
-        f"{habit} {layout}": layout_of(layout, PLAN, model=table, data__documents=None, **changes)
-        for habit, table in models.items()
-        for layout, changes in layouts.items()
-    }
-    with torch.random.fork_rng(devices=[]):
-        expected = {habit: plain(table) for habit, table in models.items()}
-    by_rank = ranks(2, timeout_s=300)(first_values, plans, texts)
-    second_names = {"2.out.weight", "2.out.bias", "3.output.weight", "head.output.weight"}  # of tied parameters
-    for name in plans:
-        habit = name.partition(" ")[0]
-        seen: set[str] = set()
-        for found in by_rank:
-            seen |= found[name].keys()
-            for key, value in found[name].items():
-                assert torch.equal(value.float(), expected[habit][key].float()), f"{name}: {key}"
-        assert expected[habit].keys() - seen <= second_names, name
-
-
-# -- transformers ------------------------------------------------------------------------------------------------------
+    return {kind: folder / kind for kind in CONFIGS}
 
 
 def from_files(folder: Path) -> Tables:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from started_program import Result
-
-from sley_core.attempt import WEIGHTS
-from sley_core.weight_files.read import WeightFiles
 
 Cli = Callable[..., Result]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "launch"
@@ -129,36 +123,3 @@ def test_hosts_and_ranks_of_each_say_the_world(cli: Cli, plan: Path, command: st
     assert (odd.code, "6 != 1 x 2 x 1" in odd.err) == (3, True)
     assert "pass both" in cli(command, plan, "--nodes", 3).err
     assert "remove one of them" in cli(command, plan, "--nodes", 3, "--per-node", 2, "--world", 6).err
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["torchrun", "slurm"])
-def test_every_engine_gives_the_weights_of_a_local_run(cli: Cli, plan: Path, stubs: Path, engine: str) -> None:
-    here = Path(sys.executable).parent
-    for name in ("train-cli", "torchrun"):
-        (stubs / "bin" / name).unlink()
-        (stubs / "bin" / name).write_text(f'#!/bin/bash\nexec {here / "python"} -m {MODULES[name]} "$@"\n')
-        (stubs / "bin" / name).chmod(0o755)
-    own = ("run.steps=20", "run.name=engine")
-    text = cli("launch", plan, "--on", engine, "--nodes", 2, changes=own).out
-    (stubs / "job").write_text(text)
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    match engine:
-        case "torchrun":
-            environ = {**os.environ, "HEAD": socket.gethostname(), "PORT": str(port), "OMP_NUM_THREADS": "1"}
-            hosts = [subprocess.Popen(["bash", "job"], env=environ) for _ in range(2)]
-            assert [host.wait(200) for host in hosts] == [0, 0]
-        case "slurm":
-            given = {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": str(port - 20000), "TASKS": "2", "PER_NODE": "1"}
-            executed("bash", "job", **given)
-    assert cli("run", plan, changes=("run.steps=20", "run.name=local")).code == 0
-    local, engines = (WeightFiles(stubs / "runs" / name / WEIGHTS) for name in ("local", "engine"))
-    assert list(local.names) == list(engines.names)
-    assert all(local.tensor(name).equal(engines.tensor(name)) for name in local.names)
-    assert json.loads((stubs / "runs/engine/summary.json").read_text())["world"] == 2
-
-
-MODULES = {"train-cli": "train_cli", "torchrun": "torch.distributed.run"}

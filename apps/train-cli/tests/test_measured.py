@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
@@ -22,14 +17,13 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
 
-WIDTH = 8
-SLOW_S = 0.06
+SLOW_S = 0.005
 PLAN = {
     "run": {"name": "measured", "steps": 3, "device": "cpu"},
-    "model": {"factory": "test_measured:layers"},
-    "data": {"factory": "test_measured:Numbers"},
-    "loss": {"factory": "test_measured:Squares"},
-    "batch": {"global_size": 4, "micro_size": 2},
+    "model": {"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
+    "data": {"factory": "dozing:Samples"},
+    "loss": {"factory": "dozing:SumOfSquares"},
+    "batch": {"global_size": 2, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "parallel": {"pp": 2, "dp": 1},
     "pipeline": {"use": "pp.one_f_one_b"},
@@ -37,103 +31,30 @@ PLAN = {
 }
 
 
-class Sleepy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
+def seen(plan):
+    """The layers of this rank, the costs in the resolved plan, and what three steps did."""
+    found = []
 
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, None
+    def prepare(run):
+        found.extend([[layer.name for layer in run.layers], run.resolved_plan.partition.config.layer_costs])
+
+    return record(plan, 3, prepare=prepare), *found
 
 
-class Block(nn.Module):
-    """`share` of SLOW_S goes by in its forward, as much again in its backward."""
-
-    def __init__(self, share):
-        super().__init__()
-        self.share = share
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(WIDTH))  # which no method but the constructor gives its value
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.gain * self.dropout(self.inner(Sleepy.apply(x, self.share * SLOW_S)))
-
-
-class First(Block):
-    def forward(self, inputs):
-        return super().forward(inputs)
-
-
-class Picky(Block):
-    def forward(self, x):
-        raise ValueError("this layer takes nothing")
-
-
-def layers(shares=(1, 1, 1, 3), picky=False):
-    """The last one takes as long as the first three, though all have as many parameters."""
-    found = [First(shares[0]), *(Block(share) for share in shares[1:])]
-    return [*found[:-1], Picky(1)] if picky else found
-
-
-class Numbers:
-    def __init__(self):
-        from sley_core.data.dataset import DataInfo, Field
-
-        self.info = DataInfo({"inputs": Field("float32")}, vocab_size=None, sequence=None)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return {"inputs": torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))}
-
-
-class Squares:
-    fields = ()
-
-    def weight(self, batch):
-        return float(len(batch["inputs"]))
-
-    def loss(self, output, batch):
-        return output.square().sum()
-
-
-def tables(**changes):
-    return changed(PLAN, **changes)
-
-
-FOLDER = Path(__file__).parent
-
-
-def look(plan):
-    """The layers of this rank, and the costs in the resolved plan."""
-    with World.join("cpu") as world, assemble(plan_from_dict(plan, FOLDER), world) as run:
-        return [layer.name for layer in run.layers], run.resolved_plan.partition.config.layer_costs
-
-
-def test_slow_layers_count_for_what_they_take(ranks):
-    measured = []
-    for _ in range(3):  # a loaded machine only adds, so the least of three is what a layer takes
-        (first, costs), (second, others) = ranks(2)(look, tables())
-        assert (len(first), len(second)) == (3, 1)
-        assert costs == others
-        measured.append(costs)
-    least = [round(min(each) / SLOW_S) for each in zip(*measured, strict=True)]
-    assert least == [1, 2, 2, 6], "nothing asks for a gradient of the first one's input"
-
-
-def test_timing_leaves_no_trace(ranks):
+def test_slow_layers_count_for_what_they_take_and_timing_leaves_no_trace(ranks):
     """Weights, random states and modules are as in a plan that has the same costs, and measures nothing."""
-    measured = ranks(2)(record, tables(), 3, folder=FOLDER)
-    written = {"use": "pp.measured", "layer_costs": (1.0, 2.0, 2.0, 6.0)}
-    (first, costs), _ = ranks(2)(look, tables(partition=written))
-    assert (len(first), costs) == (3, written["layer_costs"])
-    for one, other in zip(measured, ranks(2)(record, tables(partition=written), 3, folder=FOLDER), strict=True):
+    every = []
+    for _ in range(3):  # a loaded machine only adds, so the least of three is what a layer takes
+        measured = ranks(2)(seen, PLAN)
+        (_, first, costs), (_, second, others) = measured
+        assert (len(first), len(second), costs) == (3, 1, others)
+        every.append(costs)
+        shares = [round(min(each) / SLOW_S / 3) for each in zip(*every, strict=True)]  # F, I and W
+        if shares == [1, 1, 1, 3]:
+            break
+    assert shares == [1, 1, 1, 3], every
+    written = changed(PLAN, partition={"use": "pp.measured", "layer_costs": (1.0, 1.0, 1.0, 3.0)})
+    for (one, *_), (other, *_) in zip(measured, ranks(2)(seen, written), strict=True):
         assert [row["loss"] for row in one.rows] == [row["loss"] for row in other.rows]
         assert_same_bits(one.first, other.first)
         assert_same_bits(one.weights, other.weights)
@@ -141,12 +62,12 @@ def test_timing_leaves_no_trace(ranks):
 
 def fails(plan):
     with pytest.raises((RunError, ValueError)) as caught:
-        look(plan)
+        record(plan, 1)
     return type(caught.value).__name__, str(caught.value)
 
 
 def test_what_a_layer_raises_is_told_on_every_rank(ranks):
-    first, second = ranks(2)(fails, tables(model__options={"picky": True}))
+    first, second = ranks(2)(fails, changed(PLAN, model__options={"seconds": [0.0] * 3, "picky": True}))
     assert first == ("ValueError", "this layer takes nothing")
     assert second[0] == "RunError"
     assert "rank 0 could not time the layers: ValueError: this layer takes nothing" in second[1]

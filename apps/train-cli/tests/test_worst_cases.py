@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import resource
 import signal
@@ -67,48 +66,6 @@ def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_mod
     assert "error[rank-hung]: rank 1 of 3 did not answer: it is stopped" in told
     assert f"rank 2 of 3 did not answer: it was at {folder / 'own.py'}:{FIRST_LINE}" in told
     assert "rank 0 waited for it: " in told
-
-
-LAYERED = """
-    import os, signal
-    from torch import nn
-
-    class Embed(nn.Embedding):
-        def forward(self, tokens):
-            return super().forward(tokens)
-
-    class Last(nn.Linear):
-        calls = 0
-
-        def forward(self, x):
-            Last.calls += self.training
-            if Last.calls == 3 and os.environ["RANK"] == os.environ["CULPRIT"]:
-                {action}
-            return super().forward(x)
-
-    def layers():
-        return [Embed(256, 8), *(Last(8, 8) for _ in range(6)), nn.Linear(8, 256)]
-"""
-
-LAYOUTS = [
-    ("parallel.dp=4",),
-    ("parallel.dp=2", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}'),
-    ("parallel.dp=1", "parallel.pp=4", 'pipeline={use="pp.zero_bubble_h1"}'),
-    ("parallel.dp=4", "parallel.wp=2", 'weights={use="isp.communicator"}'),
-]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp", "dp-pp", "pp", "wp"])
-@pytest.mark.parametrize("action", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)", "exit(7)", "[][1]"])
-def test_the_culprit_is_named_in_every_layout(start: Start, own_model: Own, layout: tuple[str, ...], action: str) -> None:
-    """Drawn by the case: some rank in some step, while others compute, wait or exchange."""
-    culprit = random.Random(f"{layout} {action}").randrange(4)
-    path = own_model(LAYERED.format(action=action))
-    result = start("run", path, changes=layout, CULPRIT=str(culprit)).finish(150)
-    assert result.code == 1
-    (told,) = errors(result.err)
-    assert f"rank {culprit} of 4" in told
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------

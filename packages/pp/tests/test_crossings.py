@@ -22,8 +22,8 @@ SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
 def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
     tables = small_plan(
         model={"factory": f"crossings:{factory}", "options": options},
-        data={"factory": "aliasing:Rows"},
-        loss={"factory": "aliasing:Squares"},
+        data={"factory": "crossings:Rows"},
+        loss={"factory": "crossings:Squares"},
         optimizer={"use": "core.sgd", "lr": 0.3},
     )
     if stages > 1:

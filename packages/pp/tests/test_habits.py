@@ -69,7 +69,7 @@ def test_a_field_of_the_batch_that_a_layer_writes_is_refused(ranks, own, small, 
     """Its other readers would be on another stage, with a copy of their own; one process has one."""
     model = {"factory": "pp_parts:writes_fields", "options": {"how": how}}
     record(small(model=model), 1, folder=own)
-    first, _ = ranks(2)(refused, small(schedule, 2, model=model, limits={"collective_timeout_s": 10}), own)
+    first, _ = ranks(2)(refused, small(schedule, 2, model=model, limits={"collective_timeout_s": 4}), own)
     assert first.code == "field-written"
     assert "'labels'" in first.message
     assert "embed" in first.message

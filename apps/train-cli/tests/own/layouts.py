@@ -1,11 +1,19 @@
-"""Layouts by name, that tests compare with one process."""
+"""Layouts by name, that tests compare with one process; and where runs start."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed
+from sley_testing.runs import weights
 
 BUCKETED = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
 SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
@@ -46,3 +54,14 @@ def layout_of(name: str, plan: Tables, **changes: Any) -> Tables:
 
 def num_ranks(tables: Tables) -> int:
     return math.prod(tables.get("parallel", {}).get(axis, 1) for axis in ("dp", "pp", "sp"))
+
+
+def starts(plans: Sequence[Tables], texts: Path) -> list[tuple[dict[str, Tensor], list[float], list[str]]]:
+    """Returns for each plan the first weights, the losses of three steps, and the trained parameters."""
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+            first = weights(run)
+            losses = [float(run.step()["loss"]) for _ in range(3)]
+            found.append((first, losses, [param.name for param in run.registry.trainable]))
+    return found

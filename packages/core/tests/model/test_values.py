@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.generators import derive
+from sley_core.generators import derive, seeded_as_plain
 from sley_core.model.layers import Model
 from sley_testing.plans import with_values
 
@@ -159,6 +159,35 @@ def test_init_weights_has_the_last_word_and_may_leave_modules_alone() -> None:
     assert torch.equal(touched["first.shared.linear.weight"], 2 * plain["first.shared.linear.weight"])
     assert torch.equal(touched["first.shared.linear.bias"], plain["first.shared.linear.bias"])
     assert touched["first.conv.weight"].std() > 3 * plain["first.conv.weight"].std()
+
+
+BUILDERS = {
+    "embed": Embed,
+    "block.0": lambda: nn.Linear(8, 8),
+    "block.1": lambda: nn.Linear(8, 8),
+    "head": lambda: nn.Linear(8, 11),
+}
+
+
+def built(_: DataInfo) -> Model:
+    """By builders, the head tied to the embedding."""
+    embed, block, _, head = BUILDERS.values()
+    return Model(
+        [("embed", embed), ("block", block, 2), ("head", head)], init_weights, ties=[("embed.table.weight", "head.weight")]
+    )
+
+
+def test_a_builder_has_the_values_of_plain_pytorch_under_the_seed_of_its_layer() -> None:
+    """On the rank that owns it, whichever others that rank calls."""
+    wanted = {}
+    for name, build in BUILDERS.items():
+        with seeded_as_plain(derive(11, name)):
+            wanted |= {f"{name}.{key}": value.detach() for key, value in build().named_parameters()}
+    wanted["head.weight"] = wanted["embed.table.weight"]
+    for owned in [set(BUILDERS), *subsets([*BUILDERS])]:
+        found = values(with_values(built, owned=owned, seed=11))
+        assert {name for name in wanted if name.rpartition(".")[0].removesuffix(".table") in owned} <= found.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 class Uses(nn.Module):

@@ -7,12 +7,35 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from aliasing import SIDE
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataInfo
+from sley_core.data.dataset import DataInfo, Field
 
-WIDTH = SIDE
+WIDTH = 4
+FIELD = Field("float64")
+
+
+class Rows:
+    """Pairs of tables [WIDTH, WIDTH]."""
+
+    info = DataInfo({"x": FIELD, "y": FIELD})
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = torch.randn(2, WIDTH, WIDTH, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return {"x": x, "y": y}
+
+
+class Squares:
+    fields = ("y",)
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(batch["y"].numel())
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - batch["y"]).square().sum()
 
 
 class State(NamedTuple):
