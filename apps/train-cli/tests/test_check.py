@@ -305,6 +305,7 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
     return LAYERS.format(more=more, picks=picks, loss=loss)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -340,6 +341,7 @@ def test_running_statistics_are_one_error(cli: Cli, own_model: Own, more: str, i
     assert (result.code, result.err.count("error[model-buffer-written]")) == ((3, 1) if is_refused else (0, 0)), result.err
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "picks",
     [

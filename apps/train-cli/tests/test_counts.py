@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import rank as steps
 from sley_estimate.bytes.rank import rank_bytes
 from sley_memory.leaks import find_leaks
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import record
+from sley_testing.runs import record, running
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -56,7 +54,7 @@ def counted(plans: dict[str, Tables], folder: Path) -> dict[str, tuple[dict[str,
     """Returns for each plan on this rank: the counts of two steps, the bytes of gradients, and those of ties among them."""
     found = {}
     for name, tables in plans.items():
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             run.step()
             run.step()
             run.evaluate()  # after the last step, as at the end of a run: it counts for nothing
@@ -126,7 +124,7 @@ SMALL = 1024
 
 def uncounted(tables: Tables, folder: Path) -> tuple[list[str], dict[str, int]]:
     """Returns tensors that live after two steps on this rank and are in no part, and the bytes of each part."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.step()
         data = (".feed.", ".dataset.", "PrefetchThread")

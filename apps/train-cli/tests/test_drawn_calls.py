@@ -458,6 +458,7 @@ HARD: dict[str, tuple[str, str, str, int | None, list[Call]]] = {
 """Sequences that are easy to get wrong: layout, what moves, precision, order of copies, calls."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", HARD)
 def test_a_hard_sequence_equals_a_plain_loop(ranks: Any, texts: Path, tmp_path: Path, name: str) -> None:
     layout, offload, compute, order, calls = HARD[name]

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import dozing
 import pytest
 
-from sley_core.assemble import assemble, draft_model
+from sley_core.assemble import draft_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -25,6 +25,7 @@ from sley_estimate.calibrate.layers import measure
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds
+from sley_testing.runs import running
 from train_cli.on_meta import meta_micro_batch
 
 pytestmark = pytest.mark.timeout(180)
@@ -111,7 +112,7 @@ def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
 
 def taken(plan: dict[str, Any], steps: int) -> float:
     """The seconds of a step: the shortest, since whatever disturbs one makes it longer, without the first."""
-    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
+    with running(plan) as run:
         dozing.Dozer.queue = run.stepper.executor.queue
         found = []
         for _ in range(1 + steps):
@@ -190,6 +191,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", SAMPLE, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
     taken_s = []

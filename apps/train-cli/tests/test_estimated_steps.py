@@ -25,7 +25,7 @@ from sley_estimate.commands.estimate import seconds_lines
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
-from sley_estimate.step.estimate import Records, estimate_seconds, records_of, seconds_of_records
+from sley_estimate.step.estimate import estimate_seconds, records_of
 from sley_estimate.step.record import HOST, Awaited, Began, Computed, Earlier, RecordedStep, expanded
 from sley_estimate.testing import shortly, small_machine
 from sley_testing.plans import Tables, changed, small_plan
@@ -211,9 +211,6 @@ def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handl
 
 # -- copies to the host ------------------------------------------------------------------------------------------------
 
-RATE = 1e9
-"""Bytes per second."""
-AT_ONCE = 1e15
 COPIED = small_plan(batch__global_size=2, precision={"compute": "bf16"})
 STATES = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}
 OPTIMIZER = {"use": "memory.host_optimizer", "bucket_mb": 0.002}
@@ -226,44 +223,11 @@ COPIES: dict[str, Tables] = {
 }
 
 
-def copying(kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE) -> MachineFile:
-    """A machine that computes in no time and copies at these rates."""
-    at_once = {"flops_per_s": 1e17}
-    host = {"to_host": to_host, "to_device": to_device, "memory_bandwidth": on_host}
-    return machine_from_dict(
-        small_machine(
-            device__kind=kind,
-            device__launch_s=0.0,
-            device__memory_bandwidth=AT_ONCE,
-            device__matmul={"fp32": at_once, "bf16": at_once},
-            host=host,
-        )
-    )
-
-
-RECORDED: dict[str, Records] = {}
-"""Steps that were recorded before, by plan and kind of device: to record one takes far longer than to price it."""
-
-
-def records(folder: Path, changes: Tables, *, kind: str) -> Records:
-    """Returns the recorded step of the plan with `changes`, of one process."""
-    key = f"{changes} {kind}"
-    if key not in RECORDED:
-        plan = plan_from_dict(changed(COPIED, **changes, run__device=kind), folder)
-        RECORDED[key] = records_of(plan, 1, first_draft(plan, 1))
-    return RECORDED[key]
-
-
-def step_seconds(machine_file: MachineFile, folder: Path, **changes: Any) -> float:
-    """Returns the seconds of a step of one micro-batch."""
-    recorded = records(folder, changes, kind=machine_file.device.kind)
-    return seconds_of_records(recorded, 1, machine_file).seconds
-
-
 def foretold(folder: Path, changes: Tables, *, kind: str) -> dict[str, int]:
     """Bytes that a recorded step copies, each way."""
     found = {"to_host": 0, "to_device": 0}
-    (recorded,) = records(folder, changes, kind=kind).ranks
+    plan = plan_from_dict(changed(COPIED, **changes, run__device=kind), folder)
+    (recorded,) = records_of(plan, 1, first_draft(plan, 1)).ranks
     for word in recorded.step.events:
         if isinstance(word, Began) and word.axis == HOST:
             found[word.kind] += word.num_bytes
@@ -293,22 +257,6 @@ def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) 
     assert foretold(texts, COPIES[copies], kind="cpu") == told
     if "activations" not in tables:  # of these a GPU's kernels save something else
         assert foretold(texts, COPIES[copies], kind="cuda") == told
-
-
-def test_states_that_come_and_go_take_as_long_as_their_bytes(texts: Path) -> None:
-    """A bucket leaves while the next one comes: so the slower way counts, and what the first must wait for, or the last."""
-    num_bytes = foretold(texts, {"offload": [STATES]}, kind="cuda")["to_host"]
-    out = step_seconds(copying(to_device=AT_ONCE), texts, offload=[STATES])
-    into = step_seconds(copying(to_host=AT_ONCE), texts, offload=[STATES])
-    both = step_seconds(copying(), texts, offload=[STATES])
-    assert out == pytest.approx(num_bytes / RATE, rel=1e-3)
-    assert into == pytest.approx(num_bytes / RATE, rel=1e-3)
-    assert num_bytes / RATE < both < 2 * num_bytes / RATE
-
-
-def test_a_cpu_copies_by_itself_one_way_after_the_other(texts: Path) -> None:
-    num_bytes = sum(foretold(texts, {"offload": [STATES]}, kind="cpu").values())
-    assert step_seconds(copying("cpu"), texts, offload=[STATES]) == pytest.approx(num_bytes / RATE, rel=1e-3)
 
 
 def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None:

@@ -16,15 +16,13 @@ from layouts import LAYOUTS, SHARDED, layout_of, num_ranks, staged
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from sley_checkpoint.reader import read
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.checkpointer_contract import Stretch, assert_goes_on, assert_same_stretch, save_at, stretch
 from sley_testing.parity import Bits, differing, digest, trained
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, assert_same_run, record
+from sley_testing.runs import Recorded, assert_parity_of_parts, assert_same_run, record, running
 
 PLAN = small_plan(
     run__steps=6,
@@ -45,9 +43,9 @@ PLAN = small_plan(
 
 def counted(tables: Tables, folder: Path) -> list[list[float]]:
     """Tokens, trained ones and 10^12 FLOPs of all devices, of two steps."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         rows = [run.step() for _ in range(2)]
-        return [[row["tokens"], row["trained_tokens"], row["tflops"] * row["seconds"] * world.size] for row in rows]
+        return [[row["tokens"], row["trained_tokens"], row["tflops"] * row["seconds"] * run.world.size] for row in rows]
 
 
 @pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2 wdp2 sharded", "wp2 sp2", "pp2 dp2 sharded"])
@@ -103,7 +101,7 @@ def test_weights_that_a_layer_uses_more_than_once(ranks: Any, layout: str, optim
     plan = changed(
         CANONICAL,
         model={"factory": "canonical_parts:layers"},
-        data={"factory": "canonical_parts:Rows"},
+        data={"factory": "drawn_model:Rows"},
         optimizer={"use": optimizer, "lr": 1e-2, "clip_norm": 0.1} | ({"momentum": 0.9} if optimizer == "core.sgd" else {}),
         precision__compute="bf16",
         evaluation=None,

@@ -118,15 +118,6 @@ def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: s
     assert found.failed == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
 
 
-def test_the_command_starts_ranks_and_leaves_nothing(start: Any, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    result = start("verify", "--league", "--rows", "clip-pp", TMPDIR=str(scratch)).finish()
-    assert result.code == 0, result.err
-    assert result.out.endswith("clip-pp holds\n"), result.out
-    assert not list(scratch.iterdir())
-
-
 def test_the_command_fails_where_a_row_does_not_hold(cli: Any) -> None:
     with fault("accumulation"):
         result = cli("verify", "--league", "--rows", "accumulation")
@@ -140,7 +131,6 @@ def test_the_command_fails_where_a_row_does_not_hold(cli: Any) -> None:
     ("arguments", "said"),
     [
         ((), "verify-what"),
-        (("--rows", "accumulation"), "verify-what"),
         (("plan.toml", "--league"), "verify-what"),
         (("--league", "--steps", 2), "verify-what"),
         (("--league", "--rows", "acumulation"), "league-rows"),

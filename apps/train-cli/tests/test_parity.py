@@ -22,7 +22,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
-from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, gradients, weights
+from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, gradients, running, weights
 
 NUM_STEPS = 3
 Key = tuple[str, str, str]
@@ -32,9 +32,9 @@ Key = tuple[str, str, str]
 def trained(tables: Tables, folder: Path, step: str, calls: int = 1) -> Recorded:
     """Takes three steps of so many calls on this rank. step: skips the second one if that says so."""
     recorded = Recorded()
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         recorded.first = weights(run)
-        if step == "second skipped" and world.rank == world.size - 1:
+        if step == "second skipped" and run.world.rank == run.world.size - 1:
             param = next(param for param in run.registry if "norm" in param.name)
             param.parameter.register_hook(lambda grad: grad * math.nan if run.store.state.step == 1 else grad)
         for number in range(NUM_STEPS):

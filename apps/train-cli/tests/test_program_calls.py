@@ -17,7 +17,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, weights
+from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, running, weights
 
 Batch = dict[str, Tensor]
 PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch__micro_size=1)
@@ -55,7 +55,7 @@ def rows_of(batch: Mapping[str, Tensor], first: int, size: int) -> Batch:
 def forwarded(tables: Tables, folder: Path) -> dict[str, Any]:
     """Forwards before, between and after steps."""
     found: dict[str, Any] = {}
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         found["rows"] = run.rows
         found["slice"] = run.groups["sp"].coord if run.topology.sp > 1 else None
         large, small = (own_rows(run, batch) for batch in batches(8, 4))
@@ -123,7 +123,7 @@ def accumulated(tables: Tables, folder: Path) -> Recorded:
     """Takes three steps of three calls each; evaluates, predicts and saves weights between the calls."""
     recorded = Recorded()
     told: list[int] = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.listeners.append(lambda row: told.append(int(row["step"])))
         recorded.first = weights(run)
         for number in range(3):

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from drawn_model import sample
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_testing.runs import running
 
 OWN = Path(__file__).parent / "own"
 NUM_STEPS = 3
@@ -31,7 +33,7 @@ TOTAL = 4
 PLAN: dict[str, Any] = {
     "run": {"name": "differing", "steps": NUM_STEPS, "device": "cpu", "seed": 7},
     "model": {"factory": "differing_parts:layers"},
-    "data": {"factory": "differing_parts:Rows"},
+    "data": {"factory": "drawn_model:Rows"},
     "batch": {"global_size": TOTAL, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "precision": {"compute": "fp64"},
@@ -115,8 +117,6 @@ def is_right(kind: str, layout: str) -> bool:
 
 def own_batch(case: Case, coord: int, num_dp: int, step: int, is_odd: bool) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one rank. The odd one's are longer, more, or others, from `case.step` on."""
-    from differing_parts import sample
-
     kind = case.kind if is_odd and step >= case.step else ""
     first = 100 * step + 10 * coord + (5 if kind == "samples" else 0)
     num = TOTAL // num_dp * (2 if kind == "micro-batches" else 1)
@@ -159,7 +159,7 @@ def attempt(tables: Tables, case: Case) -> Outcome:
     if case.kind == "frozen by the factory" and rank == case.odd:
         os.environ["SLEY_TEST_FROZEN"] = "1"
     try:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, OWN), world) as run:
+        with running(tables, OWN) as run:
             for step in range(NUM_STEPS):
                 if step == case.step and rank == case.odd:
                     change(run, case)

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn_model import VOCABULARY
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.update import states_of
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
+from sley_testing.habits import Embed
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import BF16_SUMS, GRADIENTS, assert_parity_of_parts, record, weights
+from sley_testing.runs import BF16_SUMS, GRADIENTS, assert_parity_of_parts, record, running, weights
 
 FOLDER = Path(__file__).parent
 BUCKETED = {"use": "dp.bucketed", "bucket_mb": 0.0005}
@@ -40,7 +41,7 @@ def piped(schedule: str, *handlers: Tables, **sizes: int) -> Tables:
 
 def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list[list[str]]]:
     """Returns of two steps: the elements of this stage's buckets, those of the last step's reductions, and where each began."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         reducer: Any = run.stepper.handlers[0]
         began: list[list[str]] = []
         start = reducer.sums.start
@@ -96,25 +97,7 @@ def test_ties_are_summed_after_the_reducer(texts: Path) -> None:
     assert [handler.name for handler in plan_from_dict(plan, texts).gradient_handlers] == ["core.each", "pp.shared_modules"]
 
 
-VOCAB, LENGTH, HIDDEN = 16, 6, 8
-
-
-class Rows:
-    """Tokens, and the tokens after them as labels."""
-
-    info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
-        return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone()}
-
-
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
+HIDDEN = 8
 
 
 class Pair(nn.Module):
@@ -134,7 +117,7 @@ def layers() -> list[tuple[str, nn.Module]]:
     """The second and third share both linears, and declare them in opposite orders."""
     one, two = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
     blocks = [(f"blocks.{at}", Pair(one, two, turned=bool(at))) for at in range(2)]
-    return [("embed", Embed(VOCAB, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCAB, bias=False))]
+    return [("embed", Embed(VOCABULARY, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCABULARY, bias=False))]
 
 
 @pytest.mark.parametrize("bucket_mb", [0.001, 25.0])
@@ -143,7 +126,7 @@ def test_ties_that_stages_declare_in_opposite_orders(ranks: Any, bucket_mb: floa
     alone = {
         "run": {"name": "ties", "steps": 3, "device": "cpu", "seed": 11},
         "model": {"factory": "test_reductions:layers"},
-        "data": {"factory": "test_reductions:Rows"},
+        "data": {"factory": "drawn_model:Rows"},
         "batch": {"global_size": 8, "micro_size": 2},
         "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5},
         "precision": {"compute": "fp64"},
@@ -157,7 +140,7 @@ def test_ties_that_stages_declare_in_opposite_orders(ranks: Any, bucket_mb: floa
 
 def sharded_states(tables: Tables, folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Returns the spans of this rank by name, and how many ranks share a copy of each parameter."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         spans = {one.name: one.elements for one in states_of(run.stepper.update) if one.state == "exp_avg"}
         expected = sum(buffer.data.numel() // buffer.num_shards for buffer in run.store.buffers) * 4
@@ -183,7 +166,7 @@ def test_holders_of_a_tie_step_the_same_elements_of_it(ranks: Any, texts: Path) 
 def stepped(tables: Tables, folder: Path, at_once: bool) -> tuple[dict[str, Any], bool]:
     """Returns weights after `train`, or after single steps, and whether a first layer was called before they had come."""
     late: list[bool] = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         handler: Any = run.stepper.handlers[0]
         buffers = range(len(handler.gathers.buffers))
         run.layers[0].module.register_forward_pre_hook(lambda *_: late.append(handler.gathers.is_due(buffers)))

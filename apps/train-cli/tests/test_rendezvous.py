@@ -330,7 +330,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, str], tuple[str, ...], in
     "no plan there": ("other.toml", (), {}, ("rank 1 on", "other.toml"), 3),
     "no data there": ("plan.toml", ('data.files=["gone.txt"]',), {}, ("rank 1 on", "cannot start", "gone.txt"), 3),
     "no plugin there": ("plan.toml", ('gradient_handlers=[{use="absent.one"}]',), {}, ("rank 1 on", "absent"), 4),
-    "more ranks than the plan has": ("plan.toml", (), {"WORLD_SIZE": "3"}, ("3 != 1 x 2 x 1",), 3),
 }
 """Of the second host: its plan, its `--set`, variables of both; the words that are said, and an exit code of one of them."""
 

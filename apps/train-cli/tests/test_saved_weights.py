@@ -11,15 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files import write
 from sley_core.weight_files.read import INDEX, WeightFiles
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import weights
+from sley_testing.runs import running, weights
 
 Tensors = dict[str, torch.Tensor]
 PLAN = small_plan(
@@ -51,7 +48,7 @@ def saved(plans: dict[str, dict[str, Any]], texts: Path, to: Path) -> dict[str, 
     """Takes two steps of each plan and saves its weights in both precisions; returns what this rank holds."""
     found = {}
     for name, tables in plans.items():
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        with running(tables, texts) as run:
             run.step()
             run.step()
             run.save_weights(to / name / "working", max_file_bytes=4000)
@@ -101,7 +98,7 @@ def test_files_have_the_weights_of_the_ranks(ranks: Any, texts: Path, tmp_path: 
 def refused(tables: dict[str, Any], texts: Path, to: Path) -> tuple[list[str], list[str]]:
     """What this rank is told in saves that fail on one rank, and the names that it saves after them."""
     told = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+    with running(tables, texts) as run:
         run.step()
         add = write.TensorFile.add
 
@@ -109,9 +106,9 @@ def refused(tables: dict[str, Any], texts: Path, to: Path) -> tuple[list[str], l
             raise OSError(28, "No space left on device", "disk")
 
         for case in ("strange", "disk", "file/sub", "away"):
-            if case == "disk" and world.rank == 1:
+            if case == "disk" and run.world.rank == 1:
                 write.TensorFile.add = full  # type: ignore[method-assign]
-            if case == "away" and world.rank == 1:
+            if case == "away" and run.world.rank == 1:
                 run.memory.offload("weights").wait()
             with pytest.raises(RunError) as raised:
                 run.save_weights(to / case)
@@ -149,7 +146,7 @@ def grown(tables: dict[str, Any], texts: Path, to: Path) -> tuple[int, int]:
         lines = Path("/proc/self/status").read_text("utf-8").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+    with running(tables, texts) as run:
         run.save_weights(to / "first")  # so that what is imported late is there
         Path("/proc/self/clear_refs").write_text("5", "utf-8")
         before = status("VmRSS")

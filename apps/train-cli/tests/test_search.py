@@ -28,8 +28,8 @@ from train_cli.surroundings import num_cores
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the best three layouts take their steps, which takes most of a search."""
-    monkeypatch.setattr(finding, "NUM_EXACT", 3)
+    """Only the best two layouts take their steps, which takes most of a search."""
+    monkeypatch.setattr(finding, "NUM_EXACT", 2)
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
 ) -> None:
     best = given / "best.toml"
     kept = [word for axis in ("reducer", "schedule", "sp", "micro_size", "offload") for word in ("--keep", axis)]
+    kept += ["--set", "model.num_layers=2"]
     done = searched("--world", "2", "--write", str(best), "--top", "2", "--explain", *kept)
     assert done.code == 0, done.err
     before_front = done.out.split("less memory for more time")[0]

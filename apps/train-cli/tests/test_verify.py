@@ -259,6 +259,7 @@ def test_a_habit_is_named_with_its_place(looked: Any, habit: str) -> None:
     assert any(one.where.startswith(where) and what in one.what for one in found), found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("more", [{}, {"precision__compute": "bf16"}, {"activations": {"use": "core.recompute"}}])
 @pytest.mark.parametrize("model", ["Plain", "Indexed", "Recomputed", "Rounded"])
 def test_what_torch_does_by_itself_is_no_habit(looked: Any, model: str, more: dict[str, Any]) -> None:

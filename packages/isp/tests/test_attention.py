@@ -17,7 +17,7 @@ from sley_core.errors import RunError
 from sley_core.model.attention import Attention
 from sley_core.topology import Topology
 from sley_isp.attention import SequenceAttention, over_slices
-from sley_isp.exchange import gather_heads, repeat_heads, scatter_heads, sum_copies
+from sley_isp.exchange import repeat_heads, scatter_heads, sum_copies
 from sley_testing.collectives import collectives
 
 HEADS, BATCH, LENGTH, WIDTH = 8, 2, 16, 4
@@ -241,22 +241,6 @@ def test_exchange_equals_a_gather_and_a_cut(ranks, size):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     assert ranks(size)(exchanges, seed, torch.float64 if size == 2 else torch.bfloat16) == [True] * size
-
-
-def there_and_back(seed):
-    with World.join("cpu") as world:
-        group = sequence_group(world)
-        torch.manual_seed(seed + world.rank)
-        sliced = torch.randn(2, 3, 2 * world.size, 5, dtype=torch.float64, requires_grad=True)
-        (whole,) = scatter_heads(group, sliced)
-        again = gather_heads(group, whole)
-        factor = torch.randn_like(again)
-        again.backward(factor)
-        return torch.equal(again, sliced) and torch.equal(sliced.grad, factor)
-
-
-def test_there_and_back_changes_nothing(ranks):
-    assert ranks(3)(there_and_back, 1) == [True] * 3
 
 
 @pytest.mark.parametrize(("heads", "ranks", "copies"), [(1, 4, 4), (2, 4, 2), (4, 2, 1), (3, 2, 2), (6, 4, 2)])

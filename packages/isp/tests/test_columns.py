@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.data.dataset import IGNORED
 from sley_core.errors import RunError
 from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import plain_sum
-from sley_core.plan.load import plan_from_dict
 from sley_isp import vocabulary_head as vocabulary
 from sley_testing.collectives import ATTACHES, assert_same_sequence, collectives
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, running, same_on_all
 
 HIDDEN = {"embedding": "hidden"}
 CLASSES = {"head": "vocabulary"}
@@ -169,7 +166,7 @@ def seen(tables: dict[str, Any], folder: Path) -> Any:
     """The head's output by hand; and of the second step the gathers, exchanges, counters and shapes that are computed, those
     of an evaluation too.
     """
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         hidden: Any = torch.arange(12).view(1, 12)
         with torch.no_grad():
             for layer in run.layers:
@@ -222,7 +219,7 @@ def test_no_table_is_whole_and_no_logits_are_full(ranks, sharded, texts, tied, a
 def exchanges(plans: list[dict[str, Any]], folder: Path) -> list[float]:
     found = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             run.step()
             found.append(run.stepper.executor.weights.counts()["embedding_exchanges_per_step"])
     return found
@@ -239,7 +236,7 @@ def test_exchanges_of_recomputed_and_of_frozen_tables(ranks, sharded, texts):
 def codes(plans: list[dict[str, Any]], folder: Path) -> list[str]:
     found = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             with pytest.raises(RunError) as caught:
                 run.step()
             found.append(caught.value.diagnostics[0].code)

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from math import isclose
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sley_core.data.dataset import DataContext
 from sley_core.errors import SleyError
 from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_testing.habits import layers as habit_layers
-from sley_testing.plain import PlainLoop, assert_step, decay_groups
-from sley_testing.runs import Recorded, record
+from sley_testing.runs import Recorded, assert_by_hand, record, same_on_all
 
 STEPS, GLOBAL = 3, 8
-
-
-class CrossEntropies:
-    """By torch alone: every negative label is ignored."""
-
-    def weight(self, batch: Mapping[str, Tensor]) -> float:
-        return float((batch["labels"] >= 0).sum())
-
-    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        counts = batch["labels"] >= 0
-        return F.cross_entropy(output[counts], batch["labels"][counts], reduction="sum")
 
 
 def plan(
@@ -43,7 +29,7 @@ def plan(
         "model": model,
         "data": {"factory": "kinds:Rows"},
         "batch": {"global_size": GLOBAL, "micro_size": micro},
-        "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": 0.1},
+        "optimizer": {"use": "core.sgd", "lr": 0.1},
         "precision": {"compute": "fp64"},
         "parallel": {"dp": world, "wp": world},
         "weights": {"use": "isp.communicator", **(weights or {})},
@@ -52,11 +38,10 @@ def plan(
     }
 
 
-def batches_of(split: str) -> list[dict[str, Tensor]]:
+def batches_of() -> list[dict[str, Tensor]]:
     from kinds import Rows
 
-    data = Rows(DataContext(0, split))
-    rows = [[data[at] for at in range(GLOBAL * step, GLOBAL * (step + 1))] for step in range(len(data) // GLOBAL)]
+    rows = [[Rows()[at] for at in range(GLOBAL * step, GLOBAL * (step + 1))] for step in range(STEPS)]
     return [{name: torch.stack([row[name] for row in step]) for name in step[0]} for step in rows]
 
 
@@ -77,7 +62,7 @@ Case = tuple[dict[str, Any], Any, set[str]]
 
 def check(ranks: Any, folder: Path, world: int, cases: Sequence[Case]) -> None:
     """Asserts that each run equals the loop over its layers, or ends as it may."""
-    batches, held_out = batches_of("train"), batches_of("held_out")
+    batches = batches_of()
     found = zip(*ranks(world, 580)(recorded, [tables for tables, _, _ in cases], folder, batches), strict=True)
     ends: Counter[str] = Counter()
     wrong = []
@@ -87,36 +72,13 @@ def check(ranks: Any, folder: Path, world: int, cases: Sequence[Case]) -> None:
             assert codes & allowed, f"{codes}, not {allowed}"
             ends[min(codes & allowed)] += 1
             if codes == {"right"}:
-                assert_plain(layers, tables, runs, batches, held_out)
+                same_on_all(runs)
+                sgd = partial(torch.optim.SGD, lr=0.1)
+                assert_by_hand(runs[0], layers, batches, sgd, micro_size=tables["batch"]["micro_size"])
         except AssertionError as error:
             wrong.append(f"{tables}: {error}")
     print(dict(ends))
     assert not wrong, "\n".join(wrong)
-
-
-def assert_plain(layers: Any, tables: dict[str, Any], runs: Sequence[Recorded], batches: Any, held_out: Any) -> None:
-    """Asserts that every rank's steps and evaluation are those of the loop over `layers`."""
-    size, optimizer = tables["batch"]["micro_size"], tables["optimizer"]
-    for _, module in layers if isinstance(layers, list) else [(one.name, one.module) for one in layers]:
-        module.double()
-
-    def sgd(named: Any) -> torch.optim.Optimizer:
-        groups = decay_groups(named, optimizer["weight_decay"])
-        return torch.optim.SGD(groups, lr=optimizer["lr"], momentum=optimizer["momentum"])
-
-    loop = PlainLoop(layers, CrossEntropies(), optimizer=sgd, clip_norm=optimizer["clip_norm"])
-    loop.load(runs[0].first)
-    for number in range(STEPS):
-        step = loop.step(cut(batches[number], size))
-        for run in runs:
-            assert_step(step, run.rows[number], run.gradients[number], run.weights if number == STEPS - 1 else {})
-    if "evaluation" in tables:
-        evaluated = loop.evaluate(cut(held_out[0], size))
-        assert all(isclose(run.held_out or 0.0, evaluated, rel_tol=1e-9) for run in runs), evaluated
-
-
-def cut(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, GLOBAL, size)]
 
 
 WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -136,7 +98,6 @@ def test_models_that_use_weights_in_ways_of_their_own(ranks, own, world):
     for kind in KINDS:
         for weights, more in WAYS:
             options = {"kind": kind, "width": 9, "tied": "embedding" not in weights}
-            more = {"evaluation": {"every": STEPS + 1, "steps": 1}} | more
             tables = plan(
                 {"factory": "kinds:model", "options": options},
                 world,
@@ -144,7 +105,8 @@ def test_models_that_use_weights_in_ways_of_their_own(ranks, own, world):
                 **(more | {"micro": 1} if world == 4 else more),
             )
             is_alone = "unit" in weights and kind == "Experts"
-            cases.append((tables, model(**options), {"right", "ranks-differ"} if is_alone else {"right"}))
+            layers = [(one.name, one.module) for one in model(**options).layers]
+            cases.append((tables, layers, {"right", "ranks-differ"} if is_alone else {"right"}))
     check(ranks, own, world, cases)
 
 
@@ -154,7 +116,6 @@ def test_habits_around_a_sharded_linear(ranks, own):
     """
     from kinds import REFUSED, Rows
 
-    info = Rows(DataContext(0, "train")).info
     ways: list[tuple[dict[str, Any], bool]] = [({}, True), ({"overlap": False}, False), ({"reduce": "step"}, False)]
     found = [(habit, {}, True, 4) for habit in HABITS | OF_WHOLE_GRADIENTS]
     cases: list[Case] = []
@@ -162,8 +123,8 @@ def test_habits_around_a_sharded_linear(ranks, own):
         model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
         tables = plan(model, micro=micro, weights=weights)
         tables["parallel"]["cross_memory_attach"] = attaches
-        cases.append((tables, habit_layers(info, habit), {REFUSED.get(habit, "right")}))
-    depths = [[int(row[0]) // 4 for row in batch["tokens"]] for batch in batches_of("train")[:STEPS]]
+        cases.append((tables, habit_layers(Rows.info, habit), {REFUSED.get(habit, "right")}))
+    depths = [[int(row[0]) // 4 for row in batch["tokens"]] for batch in batches_of()]
     assert any(depth[GLOBAL // 2 - 1] != depth[-1] for depth in depths), "or ranks do the same where gradients are sent"
     check(ranks, own, 2, cases)
 

@@ -64,14 +64,6 @@ def test_a_block_is_gathered_twice_and_the_first_use_is_a_demand():
     assert rank.unsharded == set()
 
 
-def test_without_prefetch_every_gather_is_a_demand():
-    rank = Rank(0)
-    for _ in range(2):
-        rank.step(("F", FORWARD), ("B", BACKWARD))
-    assert rank.num_demands == len(rank.gathers)
-    assert rank.peak == 1
-
-
 def test_recomputed_weights_stay_for_their_backward():
     """Module by module, a block's forward runs again and then its backward: one gather for both."""
     modules = [f"{block}{number}" for block in "ab" for number in range(3)]

@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sley_core.assemble import assemble
 from sley_core.comm.backends import Backend
-from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
+from sley_testing.runs import running
 
 APART = {"batch__micro_size": 1, "run__seed": 1, "limits": {"collective_timeout_s": 20.0}}
 """A seed under which the first micro-batches of two ranks take different branches."""
@@ -31,7 +29,7 @@ def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, st
     seen = []
     for tables in plans:
         by_collectives = tables.pop("collectives", False)
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             wp = run.groups["wp"]
             for name, lane in wp.lanes.items() if by_collectives else ():
                 wp.transports[name] = Backend(wp, name, lane, wp.log, is_coalesced=False)
@@ -89,7 +87,7 @@ def late_reads(tables: dict[str, Any], folder: Path) -> tuple[dict[str, list[str
     from isp_models import Asks
 
     seen: dict[str, list[str]] = {}
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.evaluate()
         linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
@@ -130,7 +128,7 @@ def torch_errors(plans: list[dict[str, Any]], folder: Path) -> list[str]:
     """For each plan: the first line of the first step's error."""
     lines = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             with pytest.raises(RuntimeError) as caught:
                 run.step()
             lines.append(str(caught.value).splitlines()[0])

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
 from sley_isp.sharded_module import ShardedModule
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import record, weights
+from sley_testing.runs import record, running, weights
 
 BATCH = {"batch": {"global_size": 12, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}}
 """Three micro-batches on each of two ranks."""
@@ -27,7 +24,7 @@ def reduced(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """For each plan the counters, the names of the reduced weights, and the bytes of gradients and weights."""
     seen = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             communicator, names = run.stepper.executor.weights, set()
             add = communicator.reducer.add
 
@@ -93,7 +90,7 @@ def uneven(plans: list[dict[str, Any]], folder: Path, fails: bool = False) -> li
     """
     found = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             dp, losses = run.groups["dp"], []
             for number, size in enumerate([2, 8, 4]):
                 generator = torch.Generator().manual_seed(number)

@@ -14,7 +14,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, running, same_on_all
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 PLAN = small_plan(
@@ -142,7 +142,7 @@ def exchanges(folder, fraction):
     """The elements of each exchange in a step and in an evaluation, and the operations that were none of them."""
     tables = changed(COUNTED, activations={"use": "core.recompute", "fraction": fraction})
     found, others = [], set()
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()  # the first one compares first values too
         for call in (run.step, run.evaluate):
             with collectives() as calls:
@@ -215,7 +215,7 @@ def test_losses_that_look_at_other_positions_are_refused(ranks, own):
 def full_gradients(plan, folder):
     """The gradient of full outputs, of which each rank keeps its slice."""
     gradients = []
-    with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:
+    with running(plan, folder) as run:
         whole = run.stepper.executor.whole
 
         def watched(*args):

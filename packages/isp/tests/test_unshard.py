@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from sley_cma import offers
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
 from sley_testing.live_bytes import memory_profile
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import weights
+from sley_testing.runs import running, weights
 
 BLOCKS = 4
 SHORT = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 99, "steps": 1}, "run__steps": 9}
@@ -49,7 +46,7 @@ def counted(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """For each plan: the gathers of the third step and of an evaluation, the exchanges, the counters, what is left."""
     seen = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             run.step()
             run.step()
             with gathers_of(run) as training, collectives() as calls:
@@ -91,7 +88,7 @@ def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
     """For each plan: the modules that are called in the first block, and the groups that are gathered meanwhile."""
     seen = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             run.step()
             with gathers_of(run) as events:
                 block = next(layer.module for layer in run.layers if layer.name == "blocks.0")
@@ -119,7 +116,7 @@ def test_gathers_start_at_the_launch_point(ranks, sharded, texts):
 
 def rewritten(tables: dict[str, Any], folder: Path) -> tuple[int, dict[str, Tensor]]:
     """Writes a block's shards within the third step, while it is gathered; how often it is gathered then, and the weights."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.step()
         block = next(layer.module for layer in run.layers if layer.name == "blocks.1")
@@ -156,7 +153,7 @@ def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offe
     found = []
     offer = offers.Offers.offer
     for kind in kinds:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             steps, calls, kept = [], [0], {}
 
             def count(ring: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
@@ -205,7 +202,7 @@ def test_shards_are_offered_once_per_step_where_nothing_is_due(ranks, sharded, t
 
 def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
     """The allocations of the third step that are at least as large as a shard."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.step()
         with memory_profile() as profile:
@@ -233,18 +230,18 @@ def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
     """
     found = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with running(tables, folder) as run:
             run.step()
             with torch.no_grad():
                 first = output(run)
                 for param in run.registry:
                     param.parameter.mul_(2.0)
                 second = output(run)
-            if world.size > 1:
+            if run.world.size > 1:
                 run.stepper.executor.weights.pool.trim()
             with torch.inference_mode():
                 assert torch.equal(output(run), second)
-            if world.size > 1:
+            if run.world.size > 1:
                 with pytest.raises(RunError) as caught:
                     output(run).sum().backward()
                 assert caught.value.diagnostics[0].code == "gradient-complete"
@@ -253,7 +250,7 @@ def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
             output(run).sum().backward()
             param = run.registry["head.weight"]
             gradient = run.store.gradient(param) if param.shard else param.parameter.grad
-            gradient = wholes({param: gradient}, run.groups)[param] / world.size
+            gradient = wholes({param: gradient}, run.groups)[param] / run.world.size
             run.step()
             found.append((first, second, gradient, weights(run)))
             communicator = run.stepper.executor.weights

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 import sley_pp.link
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
-from sley_testing.runs import record, weights
+from sley_testing.runs import record, running, weights
 
 SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
 
@@ -134,7 +131,7 @@ def gradual(plans, own):
     """Returns for each plan the losses, and the weights after the last step."""
     found = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+        with running(tables, own) as run:
             losses = []
             for frozen in FROZEN:
                 for layer in run.layers:
@@ -165,7 +162,7 @@ def message_bytes(tables, own, longest, num_micros):
     """Returns the bytes of the link's messages after steps of the greatest length, and after sixty others and forty in one
     step; and how many it allocates after that.
     """
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+    with running(tables, own) as run:
         link = run.stepper.executor.crossing.link
         for _ in range(2):
             run.step(batch_of(longest, num_micros))

@@ -11,11 +11,11 @@ import torch
 
 import sley_pp.lines
 import sley_pp.link
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_pp.lines import Lines
 from sley_testing.plans import small_plan
+from sley_testing.runs import running
 
 BODY_BYTES = 2 * 24 * 16 * 8
 """Of a micro-batch's boundary: samples, tokens, channels of fp64."""
@@ -36,7 +36,7 @@ def walks(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
 
     sley_pp.lines.send_to = noted
     found = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         for walk in (run.evaluate, run.step, run.step, run.evaluate):
             walk()
             found.append([*sent])
@@ -59,7 +59,7 @@ def test_bodies_go_by_the_host_until_a_walk_of_their_kind_is_complete(ranks: Cal
 def buffers(tables: dict[str, Any], folder: Path) -> list[int]:
     """How many buffers this stage's link has allocated after each of three steps, as if its tensors lay on a device."""
     sley_pp.link.heads_are_apart = lambda device: True
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         found = []
         for _ in range(3):
             run.step()
@@ -79,7 +79,7 @@ def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
     """Whether steps of several lengths went by the host."""
     sley_pp.link.heads_are_apart = lambda device: True
     found = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         for length in (24, 23, 24, 22):
             micros = [{name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels")} for _ in range(4)]
             run.step(micros)

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from sley_core.actions.action import Placement
-from sley_core.assemble import assemble
 from sley_core.comm import collectives
-from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_pp.schedules import write_csv
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import any_lists, assert_parity_of_parts, record, weights
+from sley_testing.runs import any_lists, assert_parity_of_parts, record, running, weights
 
 PLAN = small_plan(model__num_layers=4, model__tie_embeddings=True, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
@@ -119,7 +116,7 @@ NAME = "blocks.0.inner.weight"
 
 def with_a_nan(tables, folder):
     """Returns the message of the second of three steps, spoilt on the stage that holds `NAME`, and the third step's number."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         spoils = [False, True, False]
         if NAME in run.registry.names:
             run.registry[NAME].parameter.register_hook(lambda grad: grad * math.nan if spoils[0] else grad)

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import sley_core.engine.handlers
-from sley_core.assemble import assemble
 from sley_core.comm.collectives import Pending
 from sley_core.comm.device import Device
-from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
+from sley_testing.runs import running
 
 # -- reductions and sends ----------------------------------------------------------------------------------------------
 
@@ -40,7 +38,7 @@ def sends_and_waits(tables, folder):
     """What the second step does on this rank, in its order: gradients that are sent, and reductions that are waited for."""
     torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize = forbidden
     events: list[str] = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         all_reduce, link = sley_core.engine.handlers.all_reduce, run.stepper.executor.crossing.link
         send = link.send
 
@@ -84,7 +82,7 @@ moved: list[tuple[str, tuple[int, ...]]] = []
 
 
 def moves(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         executor = run.stepper.executor
         executor.device = Counting(executor.device.torch_device)
         read = sorted(executor._reads)
@@ -112,7 +110,7 @@ def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedul
 def forward_only(tables, folder):
     """What autograd saved and what gradients took, of an evaluation; its loss, and the first step's."""
     saved = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
             loss = run.evaluate()
         gradients = [param.parameter.grad for param in run.registry if param.parameter.grad is not None]
@@ -137,7 +135,7 @@ def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, o
 
 def issued(tables, folder):
     """Every collective of two steps and an evaluation, and how many buffers the link had made after each step."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         link = run.stepper.executor.crossing.link
         allocated = []
         with collectives() as calls:
@@ -168,9 +166,9 @@ def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines
 
 def alone_in_a_step(tables, folder):
     """The last stage's first layer hangs; what the first stage says, and after how long."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         if run.groups["pp"].coord == 1:
-            run.layers[0].module.register_forward_pre_hook(lambda *_: time.sleep(8))
+            run.layers[0].module.register_forward_pre_hook(lambda *_: time.sleep(5))
             with contextlib.suppress(RunError):
                 run.step()
             return None
@@ -188,4 +186,4 @@ def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
     (told, seconds), _ = ranks(2)(alone_in_a_step, tables, own)
     assert "receive of what stage 0 takes from stage 1, backward, a gradient of micro-batch 0" in told.replace("\n", " ")
     assert "pp[0, 1]" in told
-    assert seconds < 7
+    assert seconds < 4.5

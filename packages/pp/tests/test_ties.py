@@ -13,7 +13,7 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
-from sley_testing.runs import record
+from sley_testing.runs import record, running
 
 BY_STAGE = {"use": "pp.explicit", "layers": [2, 1, 1, 2]}
 """Four blocks on four stages, the embedding and the head at the ends."""
@@ -101,7 +101,7 @@ MANY = {"ends": True, "ties": [["gain", [0, 3]], ["one", [1, 2]], ["two", [1, 2]
 
 def sums_of_ties(tables, folder):
     """Groups of the exchanges over ties in the second step, and how many ties each group has."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         with collectives() as calls:
             run.step()
@@ -158,7 +158,7 @@ def test_copies_cannot_be_given_other_options(small, own):
 
 
 def decays(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         return {param.name: param.decays for param in run.registry if len(param.stages) > 1}
 
 

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import torch
+from drawn_model import VOCABULARY
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataInfo, Field
-
-WIDTH, CLASSES, LENGTH = 20, 30, 6
-
-
-class Rows:
-    """Sequences of tokens, drawn by their number."""
-
-    info = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=CLASSES, sequence=LENGTH)
-
-    def __len__(self) -> int:
-        return 1 << 12
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        drawn = torch.randint(CLASSES, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
-        return {"tokens": drawn[:-1], "labels": drawn[1:]}
+WIDTH = 20
 
 
 class Embed(nn.Module):
@@ -28,7 +14,7 @@ class Embed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(CLASSES, WIDTH, padding_idx=3)
+        self.table = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.table(tokens) + 0.5 * self.table(tokens.flip(-1))
@@ -52,4 +38,4 @@ class Block(nn.Module):
 
 
 def layers() -> list[nn.Module]:
-    return [Embed(), *(Block() for _ in range(4)), nn.Linear(WIDTH, CLASSES)]
+    return [Embed(), *(Block() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY)]

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import os
 
-import torch
 import torch.nn.functional as F
+from drawn_model import VOCABULARY
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataInfo, Field
 from sley_isp.attention import SequenceAttention
+from sley_testing.habits import Embed
 
-VOCAB, LENGTH, HIDDEN, HEADS = 16, 8, 8, 2
+HIDDEN, HEADS = 8, 2
 FROZEN = "SLEY_TEST_FROZEN"
 """The environment variable with which one rank's factory freezes a parameter."""
-
-
-def sample(index: int, length: int = LENGTH) -> dict[str, Tensor]:
-    tokens = torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(index))
-    return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone()}
-
-
-class Rows:
-    info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return sample(index)
-
-
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -69,13 +49,8 @@ class Block(nn.Module):
         return hidden + self.experts[chosen](hidden).tanh()
 
 
-class Head(nn.Linear):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)
-
-
 def layers(tied: bool = False) -> list[tuple[str, nn.Module]]:
-    embed, head = Embed(VOCAB, HIDDEN), Head(HIDDEN, VOCAB, bias=False)
+    embed, head = Embed(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
     if tied:
         head.weight = embed.weight
     blocks = [Block(), Block()]

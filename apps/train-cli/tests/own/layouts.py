@@ -9,11 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed
-from sley_testing.runs import weights
+from sley_testing.runs import running, weights
 
 BUCKETED = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
 SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
@@ -60,7 +57,7 @@ def starts(plans: Sequence[Tables], texts: Path) -> list[tuple[dict[str, Tensor]
     """Returns for each plan the first weights, the losses of three steps, and the trained parameters."""
     found = []
     for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        with running(tables, texts) as run:
             first = weights(run)
             losses = [float(run.step()["loss"]) for _ in range(3)]
             found.append((first, losses, [param.name for param in run.registry.trainable]))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo
+from sley_testing.habits import Embed
 
 HIDDEN = 8
 
@@ -169,11 +170,6 @@ class Rounded(Middle):
     def forward(self, hidden: Tensor) -> Tensor:
         made = super().forward(hidden)
         return made if torch.is_grad_enabled() else (made * 0.7) * (1 / 0.7)
-
-
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
 
 
 class DictEmbed(Embed):

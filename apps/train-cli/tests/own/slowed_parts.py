@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sley_core.comm.groups import Group
 from sley_core.comm.transport import Works
 from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_testing.habits import Embed
 
 VARIABLE = "SLEY_TEST_SLOW"
 HIDDEN, SEQUENCE, VOCABULARY, NUM_BLOCKS = 64, 32, 64, 4
@@ -81,21 +82,11 @@ class Block(nn.Module):
         return Late.apply(made, slow.seconds / NUM_MICROS) if slow.is_at("backward", self.place) else made  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Head(nn.Linear):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)
-
-
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
-
-
 def layers() -> list[tuple[str, nn.Module]]:
     slow = Slow()
     _prepare_link(slow)
     blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place, slow)) for place in range(NUM_BLOCKS)]
-    return [("embed", Embed(VOCABULARY, HIDDEN)), *blocks, ("head", Head(HIDDEN, VOCABULARY))]
+    return [("embed", Embed(VOCABULARY, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCABULARY))]
 
 
 class Samples:

@@ -11,12 +11,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
-from sley_testing.runs import assert_by_hand, record, weights
+from sley_testing.runs import assert_by_hand, record, running, weights
 
 
 @pytest.fixture
@@ -58,7 +55,7 @@ def test_a_loss_that_no_gradient_can_leave_is_refused(alone, small, how):
 
 
 def stepped(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
 
 

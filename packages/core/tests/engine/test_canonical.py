@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from hashlib import sha256
 from itertools import pairwise
 from math import log2
@@ -22,6 +22,7 @@ from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
+from sley_testing.runs import running
 
 CPU = torch.device("cpu")
 PLAN = small_plan(parallel={"reduction": "canonical"}, precision__compute="fp32")
@@ -269,16 +270,9 @@ def test_a_weight_that_autograd_sees_too_is_refused_and_ties_of_linears_and_embe
         assert caught.value.diagnostics[0].code == code
 
 
-@contextmanager
-def running(texts):
-    """A run of the plan after its first step."""
-    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, texts), world) as run:
-        run.step()
-        yield run
-
-
 def test_a_gradient_in_pieces_with_others_between_is_refused(texts):
-    with running(texts) as run:
+    with running(PLAN, texts) as run:
+        run.step()
         run.store.begin_step()
         param = run.registry["blocks.0.attention.query.weight"]
         piece = torch.ones(param.shape)
@@ -289,7 +283,8 @@ def test_a_gradient_in_pieces_with_others_between_is_refused(texts):
 
 
 def test_a_backward_by_hand_between_two_steps_is_summed(texts):
-    with running(texts) as run:
+    with running(PLAN, texts) as run:
+        run.step()
         run.store.begin_step()
         param = next(param for param in run.registry if len(param.shape) == 1)
         for _ in range(2):
@@ -301,11 +296,11 @@ def test_a_backward_by_hand_between_two_steps_is_summed(texts):
 
 def unequal(tables, folder):
     """What a step says in which rank 1 has one micro-batch more than rank 0, and whether the run goes on."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         own = run.feed.next()
         micros = [{name: value[at : at + 2] for name, value in own.items()} for at in (0, 2)]
         try:
-            run.step(micros[: 1 + world.rank])
+            run.step(micros[: 1 + run.world.rank])
         except RunError as error:
             return error.diagnostics[0].code, run.step()["step"]
         return "", 0
@@ -317,7 +312,8 @@ def test_ranks_with_other_numbers_of_micro_batches_are_refused_before_they_sum(r
 
 
 def test_sums_count_as_gradients_while_there_are_any(texts):
-    with running(texts) as run:
+    with running(PLAN, texts) as run:
+        run.step()
         between = run.memory.bytes["gradients"]
         seen: list[int] = []
         run.store.on_ready.append(lambda _: seen.append(run.memory.bytes["gradients"]))

@@ -20,6 +20,7 @@ from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
+from sley_testing.runs import running
 
 
 class Scaled(nn.Linear):
@@ -62,10 +63,10 @@ def states_of(run: Any) -> list[float]:
 
 def begun(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
     """Takes a step and saves checkpoint and weights; returns the loss of the next step, and the states at the save."""
-    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
+    with running(plan) as run:
         run.step()
         for number, layer in enumerate(run.layers):
-            layer.module.largest = 10.0 + number + world.rank
+            layer.module.largest = 10.0 + number + run.world.rank
         states = states_of(run)
         run.save_checkpoint(folder / "checkpoint")
         run.save_weights(folder / "weights", precision="full")
@@ -73,7 +74,7 @@ def begun(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
 
 
 def resumed(plan: dict[str, Any], folder: Path) -> tuple[float, list[float]]:
-    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
+    with running(plan) as run:
         run.load_checkpoint(folder / "checkpoint")
         states = states_of(run)
         return float(run.step()["loss"]), states
@@ -93,7 +94,7 @@ def test_files_of_weights_and_exports_have_them(tmp_path: Path) -> None:
     found = files and files.open(str(tmp_path / "checkpoint"))
     assert found
     for source in (WeightFiles(tmp_path / "weights"), plan_and_weights(found)[1]):
-        with World.join("cpu") as world, assemble(plan_from_dict(tables()), world) as run:
+        with running(tables()) as run:
             run.load_weights({name: source.tensor(name) for name in source.names})
             assert states_of(run) == states
 

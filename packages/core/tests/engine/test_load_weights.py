@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from sley_checkpoint.reader import read
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.runs import weights
+from sley_testing.runs import running, weights
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 
@@ -165,14 +163,14 @@ def test_it_is_refused_in_the_middle_of_a_step_and_after_the_end(alone, small):
 
 def load_on_ranks(tables, folder, differ):
     """Rows and weights of a run that loads, and the code of the error where the last rank is given other values."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         state = given(run)
         name = run.registry.names[0]
         code = None
         if differ:
             try:
-                run.load_weights(state | {name: state[name] + world.rank})
+                run.load_weights(state | {name: state[name] + run.world.rank})
             except RunError as error:
                 code = error.diagnostics[0].code
         run.load_weights(state)

@@ -18,6 +18,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import MetricsWriterRecord
 from sley_testing.plans import loader_of
+from sley_testing.runs import running
 
 ROW = ["step", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "seconds", "tokens_per_s", "data_wait_s", "memory_mb"]
 ROW += ["tflops"]
@@ -134,7 +135,7 @@ def test_a_row_has_what_it_promises(alone, small):
 
 
 def counted(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         row = run.step()
         return row["tokens"], row["trained_tokens"]
 
@@ -148,8 +149,8 @@ def test_tokens_are_those_of_all_ranks_though_their_batches_differ(ranks, own, s
 
 def stop_one(tables, folder):
     """Rank 1 alone asks to stop, after its first step."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        if world.rank == 1:
+    with running(tables, folder) as run:
+        if run.world.rank == 1:
             run.listeners.append(lambda row: run.stop())
         outcome = run.train()
         return outcome, run.num_steps_done
@@ -185,7 +186,7 @@ NORMS = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
 def rows_and_norms(tables, folder, steps=2):
     """The rows of some steps, and the norms of their gradients as autograd's accumulated ones have them."""
     found = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         for _ in range(steps):
             row = run.step()
             own = {param.name: run.store.gradient(param).double().norm().item() for param in run.registry.trainable}
@@ -225,11 +226,11 @@ def test_a_frozen_parameter_has_none_until_it_is_trained_again(small, own, alone
 
 def of_some_ranks(tables, folder):
     """Rank 1 alone adds a number, both another."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         numbers = StepNumbers(run.groups)
-        if world.rank == 1:
+        if run.world.rank == 1:
             numbers.add("own/second", lambda: torch.tensor(9.0), of="root")
-        numbers.add("own/both", lambda: world.rank + 1.0)
+        numbers.add("own/both", lambda: run.world.rank + 1.0)
         numbers.agree()
         values = numbers.own(torch.device("cpu"))
         torch.distributed.all_reduce(values)
@@ -242,7 +243,7 @@ def test_a_number_of_some_ranks_is_one_of_all(ranks, small, own):
 
 
 def correct(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         return [run.step()["own/correct"] for _ in range(3)]
 
 

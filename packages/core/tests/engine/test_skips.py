@@ -20,7 +20,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.tables import LossScaleTable
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import record, same_on_all, weights
+from sley_testing.runs import record, running, same_on_all, weights
 
 SAME = ("loss", "grad_norm", "lr", "skipped", "loss_scale")
 
@@ -210,7 +210,7 @@ def test_a_state_is_gone_on_from_and_the_smallest_scale_is_the_end():
 def go_on(tables, folder, spoilt=(), num=5):
     """`num` steps, of which those that fail are told and passed over: what was told, the rows, the weights."""
     told, rows = [], []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         spoil(run, spoilt, rank=1)
         for _ in range(num):
             before = weights(run)
@@ -309,8 +309,8 @@ def test_a_step_under_way_when_the_one_before_is_refused_is_told_by_the_next_cal
     )
     _, wanted, after = go_on(tables, own)
     told = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
-        monkeypatch.setattr(run.world, "device", Late(world.device))
+    with running(tables, own) as run:
+        monkeypatch.setattr(run.world, "device", Late(run.world.device))
         run.listeners.append(told.append)
         with pytest.raises(RunError, match=r"not-finite.*step 2: loss nan"):
             run.train()

@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.data.batches import Slices
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients
-from sley_testing.runs import Recorded, assert_parity, record, same_on_all, weights
+from sley_testing.runs import Recorded, assert_parity, record, running, same_on_all, weights
 
 FIELDS = {"tokens": Field("int64", 0, 1, "token"), "labels": Field("int64", 0, 1), "ends": Field("int32", 0)}
 INFO = DataInfo(FIELDS, vocab_size=100)
@@ -115,12 +112,12 @@ def own_steps(tables, folder, sizes):
     """Steps on own batches of these sizes, this rank's share of each: rows, weights, and what was sent in each step."""
     recorded = Recorded()
     sent = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         recorded.first = weights(run)
         run.stepper.agreement.first = None  # the first step compares first values, beside what is counted here
         for step, size in enumerate(sizes):
-            mine = size // world.size
-            own = importlib.import_module("own_data").batch(10 * step + world.rank * mine, mine)
+            mine = size // run.world.size
+            own = importlib.import_module("own_data").batch(10 * step + run.world.rank * mine, mine)
             with collectives() as calls:
                 recorded.rows.append(run.step(own))
             sent.append([str(call) for call in calls])

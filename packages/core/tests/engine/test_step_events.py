@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.update import step_buckets
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import small_plan
-from sley_testing.runs import weights
+from sley_testing.runs import running, weights
 
 GROUPS = {"use": "core.adamw", "lr": 3e-3, "groups": [{"match": "blocks.0.*", "lr": 1e-3, "weight_decay": 0.1}]}
 
 
-@contextmanager
-def running(texts, **changes):
-    plan = plan_from_dict(small_plan(**changes), texts)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        yield run
-
-
 def test_events_come_in_their_order(texts):
     """The last also after a step that is not taken."""
-    with running(texts) as run:
+    with running(small_plan(), texts) as run:
         seen: list[str] = []
         events = run.parts.events
         events.began.append(lambda: seen.append("began"))
@@ -47,7 +36,7 @@ def test_events_come_in_their_order(texts):
 
 
 def trained(texts, buckets, **changes):
-    with running(texts, **changes) as run:
+    with running(small_plan(**changes), texts) as run:
         run.parts.events.step_in_buckets = buckets
         rows = [run.step() for _ in range(4)]
         return [row["grad_norm"] for row in rows], weights(run)

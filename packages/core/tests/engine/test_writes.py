@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
 from sley_core.engine import replicas
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
-from sley_core.plan.load import plan_from_dict
 from sley_testing.plain import PlainLoop, assert_step
-from sley_testing.runs import gradients, record, weights
+from sley_testing.runs import gradients, record, running, weights
 
 KINDS = ("in place", "data", "new data", "trained")
 
@@ -100,9 +97,9 @@ def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, s
 def drifts(plan, folder, name):
     replicas.LOOK_EVERY = 3
     try:
-        with World.join("cpu") as world, assemble(plan_from_dict(plan, folder), world) as run:
+        with running(plan, folder) as run:
             run.step()
-            if world.rank == 1:
+            if run.world.rank == 1:
                 dict(run.layers[1].module.named_parameters())[name].data += 1e-3
             run.step()
             run.step()

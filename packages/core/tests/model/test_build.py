@@ -128,10 +128,6 @@ def takes(widths):
     made = [Embed(widths.pop())]
     while widths: made.append(nn.Linear(4, widths.pop()))
     return made
-def nothing(): return None
-def fails(): return nn.Linear(-1, -1, device="nowhere")
-def draws(): return [nn.init.normal_(nn.Linear(4, 4).weight, std=-1.0)]
-number = 3
 """
 
 
@@ -155,24 +151,6 @@ def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path) -> None:
     assert model["0"].fields == ("tokens",)
     shrinking = from_factory(tmp_path, "own_model:takes", widths=[4, 4, 7])  # its options, at each call
     assert len(HostModel(shrinking).made(shrinking["1"]).state_dict()) == 2
-
-
-@pytest.mark.usefixtures("clean_modules")
-@pytest.mark.parametrize(
-    ("factory", "code"),
-    [
-        ("no_such_module:layers", "factory-import"),
-        ("own_model:absent", "factory-import"),
-        ("own_model:number", "factory-import"),
-        ("own_model:fails", "factory-failed"),
-        ("own_model:draws", "factory-failed"),
-        ("own_model:nothing", "model-factory"),
-    ],
-)
-def test_a_broken_factory_is_told_by_its_code(tmp_path: Path, factory: str, code: str) -> None:
-    with pytest.raises(PlanError) as raised:
-        from_factory(tmp_path, factory)
-    assert [diagnostic.code for diagnostic in raised.value.diagnostics] == [code]
 
 
 def a_billion() -> tuple[int, int, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.layers import Model
-from sley_testing.habits import Block, init
+from sley_testing.habits import Block, Embed, init
 
 CLASSES = 7
 POSITIONS = 4
@@ -27,14 +27,11 @@ class Rows:
 
     info = DataInfo({"tokens": Field("int64", ids="token"), "labels": Field("int64", ids="label")}, vocab_size=CLASSES)
 
-    def __init__(self, context: DataContext) -> None:
-        self.first = 0 if context.split == "train" else 1000
-
     def __len__(self) -> int:
-        return 64 if self.first == 0 else 8
+        return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.first + index)
+        generator = torch.Generator().manual_seed(index)
         tokens, labels = torch.randint(CLASSES, (2, POSITIONS), generator=generator)
         labels[index % 5 :] = (-100, -1)[index % 2]
         return {"tokens": tokens, "labels": labels}
@@ -89,15 +86,6 @@ class Looking(Block):
         return hidden + self.one(self.table(tokens).relu_() + self.table(tokens.flip(1)) ** 2).tanh()
 
 
-class Embed(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(CLASSES, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.table(tokens)
-
-
 KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking)}
 
 
@@ -105,7 +93,7 @@ def model(kind: str, width: int, tied: bool) -> Model:
     """Three blocks of a kind between an embedding and a head, tied to it or not; the outer ones share their linears."""
     blocks = [KINDS[kind](width) for _ in range(3)]
     blocks[-1].one, blocks[-1].two = blocks[0].one, blocks[0].two
-    embed, head = Embed(width), nn.Linear(width, CLASSES, bias=not tied)
+    embed, head = Embed(CLASSES, width), nn.Linear(width, CLASSES, bias=not tied)
     if tied:
-        head.weight = embed.table.weight
+        head.weight = embed.weight
     return Model([("embed", embed), *((f"block{at}", block) for at, block in enumerate(blocks)), ("head", head)], init)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.model.layers import Model
+from sley_testing.habits import Embed
 
 VOCAB = 16
 LENGTH = 6
@@ -43,16 +44,6 @@ class Rows:
         return sample(index)
 
 
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
-
-
-class Head(nn.Linear):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)
-
-
 class Widen(nn.Module):
     """[b, s, n] -> [b, s, m]."""
 
@@ -68,7 +59,7 @@ class Widen(nn.Module):
 def chain(data: DataInfo, widths: Sequence[int] = (4, 4, 4, 4, 4)) -> Named:
     """A block between any two widths; nothing tied."""
     blocks = [(f"blocks.{at}", Widen(*pair)) for at, pair in enumerate(pairwise(widths))]
-    return [("embed", Embed(VOCAB, widths[0])), *blocks, ("head", Head(widths[-1], VOCAB))]
+    return [("embed", Embed(VOCAB, widths[0])), *blocks, ("head", nn.Linear(widths[-1], VOCAB))]
 
 
 class Block(nn.Module):
@@ -119,7 +110,7 @@ def tied(
             for part in path:
                 owner, shared = getattr(owner, part), getattr(shared, part)
             setattr(owner, attribute, getattr(shared, attribute))
-    embed, head = Embed(VOCAB, hidden), Head(hidden, VOCAB, bias=False)
+    embed, head = Embed(VOCAB, hidden), nn.Linear(hidden, VOCAB, bias=False)
     if ends:
         head.weight = embed.weight
     return [("embed", embed), *((f"blocks.{at}", block) for at, block in enumerate(blocks)), ("head", head)]
@@ -136,18 +127,9 @@ def drawn_apart(data: DataInfo) -> Model:
     return Model(tied(data, ends=True), draw)
 
 
-class NormalHead(nn.Module):
+class ScaledNorm(nn.Module):
     """Normalises, then multiplies by a matrix: named as a norm is, of which nothing decays."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.projection = ScaledNorm(weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.projection(hidden)
-
-
-class ScaledNorm(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
@@ -159,7 +141,7 @@ class ScaledNorm(nn.Module):
 def in_a_norm_too(data: DataInfo) -> Named:
     """The embedding's matrix, once more in a module that the optimizer's rule takes for a norm."""
     embed = Embed(VOCAB, 4)
-    return [("embed", embed), ("block", Widen(4, 4)), ("head", NormalHead(embed.weight))]
+    return [("embed", embed), ("block", Widen(4, 4)), ("head", nn.Sequential(ScaledNorm(embed.weight)))]
 
 
 def computed(data: DataInfo) -> Named:
@@ -194,7 +176,7 @@ def writes_fields(data: DataInfo, how: str, hidden: int = 8) -> Named:
     """A first layer that writes on a field of the batch, itself or by way of a view that it passes on."""
     assert data.vocab_size is not None
     blocks = [(f"blocks.{at}", nn.Linear(hidden, hidden)) for at in range(4)]
-    head = ("head", Head(hidden, data.vocab_size))
+    head = ("head", nn.Linear(hidden, data.vocab_size))
     if how == "passed on":
         return [("embed", Passes(data.vocab_size, hidden)), ("marks", MarksLater()), *blocks, head]
     return [("embed", Marks(data.vocab_size, hidden)), *blocks, head]

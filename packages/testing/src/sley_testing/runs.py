@@ -8,7 +8,8 @@ assert_parity(reference, layouts, "fp32")
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -59,6 +60,14 @@ class Recorded:
     gradients: list[Tensors] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     held_out: float | None = None
+
+
+@contextmanager
+def running(tables: Mapping[str, Any], folder: Path | None = None) -> Iterator[Run]:
+    """`with running(tables, folder) as run`: the run of a plan on this rank of the world that the environment describes."""
+    plan = plan_from_dict(tables, folder)
+    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+        yield run
 
 
 def record(
