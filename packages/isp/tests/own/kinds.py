@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.layers import Model
-from sley_testing.habits import Block, Embed, init
+from sley_testing.habits import Block, init
 
 CLASSES = 7
 POSITIONS = 4
@@ -86,6 +86,17 @@ class Looking(Block):
         return hidden + self.one(self.table(tokens).relu_() + self.table(tokens.flip(1)) ** 2).tanh()
 
 
+class Embed(nn.Module):
+    """With a plain embedding, which may be cut by columns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
 KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking)}
 
 
@@ -93,7 +104,7 @@ def model(kind: str, width: int, tied: bool) -> Model:
     """Three blocks of a kind between an embedding and a head, tied to it or not; the outer ones share their linears."""
     blocks = [KINDS[kind](width) for _ in range(3)]
     blocks[-1].one, blocks[-1].two = blocks[0].one, blocks[0].two
-    embed, head = Embed(CLASSES, width), nn.Linear(width, CLASSES, bias=not tied)
+    embed, head = Embed(width), nn.Linear(width, CLASSES, bias=not tied)
     if tied:
-        head.weight = embed.weight
+        head.weight = embed.table.weight
     return Model([("embed", embed), *((f"block{at}", block) for at, block in enumerate(blocks)), ("head", head)], init)
