@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from sley_core.json_text import to_json, write_json
+from sley_core.plan.tables import BestTable
+from sley_core.run_state.best import Best
 from train_cli.progress import (
     Reporter,
     RunFacts,
@@ -54,10 +56,10 @@ def test_lines_come_every_so_often_and_at_the_end() -> None:
     stream = io.StringIO()
     with Reporter(25, 10, line=False, stream=stream) as reporter:
         for step in range(1, 26):
-            reporter(row(step, held_out_loss=2.5))
+            reporter(row(step, held_out_loss=2.5, **{"held_out/accuracy": 0.5, "held_out/wiki/loss": 3.0}))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
-    assert lines[0] == "step 10/25  loss 2.413  held-out 2.500  8.1k tok/s  31.2 GiB  0s left"
+    assert lines[0] == "step 10/25  loss 2.413  held-out 2.500  wiki 3.000  8.1k tok/s  31.2 GiB  0s left"
 
 
 @pytest.mark.parametrize("line", [True, False])
@@ -138,14 +140,16 @@ def test_samples_that_an_evaluation_uses_again_are_named(num_samples: int | None
 def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     steps = rows(40)
     steps[19]["held_out_loss"] = 3.75
-    steps[39] |= {"held_out_loss": 1.5, "memory_mb": 31.5}
+    steps[39] |= {"held_out_loss": 1.5, "held_out/accuracy": 0.25, "held_out/wiki/loss": 1.75, "memory_mb": 31.5}
     for each in steps:
         each |= {"trained_tokens": 500, "tflops": 200.0 if each["step"] <= 20 else 100.0, "mfu": 0.25}
     totals = RunTotals(steps[:10])  # of a run that was resumed
     for each in steps[10:]:
         totals.add(each)
     assert len(totals.losses) == 20, "it does not grow with the run"
-    content = summary(FACTS, "finished", totals, {"mine.handler": {"kept": 3}}, {"weights": 4000})
+    best = Best(BestTable(metric="held_out_loss"), 2)
+    best.add(20, steps[19])
+    content = summary(FACTS, "finished", totals, {"mine.handler": {"kept": 3}}, {"weights": 4000}, (), best, "it is bad")
     assert content == {
         "name": "quickstart",
         "outcome": "finished",
@@ -154,6 +158,9 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "final_loss": 1.0,
         "mean_loss_last_20": sum(6.0 - step / 8 for step in range(21, 41)) / 20,
         "held_out_loss": 1.5,
+        "evaluation": {"held_out/accuracy": 0.25, "held_out/wiki/loss": 1.75},
+        "best": {"metric": "held_out_loss", "value": 3.75, "step": 20},
+        "stopped_early": "it is bad",
         "tokens": 40 * 512,
         "trained_tokens": 40 * 500,
         "seconds": 10.0,
@@ -175,9 +182,12 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "notes": [],
     }
     assert closing(content, "runs/small", verbose=True).splitlines() == [
-        "finished: 40 steps in 10s",
+        "finished: 40 steps in 10s, early: it is bad",
         "  loss           1.0000  (mean of the last 20: 2.1875)",
         "  held-out loss  1.5000",
+        "  held_out/accuracy   0.2500",
+        "  held_out/wiki/loss  1.7500",
+        "  best           3.7500 (held_out_loss), of step 20",
         "  speed          2.0k tok/s  150 TFLOP/s  25.0% MFU",
         "  run folder     runs/small",
         "  mine.handler counted",

@@ -63,7 +63,7 @@ def test_a_report_tells_what_the_run_has_left(cli: Cli, run: Path) -> None:
     last, summary = list(rows(run))[-1], json.loads((run / "summary.json").read_text("utf-8"))
     assert f"{last['loss']:,.6g}" in found.texts["summary"]
     assert f"{summary['held_out_loss']:,.6g}" in found.texts["summary"]
-    assert found.pictures == {"curves": 8}
+    assert found.pictures == {"curves": 10}
     assert "plan.toml:7:1" in found.texts["plan"], "the file and line of run.steps"
     assert "--set #1" in found.texts["plan"]
     start = json.loads((run / "start.json").read_text("utf-8"))

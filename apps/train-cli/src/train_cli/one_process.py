@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _WRITES = ("checkpoint", "profile")
 """The tables that only write files."""
 
+_OF_CHECKPOINTS = ("keep_best", "patience")
+"""Keys of `[evaluation]` that need checkpoints."""
+
 _LAYOUT = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pools")
 """The tables that change where and when values are computed, but no value."""
 
@@ -74,9 +77,10 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
 
 @contextmanager
 def open_trained_run(
-    folder: Path, plan: Plan, *, with_evaluation: bool = False, batches: int | None = None
+    folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False, batches: int | None = None
 ) -> Iterator[tuple[Run, str]]:
-    """Yields a one-process run that has the newest weights of the run in `folder`, and a description of these weights.
+    """Yields a one-process run that has the newest weights of the run in `folder`, or with `best` those of its best checkpoint,
+    and a description of these weights.
 
     plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation, with `batches` batches if
     set; without it no data are opened. Raises UsageError "no-weights".
@@ -86,12 +90,14 @@ def open_trained_run(
     from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
-    path, step = newest_weights(folder, plan)
+    path, step = newest_weights(folder, plan, best=best)
     tables = one_process_plan(plan).document.tables
     tables["run"]["device"] = "auto"
     tables["model"].pop("weights", None)  # the resolved plan already has their sizes
     evaluation = tables.pop("evaluation", {"every": 1})
     if with_evaluation:
+        if plan.document.overrides:  # of [data], by `plan_with_data`
+            evaluation = {**evaluation, "held_out": True}
         tables["evaluation"] = evaluation if batches is None else {**evaluation, "steps": batches}
     single = _with_tables(plan, tables)
     if not with_evaluation:
@@ -143,7 +149,10 @@ def _is_between_ranks(record: object) -> bool:
 
 
 def _without(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
+    tables = {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
+    if "evaluation" in tables:  # there is no checkpoint to keep
+        tables["evaluation"] = {key: value for key, value in tables["evaluation"].items() if key not in _OF_CHECKPOINTS}
+    return tables
 
 
 def _with_tables(plan: Plan, tables: dict[str, Any]) -> Plan:

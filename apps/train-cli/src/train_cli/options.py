@@ -62,6 +62,9 @@ NodesOption = Annotated[
     int | None, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, instead of --world.")
 ]
 PerNodeOption = Annotated[int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")]
+BestOption = Annotated[
+    bool, typer.Option("--best", help="Take the best checkpoint, by `[evaluation] keep_best`, and not the newest weights.")
+]
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]
 
 

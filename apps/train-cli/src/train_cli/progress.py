@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
+    from sley_core.run_state.best import Best
 
 Row = Mapping[str, float | int]
 
@@ -35,6 +36,9 @@ TIMED_S = 1.0
 
 MIB = 1 << 20
 JSONL = "core.jsonl"
+EVALUATED = "held_out/"
+"""How the names of an evaluation's numbers begin, besides `held_out_loss`."""
+
 _REDRAW_S = 0.2
 
 
@@ -73,6 +77,7 @@ class RunTotals:
         self.tflop = self.mfu_seconds = 0.0
         self.seconds = 0.0
         self.held_out_loss: float | None = None
+        self.evaluated: dict[str, float] = {}
         self.losses: deque[float] = deque(maxlen=NUM_LAST)
         self.skipped = 0
         self.memory_mb: float | None = None
@@ -92,6 +97,7 @@ class RunTotals:
         if math.isfinite(row["loss"]):
             self.losses.append(row["loss"])
         self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
+        self.evaluated |= {name: value for name, value in row.items() if name.startswith(EVALUATED)}
 
 
 def summary(
@@ -101,13 +107,16 @@ def summary(
     counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     memory: Mapping[str, int] = MappingProxyType({}),
     notes: Iterable[str] = (),
+    best: Best | None = None,
+    stopped_early: str = "",
 ) -> dict[str, Any]:
     """Returns the content of `summary.json`.
 
     outcome: `"finished"`, `"interrupted"` or `"failed"`. counts, memory: `Run.counts` and `Run.memory.bytes` of rank 0. notes:
-    what went wrong and did not end the run. Losses are null if there was no step, or no evaluation; `tokens_per_s`, null for
-    data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if not known, are over all steps;
-    `memory_mb` is the peak as in the rows.
+    what went wrong and did not end the run. best: of `keep_best`, if the plan has one. stopped_early: why the run has finished
+    before its last step, "" if it has not. Losses are null if there was no step, or no evaluation; `evaluation` has its other
+    numbers. `tokens_per_s`, null for data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if not
+    known, are over all steps; `memory_mb` is the peak as in the rows.
     """
     losses = list(totals.losses)
     samples = totals.steps * facts.samples_per_step
@@ -123,6 +132,9 @@ def summary(
         "final_loss": losses[-1] if losses else None,
         f"mean_loss_last_{NUM_LAST}": sum(losses) / len(losses) if losses else None,
         "held_out_loss": totals.held_out_loss,
+        "evaluation": dict(totals.evaluated),
+        "best": None if best is None else {"metric": best.table.metric, "value": best.value, "step": best.step},
+        "stopped_early": stopped_early or None,
         "tokens": totals.tokens,
         "trained_tokens": totals.trained_tokens,
         "seconds": totals.seconds,
@@ -186,6 +198,10 @@ def repeats(num_samples: int | None, plan: Plan) -> str:
     times = f"{held_out}, but an evaluation takes {used:,}: each is used about {used / num_samples:.2g} times"
     fits = num_samples // size
     return f"{times}; " + (f"`[evaluation] steps = {fits}` avoids this" if fits else f"a batch takes {size:,}")
+
+
+def _is_loss_of_set(name: str) -> bool:
+    return name.startswith(EVALUATED) and name.endswith("/loss")
 
 
 def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
@@ -278,6 +294,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             parts.append("skipped")
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
+        parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in row if _is_loss_of_set(name)]
         parts += [rate(row), memory(row["memory_mb"])]
         now = time.monotonic()
         if self._first is None:  # the first step, which warms everything up, does not count
@@ -326,12 +343,18 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {duration(seconds)}"]
+    if summary["stopped_early"]:
+        lines[0] += f", early: {summary['stopped_early']}"
     if summary["final_loss"] is not None:
         mean, last = summary[f"mean_loss_last_{NUM_LAST}"], min(steps, NUM_LAST)
         more = f"  (mean of the last {last}: {mean:.4f})" if last > 1 else ""
         lines.append(f"  loss           {summary['final_loss']:.4f}{more}")
     if summary["held_out_loss"] is not None:
         lines.append(f"  held-out loss  {summary['held_out_loss']:.4f}")
+    width = max(map(len, summary["evaluation"]), default=0)
+    lines += [f"  {name:<{width}}  {value:.4f}" for name, value in summary["evaluation"].items()]
+    if (best := summary["best"]) is not None and best["value"] is not None:
+        lines.append(f"  best           {best['value']:.4f} ({best['metric']}), of step {best['step']}")
     if speed := rate(summary):
         lines.append(f"  speed          {speed}")
     lines.append(f"  run folder     {folder}")

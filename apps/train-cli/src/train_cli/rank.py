@@ -73,7 +73,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
             return stopping.exit_code or EXIT_OK
         run.notes.extend(load(run, folder, resume))
         with recorder().working(run.parts, run.feed, folder, run.notes):
-            if run.num_steps_done >= plan.run.steps:  # the same on all ranks, which have loaded one checkpoint
+            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # all ranks have loaded one checkpoint
                 _report_finished(run, _save_final_weights(run, folder))
                 return stopping.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
@@ -165,7 +165,10 @@ def _report_finished(run: Run, weights: Path | None) -> None:
     """Prints where the results of a finished run are."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
-        say(f"the run has taken all {run.plan.run.steps} steps{location}; use `--set run.steps=N` for more")
+        done, key = f"the run has taken all {run.plan.run.steps} steps", "run.steps"
+        if run.stopped_early:
+            done, key = f"the run has ended early: {run.stopped_early}", "evaluation.patience"
+        say(f"{done}{location}; use `--set {key}=N` for more")
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:
@@ -180,7 +183,7 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     """Writes `summary.json` if a step was taken; returns its content."""
     notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
-    content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
+    content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes, run.best, run.stopped_early)
     if totals.steps:
         write_json(folder / SUMMARY, content)
     return content

@@ -137,16 +137,17 @@ def _step_of(folder: Path) -> tuple[str, int | None]:
     return str(metadata.get("attempt", "")), int(step) if step.isdecimal() else None
 
 
-def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
+def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Path | str, int | None]:
     """Returns the path of the newest weights of the run in `folder`, and the step after which they were saved, or None if the
-    step is not known. These are the final weights, or an intact checkpoint if it is of a later step.
+    step is not known. These are the final weights, or an intact checkpoint if it is of a later step. best: the newest
+    checkpoint that was the best when it was saved.
 
     Steps that do not belong to the run's history do not count, because the run went back or was started over. Raises
     UsageError "no-weights" if there are no weights.
     """
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
-    if (folder / WEIGHTS).is_dir():
+    if (folder / WEIGHTS).is_dir() and not best:
         writer, step = _step_of(folder / WEIGHTS)
         if attempt is None or step is None or attempt.took(writer, step):
             final = folder / WEIGHTS, step
@@ -156,11 +157,16 @@ def newest_weights(folder: Path, plan: Plan) -> tuple[Path | str, int | None]:
         descriptions = {path: _description_or_none(files, path) for path in _paths_in(files, checkpoints)}
         readable = [(saved, path) for path, saved in descriptions.items() if saved is not None]
         for saved, path in sorted(readable, key=lambda pair: pair[0].step, reverse=True):
+            if best and not saved.is_best:
+                continue
             if final is not None and (final[1] is None or final[1] >= saved.step):
                 break
             if (attempt is None or attempt.has_taken(saved.lineage, saved.step)) and files.is_whole(path):
                 return path, saved.step
     if final is None:
+        if best:
+            message = f"the run in `{folder}` has written no best checkpoint"
+            raise UsageError("no-weights", message, hint="`[evaluation] keep_best` in a plan keeps one")
         hint = "wait until it ends, or add `[checkpoint]` to its plan; a failed run writes no final weights"
         raise UsageError("no-weights", f"the run in `{folder}` has written no weights and no checkpoint", hint=hint)
     return final

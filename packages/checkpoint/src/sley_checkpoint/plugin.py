@@ -10,4 +10,4 @@ from sley_core.records import CheckpointerRecord
 @hookimpl
 def sley_records() -> list[CheckpointerRecord]:
     build, files = "sley_checkpoint.checkpoints:AnyLayout", "sley_checkpoint.reader:Files"
-    return [CheckpointerRecord(name="any_layout", config=AnyLayoutConfig, build=build, files=files)]
+    return [CheckpointerRecord(name="any_layout", config=AnyLayoutConfig, build=build, files=files, keeps_best=True)]

@@ -33,8 +33,8 @@ class Destination(NamedTuple):
 class Preparation:
     """Prepares the saves of one rank of the run with `state`.
 
-    Remembers who writes what for as long as no rank holds other tensors than at the last save, and which checkpoints this run
-    wrote.
+    Remembers who writes what for as long as no rank holds other tensors than at the last save, and of the checkpoints that it
+    has seen who wrote them, and whether they were the best.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -42,7 +42,7 @@ class Preparation:
         self._run = state.plan.run.name
         self._control = state.parts.groups["control"]
         self._shares: tuple[list[str], Shares] | None = None
-        self._lineages: dict[str, Lineage] = {}
+        self._seen: dict[str, tuple[Lineage, bool]] = {}
 
     def prepare(self, where: Destination, step: int, keep: int | None) -> Writing:
         """Agrees with all ranks on a save, and returns this rank's part of it. keep: how many checkpoints of the run to
@@ -101,20 +101,25 @@ class Preparation:
         return ""
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
-        """Deletes all but the newest `keep` checkpoints of this run in `folder`; the newest has just been verified."""
+        """Deletes all but the newest `keep` checkpoints of this run in `folder`, and the newest that was the best when it was
+        saved; the newest of all has just been verified.
+        """
         with suppress(Exception):  # one too many is no reason to lose the one that was written
             names = ready(folder)
-            self._lineages = {name: one for name, one in self._lineages.items() if name in names}
-            for name in [name for name in names if self._is_own(folder, name, attempt)][keep:]:
-                folder.child(name).remove()
+            self._seen = {name: one for name, one in self._seen.items() if name in names}
+            own = [name for name in names if self._is_own(folder, name, attempt)]
+            best = next((name for name in own if self._seen[name][1]), "")
+            for name in own[keep:]:
+                if name != best:
+                    folder.child(name).remove()
 
     def _is_own(self, folder: Folder, name: str, attempt: Attempt) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint `name`."""
-        if name not in self._lineages:
+        if name not in self._seen:
             if (index := index_or_none(folder.child(name))) is None:
                 return False
-            self._lineages[name] = index.lineage
-        return attempt.wrote(self._lineages[name])
+            self._seen[name] = index.lineage, index.is_best
+        return attempt.wrote(self._seen[name][0])
 
     def _own(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
         """Returns this rank's tensors, the rest of its state, and the text of an error if it cannot save, else ""."""

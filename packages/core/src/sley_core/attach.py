@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import Slices, check_tokens, sliced_info
-from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
-from sley_core.data.factory import open_dataset
+from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import add_directly
+from sley_core.engine.evaluation import EvaluationFeed, Metrics
 from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequences, is_of_whole_sequences
 from sley_core.engine.refusals import check_no_parameters
@@ -32,6 +32,7 @@ from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, dotted
+from sley_core.evaluation import feeds_of, metrics_of, rows_of
 from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.run_memory import CountsOf, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
@@ -224,7 +225,8 @@ class Samples:
     """The data of a run.
 
     splitter: makes micro-batches of samples. reads: names of the fields that layers read. feed: gives the next samples, None in
-    a fake world. held_out: gives the samples of `[evaluation]`, if the plan has one.
+    a fake world. evaluated: the samples of `[evaluation]` by the name of their set, those of the held-out split under "".
+    metrics: what is counted of them.
     """
 
     dataset: AnyDataset
@@ -232,7 +234,13 @@ class Samples:
     meter: Meter
     reads: frozenset[str]
     feed: Feed | None = None
-    held_out: Feed | None = None
+    evaluated: Mapping[str, EvaluationFeed] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def held_out(self) -> Feed | None:
+        """The feed of the held-out split, if `[evaluation]` has it."""
+        return self.evaluated[""].feed if "" in self.evaluated else None
 
 
 class StepProfiler:
@@ -293,13 +301,6 @@ class AssemblyFacts:
     plan_values: Mapping[KeyPath, Any] = field(default_factory=dict)
 
 
-def rows_of(global_size: int, parts: Parts) -> range:
-    """Returns this rank's rows of a global batch of `global_size`; all ranks of one `sp` group have the same ones."""
-    size = global_size // parts.topology.dp
-    start = parts.groups["dp"].coord * size
-    return range(start, start + size)
-
-
 def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
@@ -320,23 +321,23 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         return samples
     config: Any = plan.data.config
 
-    def feed(of: AnyDataset, **options: bool) -> Feed:
-        """Returns the feed of this rank's rows, which checks token ids as it reads."""
+    def feed(of: AnyDataset, size: int, **options: bool) -> Feed:
+        """Returns the feed of this rank's rows of batches of `size`, which checks token ids as it reads."""
         return Feed(
             of,
             seed=plan.run.seed,
-            batch_size=plan.batch.global_size,
-            rows=rows_of(plan.batch.global_size, parts),
+            batch_size=size,
+            rows=rows_of(size, parts),
             timeout_s=plan.limits.data_timeout_s,
-            check=lambda batch, numbers: check_tokens(batch, of.info, numbers),
+            check=lambda batch, numbers: check_tokens(batch, dataset.info, numbers),
             **options,
         )
 
-    held_out = None
-    if plan.evaluation is not None:
-        held_out = feed(open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), shuffle=True)
     return replace(
-        samples, feed=feed(dataset, shuffle=config.shuffle, will_save=plan.checkpoint is not None), held_out=held_out
+        samples,
+        feed=feed(dataset, plan.batch.global_size, shuffle=config.shuffle, will_save=plan.checkpoint is not None),
+        evaluated=feeds_of(plan, parts, dataset.info, feed),
+        metrics=metrics_of(plan, parts, dataset.info, has_tokens=samples.meter.unit == "tokens"),
     )
 
 

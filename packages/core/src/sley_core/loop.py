@@ -5,6 +5,7 @@ launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ─�
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.totals import PendingTotals, Votes, refusal
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
+from sley_core.plan.tables import row_name
 from sley_core.run_state.state import TrainingState, checkpointer_of
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 Row = dict[str, float | int]
+
+MAX_EXP = 709.0
+"""The exponential of larger numbers is no float64."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Loop:
 
     samples: the training data. outputs: writers of metrics and profiles. listeners: called with each row, on every
     rank. readers: called with each row too, but may read nothing else, since weights may still be in flight from other ranks.
-    num_steps_done: optimizer steps; a refused one keeps its number. was_stopped: whether all ranks have agreed to stop.
+    num_steps_done: optimizer steps; a refused one keeps its number. was_stopped: whether all ranks have agreed to stop. best:
+    the best evaluation so far, None without `keep_best`.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Loop:
         self.stepper = stepper
         self.samples = samples
         self.feed, self.held_out = samples.feed, samples.held_out
+        self.best = state.best
         self.outputs = outputs
         self.memory = memory
         self.listeners: list[Callable[[Row], None]] = []
@@ -141,15 +148,21 @@ class Loop:
         """Returns the mean loss of `given`, or of the plan's held-out samples, the same ones each time."""
         splitter = self.samples.splitter
         with self._set("_doing", "an evaluation"), self._evaluated():
-            if given is not None:
-                return self.stepper.mean_loss([splitter.given(given)])
-            assert self.held_out is not None, "there is no [evaluation]"
-            assert self.plan.evaluation is not None, "there is no [evaluation]"
-            feed = self.held_out
-            feed.restore({"samples": 0})
-            mean = self.stepper.mean_loss(splitter.fed(feed.next()) for _ in range(self.plan.evaluation.steps))
-            feed.close()
-            return mean
+            batches = self.samples.evaluated[""].batches(splitter) if given is None else [splitter.given(given)]
+            return self.stepper.measure(batches)["loss"]
+
+    def _evaluation(self) -> Row:
+        """Returns the numbers of `[evaluation]`, by their names in a row: of the held-out split, then of each set."""
+        row: Row = {}
+        metrics = self.samples.metrics
+        with self._set("_doing", "an evaluation"), self._evaluated():
+            for of_set, feed in self.samples.evaluated.items():
+                numbers = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
+                if metrics.has_perplexity:
+                    perplexity = math.exp(numbers["loss"]) if numbers["loss"] < MAX_EXP else math.inf
+                    numbers = {"loss": numbers["loss"], "perplexity": perplexity, **numbers}
+                row |= {row_name(number, of_set): value for number, value in numbers.items()}
+        return row
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:
@@ -202,7 +215,9 @@ class Loop:
         row |= self.samples.meter.measure(counts.batch, seconds, counts.data_wait_s)
         try:
             if self._evaluates_after(pending.number):
-                row["held_out_loss"] = self._mean_loss(None)
+                row |= self._evaluation()
+                if self.best is not None and self.best.add(pending.number, row):
+                    self._checkpointer.ask()
                 self._restart()
         finally:  # the step was taken, whatever became of its evaluation
             for writer in self.outputs.writers:
@@ -217,7 +232,7 @@ class Loop:
         return row
 
     def _evaluates_after(self, number: int) -> bool:
-        if self.held_out is None or self.plan.evaluation is None:
+        if self.plan.evaluation is None or not self.samples.evaluated:
             return False
         return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
 

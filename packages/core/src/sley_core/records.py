@@ -234,9 +234,12 @@ class CheckpointerRecord(Record):
 
     files: `"module:attribute"` of a class of `protocols.CheckpointFiles`, by which the command line resumes, exports and
     samples; None if only runs can read its checkpoints.
+    keeps_best: whether it keeps the newest checkpoint whose description `is_best`, beside those that it keeps anyway, for
+    `[evaluation] keep_best`.
     """
 
     files: str | None = None
+    keeps_best: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from sley_core.attach import AssemblyFacts, RunOutputs, Samples, counts_of, rows_of
+from sley_core.attach import AssemblyFacts, RunOutputs, Samples, counts_of
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import RunError, StateError, UsageError, closed
+from sley_core.evaluation import rows_of
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP, RunMemory
 from sley_core.run_state.state import AUTO, TrainingState
@@ -94,7 +95,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self._state.resolved_plan
 
     def train(self) -> Outcome:
-        """Takes steps until the plan's last one, or until any rank asks to stop; returns the outcome. All ranks call it.
+        """Takes steps until the plan's last one, until `[evaluation] patience` is at its end, or until any rank asks to stop;
+        returns the outcome. All ranks call it.
 
         Calls the plugins' notifications. Raises RunError, on all ranks alike and with no weight changed by that step:
         `not-finite` if the loss or the gradient norm is not finite, `nothing-counts` for a batch of weight 0; and before the
@@ -114,7 +116,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 )
                 self._restart()
                 with self.parts.weights.settled_on_error():
-                    while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
+                    while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
                         # Launched before the previous step is emitted: on CUDA the device is not idle while the host reads.
                         before, self._late = self._late, self.launch(None)
                         if before is not None:
@@ -202,6 +204,15 @@ class Run(Loop, AbstractContextManager["Run"]):
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self._require("an evaluation", TO_EVALUATE)
         return self._mean_loss(batch)
+
+    @on_stream
+    def evaluate_sets(self) -> Row:
+        """Returns the numbers of `[evaluation]` as a row has them (`held_out_loss`, `held_out/NAME/loss`), the same on every
+        rank; changes nothing. All ranks call it. Raises as `evaluate`, and RunError `metric-result`.
+        """
+        self._settle()
+        self._require("an evaluation", TO_EVALUATE)
+        return self._evaluation()
 
     @on_stream
     def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
@@ -316,6 +327,15 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.outputs.rewind(num_rows)
         return restored
 
+    @property
+    def stopped_early(self) -> str:
+        """Why `train` takes no more steps before the plan's last one, in words: `[evaluation] patience` is at its end. "" if it
+        is not. The same on all ranks.
+        """
+        if self.best is None or self.num_steps_done >= self.plan.run.steps:
+            return ""
+        return self.best.why_over
+
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
         self._stop_asked = True
@@ -336,9 +356,10 @@ class Run(Loop, AbstractContextManager["Run"]):
         if self._is_closed:
             return
         self._is_closed = True
-        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, self.feed, self.held_out, self._checkpointer]
+        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, self.feed]
+        feeds = (one.feed for one in self.samples.evaluated.values())
         with ExitStack() as stack:  # the last first
-            for part in parts:
+            for part in (*parts, *feeds, self._checkpointer):
                 if part is not None:
                     stack.callback(part.close)
             if self._has_begun:

@@ -9,13 +9,23 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
 from sley_testing.checkpointer_contract import CheckpointerContract
+from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.usefixtures("installed")
 
 
 class TestPickles(CheckpointerContract):
     checkpoint: ClassVar[dict[str, Any]] = {"use": "pickles.folder"}
+
+
+def test_it_cannot_keep_the_best_and_says_so(texts: Path) -> None:
+    evaluation = {"every": 1, "keep_best": "held_out_loss"}
+    tables = small_plan(checkpoint=TestPickles.checkpoint, evaluation=evaluation)
+    problems = check_plan(plan_from_dict(tables, texts), 1)
+    assert [(one.code, one.message) for one in problems] == [("keep-best", "`pickles.folder` keeps no best checkpoint")]
 
 
 @pytest.mark.parametrize(

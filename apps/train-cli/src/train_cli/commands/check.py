@@ -20,7 +20,7 @@ from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.load import load_plan, resolve
 from sley_core.plan.loader import FIRST_PARTY, Loader
 from sley_core.plan.read import read_file
-from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES, SetTable
 from sley_core.records import Record
 from sley_core.table import Table
 from train_cli.console import say
@@ -214,7 +214,12 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
             continue
         for spec in COMPONENTS:
             records[spec.key] |= {f"{name}.{record.name}": record for record in plugin.records[spec.kind].values()}
-    models = [*TABLES.values(), *OPTIONAL.values(), *(spec.factory for spec in COMPONENTS if spec.factory)]
+    models: list[type[Table]] = [
+        *TABLES.values(),
+        *OPTIONAL.values(),
+        SetTable,
+        *(spec.factory for spec in COMPONENTS if spec.factory),
+    ]
     models += [record.config for named in records.values() for record in named.values()]
     references, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
@@ -242,6 +247,8 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
                 choice["required"] = ["use", *choice.get("required", [])]
             choices.append(choice)
         properties[spec.key] = _component(spec, choices + ([schema_of(spec.factory)] if spec.factory else []))
+    of_set = _of_sets(properties["data"], schema_of(SetTable))
+    properties["evaluation"]["properties"]["sets"]["additionalProperties"] = of_set
     required = [name for name, model in TABLES.items() if any(key.is_required() for key in model.model_fields.values())]
     required += [spec.key for spec in COMPONENTS if not (spec.many or spec.named or spec.default or spec.only_with)]
     return {
@@ -265,6 +272,12 @@ def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str,
     if not spec.many:
         return {"description": spec.summary, **table}
     return {"description": spec.summary, "type": "array", "items": table}
+
+
+def _of_sets(data: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of `[evaluation.sets.NAME]`: that of [data], whose alternatives take the `keys` of a set too."""
+    choices = [{**one, "properties": {**one["properties"], **keys["properties"]}} for one in data["oneOf"]]
+    return {"type": "object", "oneOf": choices}
 
 
 def _for_toml(schema: Any) -> Any:

@@ -20,6 +20,7 @@ from sley_core.attempt import PLAN
 from sley_core.errors import RunError, UsageError
 from sley_core.records import ModelRecord
 from train_cli.console import say
+from train_cli.options import BestOption
 from train_cli.saved import files_of, is_remote, newest_weights, plan_of_run
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ def export(
         ),
     ] = ExportFormat.safetensors,
     max_file_mb: Annotated[int, typer.Option("--max-file-mb", metavar="N", min=1, help="The maximum size of a file.")] = 5000,
+    best: BestOption = False,
 ) -> None:
     """Write the newest weights of a run, or those of a checkpoint, for other programs."""
-    plan, source = _source(run)
+    plan, source = _source(run, best=best)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
     to = out.absolute()
@@ -66,8 +68,8 @@ def export(
     say(f"{len(source.names)} tensors in {num_files}: {out}")
 
 
-def _source(run: str) -> tuple[Plan, Tensors]:
-    """Returns the plan and the weights of a checkpoint, or the newest weights of a run; prints their origin."""
+def _source(run: str, *, best: bool) -> tuple[Plan, Tensors]:
+    """Returns the plan and the weights of a checkpoint, or the newest or `best` weights of a run; prints their origin."""
     from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
@@ -75,10 +77,12 @@ def _source(run: str) -> tuple[Plan, Tensors]:
     plan = None
     if (Path(run) / PLAN).is_file():
         plan = plan_of_run(Path(run))
-        path, step = newest_weights(Path(run), plan)
+        path, step = newest_weights(Path(run), plan, best=best)
         if isinstance(path, Path):
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
+    elif best:
+        raise UsageError("no-run", f"`{run}` is not the folder of a run, of which `--best` could take a checkpoint")
     may_exist = is_remote(str(path)) or Path(path).is_dir()
     checkpoint = files_of(plan).open(str(path)) if may_exist else None
     if checkpoint is None:

@@ -18,9 +18,11 @@ import typer
 
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError, UsageError
+from sley_core.plan.tables import row_name
 from sley_core.records import DatasetRecord
 from train_cli.console import say
 from train_cli.one_process import open_trained_run, plan_with_data
+from train_cli.options import BestOption
 from train_cli.progress import repeats
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def sample(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, if the plan has none.")
     ] = None,
+    best: BestOption = False,
 ) -> None:
     """Generate text after a prompt from a run's weights, and print it token by token."""
     if not prompt:
@@ -57,7 +60,7 @@ def sample(
     ids = text_ids.encode(prompt)
     if len(ids) == text_ids.num_before:
         raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
-    with open_trained_run(run, plan) as (model, description):
+    with open_trained_run(run, plan, best=best) as (model, description):
         say(description)
         generator = torch.Generator().manual_seed(seed)
         tokens_drawn = generate(model, ids, text_ids.size, temperature=temperature, top_k=top_k, generator=generator)
@@ -171,12 +174,14 @@ def eval(
         int | None,
         typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; default: evaluation.steps."),
     ] = None,
+    best: BestOption = False,
 ) -> None:
-    """Print the held-out loss of a run's weights, and bits per byte if the tokens are bytes."""
+    """Print the numbers of `[evaluation]` of a run's weights, and bits per byte if the tokens are bytes."""
     plan = plan_with_data(run, data or [])
     with ExitStack() as stack:
         try:
-            model, description = stack.enter_context(open_trained_run(run, plan, with_evaluation=True, batches=batches))
+            opened = open_trained_run(run, plan, best=best, with_evaluation=True, batches=batches)
+            model, description = stack.enter_context(opened)
         except PlanError as error:
             # Another split of the run's own data would hold out samples on which it was trained.
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
@@ -185,15 +190,18 @@ def eval(
         say(description)
         if data and (note := _trained_on(plan_with_data(run), plan)):
             say(note)
-        loss = model.evaluate()
+        numbers = model.evaluate_sets()
         evaluation = model.plan.evaluation
         assert evaluation is not None
-        assert model.held_out is not None
-        if note := repeats(model.held_out.num_samples, model.plan):
+        if model.held_out is not None and (note := repeats(model.held_out.num_samples, model.plan)):
             say(note)
-    typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
-    if _is_nats_per_byte(plan):
-        typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+    if (loss := numbers.pop(row_name("loss"), None)) is not None:
+        typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
+        if _is_nats_per_byte(plan):
+            typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+    width = max(map(len, numbers), default=0)
+    for name, value in numbers.items():
+        typer.echo(f"{name:<{width}}  {value:.4f}")
 
 
 def _is_nats_per_byte(plan: Plan) -> bool:

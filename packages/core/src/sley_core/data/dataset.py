@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import model_validator
 
@@ -178,6 +178,13 @@ class DataConfig(Table):
 
     samples_per_epoch: Positive | None = None
     """Samples in an epoch; a run writes it into its resolved plan, and data with another number of samples are refused."""
+
+    def whole(self) -> Self:
+        """Returns the table of all samples, in the training split: with none held out, where it has `held_out` and
+        `held_out_files`; for `[evaluation.sets.NAME]`.
+        """
+        nothing = {"held_out": 0.0, "held_out_files": ()}
+        return self.model_copy(update={key: value for key, value in nothing.items() if key in type(self).model_fields})
 
     def changed(self, num_samples: int) -> Problem | None:
         """Returns the problem if the plan was resolved for another number of samples than `num_samples`, else None."""

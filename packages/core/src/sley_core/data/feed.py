@@ -177,8 +177,8 @@ class Feed:
         assert rows == range(batch_size)[rows.start : rows.stop], (rows, batch_size)
         self._dataset = dataset
         self._seed = seed
-        self._batch_size = batch_size
-        self._rows = rows
+        self.batch_size = batch_size
+        self.rows = rows
         self._shuffle = shuffle
         self._timeout_s = timeout_s
         self._check = check
@@ -290,15 +290,15 @@ class Feed:
         last_epoch = -1
         while True:
             indices, samples = list[int](), list[Sample]()
-            for row in self._rows:
+            for row in self.rows:
                 epoch, place = divmod(done + row, num_samples)
                 if epoch != last_epoch:
                     set_epoch(dataset, epoch)
                     last_epoch = epoch
                 indices.append(order(epoch)[place])
                 samples.append(self._reading.read(done + row, partial(_read, dataset, indices[-1])))
-            batch = self._collated(done + self._rows.start, collate, samples)
-            done += self._batch_size
+            batch = self._collated(done + self.rows.start, collate, samples)
+            done += self.batch_size
             yield _Item(batch, tuple(indices), {"samples": done})
 
     def _walked(self, reader: StreamReader, state: Mapping[str, Any]) -> Iterator[_Item]:
@@ -309,14 +309,14 @@ class Feed:
         while True:
             place, digest, kept = reader.place(), SamplesDigest(), []
             # `range` comes first: `zip` then takes no sample beyond the batch.
-            for row, sample in zip(range(self._batch_size), samples, strict=False):
+            for row, sample in zip(range(self.batch_size), samples, strict=False):
                 digest.add(sample)
-                if row in self._rows:
+                if row in self.rows:
                     kept.append(sample)
-            numbers = tuple(done + row for row in self._rows)
+            numbers = tuple(done + row for row in self.rows)
             replay = {"samples": done, "place": place, "digest": digest.text}
             batch = self._collated(numbers[0], collate, kept)
-            done += self._batch_size
+            done += self.batch_size
             yield _Item(batch, numbers, {"samples": done, "replay": replay})
 
     def _collated(self, number: int, collate: Callable[[Sequence[Sample]], Batch], samples: Sequence[Sample]) -> Batch:
@@ -325,7 +325,7 @@ class Feed:
         Raises RunError "data-random" if collating draws and this rank has only a part of the rows.
         """
         batch = self._collating.read(number, partial(collate, samples))
-        if self._collating.has_drawn and len(self._rows) < self._batch_size:
+        if self._collating.has_drawn and len(self.rows) < self.batch_size:
             message = "collating a batch draws random numbers: each layout would make another batch of the same samples"
             raise RunError("data-random", message, hint="draw where a sample is read, in `__getitem__` or `__iter__`")
         return batch

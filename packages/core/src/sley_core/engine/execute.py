@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sley_core.actions.action import Placement, StageChunk
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
+    from sley_core.engine.evaluation import Tally
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.positions import OverPositions, WholeSequences
     from sley_core.engine.step_batch import BatchWeight
@@ -73,6 +74,8 @@ class Executor:
         self._reads = reads(self.chunks, self.loss if self.has_loss else None, self.fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, Any] | None = None
+        self._tally: Tally | None = None
+        self._num_counted: int | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
 
     def train(
@@ -124,12 +127,22 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(
-        self, steps: Lowered, batch: Sequence[Batch], state: StepState, outputs: dict[int, Any] | None = None
+        self,
+        steps: Lowered,
+        batch: Sequence[Batch],
+        state: StepState,
+        outputs: dict[int, Any] | None = None,
+        tally: Tally | None = None,
+        num_counted: int | None = None,
     ) -> Tensor:
-        """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does. outputs: gets the
-        model's output of each micro-batch, in place of its loss.
+        """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does, of the first
+        `num_counted` micro-batches. outputs: gets the model's output of each micro-batch, in place of its loss. tally: counts
+        more of the outputs than the loss.
         """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps), outputs)
+        self._tally, self._num_counted = tally, num_counted
+        if tally is not None:
+            tally.begin(total)
         for step in steps:
             state.step_progress.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
@@ -147,6 +160,7 @@ class Executor:
         """Discards the rest of a failed list, and announces `actions` to weights, policy and link. Returns the total, zero."""
         self.left_in_flight = True
         self._outputs = outputs
+        self._tally = self._num_counted = None
         self._micros.clear()
         self._in_flight.clear()
         self.queue.clear()
@@ -207,10 +221,26 @@ class Executor:
             self._outputs[micro.micro] = _without_graph(output, layers[-1].name, copies=not is_predicted)
         if is_predicted:
             return
+        counts = self._num_counted is None or micro.micro < self._num_counted
+        if self._tally is not None:
+            self._count(self._tally, micro, output, batch[micro.micro], counts=counts)
         flight.loss = self._loss(micro, output, fields, batch[micro.micro])
-        if self.whole is None or self.whole.counts:
+        if counts and (self.whole is None or self.whole.counts):
             place = total[micro.micro] if self.keeps_apart else total
             place += flight.loss.detach()
+
+    def _count(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
+        """Lets `tally` count a micro-batch, before the loss, which may write in place."""
+        self.caller.take_turn("the metrics")
+        try:
+            output = _without_graph(output, self.chunks[micro.chunk][-1].name, copies=False)
+            fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
+            tally.add(micro.micro, output, fields, batch, counts=counts)
+        except Exception as error:
+            note_origin(error, f"the metrics of micro-batch {micro.micro}", tally.metrics.own)
+            raise
+        finally:
+            IN_USE.release()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the loss of one micro-batch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.

@@ -110,13 +110,15 @@ class StepBatch:
     micros: {field: tensor} of each micro-batch, fields in the declared order, with this rank's slice of each sequence. whole:
     the same samples with whole sequences, in the pieces in which they were given. weights: of the pieces (of the micro-batches,
     if sums are canonical), this rank's share of the loss weight of the global batch; empty on ranks without the model's last
-    chunk. counts: of this rank's samples, which the ranks of a pipeline and of a sequence share.
+    chunk. counts: of this rank's samples, which the ranks of a pipeline and of a sequence share. num_counted: how many of the
+    micros count, all if None; the others run so that all ranks run as many.
     """
 
     micros: Sequence[Batch]
     whole: Sequence[Mapping[str, Tensor]]
     weights: Sequence[float] = ()
     counts: BatchCounts = NO_COUNTS
+    num_counted: int | None = None
 
     @property
     def weight(self) -> float:
@@ -165,11 +167,26 @@ class BatchSplitter:
             check_tokens(piece, self.info)
         return self._split(whole, counts)
 
-    def fed(self, batch: Batch) -> StepBatch:
-        """Cuts the samples of a feed, which has checked their tokens. Raises RunError "batch-fields" and "batch-size" as
-        `given` does, and "loss-not-additive" for a loss whose weight is not the sum of its slices' or micro-batches' weights.
+    def fed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
+        """Cuts the samples of a feed, which has checked their tokens. num_samples: how many of them count, the first ones; all
+        if None. Raises RunError "batch-fields" and "batch-size" as `given` does, and "loss-not-additive" for a loss whose
+        weight is not the sum of its slices' or micro-batches' weights.
         """
-        return self._split([batch], [self._count(batch)])
+        count, size = self._count(batch), self.micro_size
+        if num_samples is None or num_samples >= count * size:
+            return self._split([batch], [count])
+        # The last micro-batch that counts may be smaller; those after it keep their size, and weigh nothing.
+        num_counted = -(-max(0, num_samples) // size)
+        pieces: list[Batch] = []
+        for micro in range(count):
+            piece = cut(batch, self.info.fields, micro, count)
+            if micro == num_counted - 1:
+                left = num_samples - micro * size
+                piece = {name: value.narrow(self.info.fields[name].batch_dim, 0, left) for name, value in piece.items()}
+            pieces.append(piece)
+        split = self._split(pieces, [1] * count)
+        weights = [weight if micro < num_counted else 0.0 for micro, weight in enumerate(split.weights)]
+        return replace(split, weights=weights, num_counted=num_counted)
 
     def to_predict(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
         """Checks and cuts samples, as `given`, to predict: a field that no layer `reads` may be missing."""

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Lowered, actions_of
-from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_error, exchanges_of
+from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_error, exchanges_of, gather_objects
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.evaluation import Metrics, Tally, agreed_names
 from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.step_state import StepState
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 
 NO_VOTES = Votes()
+NO_METRICS = Metrics()
 
 
 @dataclass
@@ -223,23 +225,31 @@ class Stepper:
         self.agreement.check()
         return self.agreement.weight
 
-    def mean_loss(self, batches: Iterable[StepBatch]) -> float:
-        """Returns the mean loss over all `batches`, as many on all ranks. Raises RunError "not-finite", "nothing-counts"."""
+    def measure(self, batches: Iterable[StepBatch], metrics: Metrics = NO_METRICS) -> dict[str, float]:
+        """Returns the mean loss over all `batches`, as many on all ranks, as "loss", and the means of `metrics` by name, NaN
+        for a count of 0. Raises RunError "not-finite", "nothing-counts", "metric-result".
+        """
         with self._evaluating() as state:
-            weight, losses = 0.0, []
+            weight, losses, tally = 0.0, [], Tally(metrics)
             for group in self.groups.values():
                 group.log.clear()
             for number, batch in enumerate(batches):
                 steps = self._begin_forward("an evaluation", number, batch, state)
-                losses.append(self.executor.evaluate(steps, batch.micros, state))
+                counts = tally if metrics.names or metrics.own is not None else None
+                losses.append(self.executor.evaluate(steps, batch.micros, state, None, counts, batch.num_counted))
                 weight += self.agreement.weight  # of all ranks
+            names = metrics.names
+            if metrics.own is not None:  # on all ranks, of which some may have no output
+                everyone = gather_objects([tally.problem, tally.names], self.groups["control"], what="the names of metrics")
+                names = [*names, *agreed_names(everyone, self.groups["control"].ranks)]
+            sums = [losses, *(tally.column(name, at) for name in names for at in (0, 1))]
             differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
-            totals = torch.cat([self.device.move(differs), self.store.reduction.loss_terms(losses)])
+            totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
             all_reduce(totals, self.groups["all"], what="the mean loss").wait()
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
-            loss = self.store.reduction.loss_of(totals[1:], len(losses))
+            loss, *counted = (self.store.reduction.loss_of(one, len(losses)) for one in totals[1:].chunk(len(sums)))
             state.step_progress.comes(BETWEEN)
         if ranks_differ:
             raise exchanges_error("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
@@ -250,7 +260,9 @@ class Stepper:
         if not math.isfinite(mean):
             hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
             raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
-        return mean
+        pairs = zip(counted[::2], counted[1::2], strict=True)
+        means = (total / count if count else math.nan for total, count in pairs)
+        return {"loss": mean, **dict(zip(names, means, strict=True))}
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
         """Returns the model's output for each micro-batch; none without the last layer. All ranks call it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,20 @@ from sley_core.discovery import to_install
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
 from sley_core.plan.document import by_place
+from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.tables import (
+    BETTER,
     OPTIONAL,
     TABLES,
     BatchTable,
+    EvaluationTable,
     ModelConfig,
     ParallelTable,
     PrecisionTable,
     ProfileTable,
     RunTable,
+    number_of,
+    row_name,
 )
 from sley_core.records import (
     DatasetRecord,
@@ -32,9 +38,10 @@ from sley_core.records import (
 )
 from sley_core.table import Table
 from sley_core.topology import Topology
+from sley_core.words import suggestion
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Component, Plan
+    from sley_core.plan.plan import Component, EvaluationSet, Plan
 
 
 MOST_FORWARDS = 1_000_000
@@ -48,7 +55,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     and `check_canonical`, and those of the plugins' `sley_check_plan`, which are called only if the sizes fit. Raises
     PluginError if one of these hooks fails.
     """
-    problems = [*check_offload(plan), *check_canonical(plan), *_parts(plan), *_sequence(plan)]
+    problems = [*check_offload(plan), *check_canonical(plan), *_parts(plan), *_sequence(plan), *_keep_best(plan)]
     found: list[Diagnostic] = []
     own = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL)}
     try:
@@ -58,7 +65,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
         problems += check_tables(own)
     else:
         problems += [*check_tables(own, topology.dp), *_optimizer(plan, topology), *check_handlers(plan, topology)]
-        problems += check_data(plan.data, plan.model, evaluates=plan.evaluation is not None)
+        problems += check_all_data(plan.data, plan.model, plan.evaluation, plan.evaluation_sets)
         found += _schedule(plan, topology)
         for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += more
@@ -327,6 +334,38 @@ def check_data(data: Component, model: Component | None, *, evaluates: bool) -> 
     if isinstance(data.record, DatasetRecord) and data.record.check is not None:
         vocab_size = None if model is None or model.record is None else getattr(model.config, "vocab_size", None)
         yield from data.record.load(data.record.check)(data.config, evaluates=evaluates, vocab_size=vocab_size)
+
+
+def check_all_data(
+    data: Component, model: Component | None, evaluation: EvaluationTable | None, sets: Mapping[str, EvaluationSet]
+) -> Iterator[Problem]:
+    """Yields the problems of `check_data` of [data], and of the data of each set of [evaluation], at its own table."""
+    for one in check_data(data, model, evaluates=evaluation is not None and evaluation.held_out):
+        hint = f"{one.hint}; or write `held_out = false`, for the sets alone" if one.code == "held-out" and sets else one.hint
+        yield replace(one, hint=hint)
+    for name, of_set in sets.items():
+        for one in check_data(of_set.data, model, evaluates=of_set.keys.split == "held_out"):
+            yield replace(one, path=("evaluation", "sets", name, *one.path[1:]))
+
+
+def _keep_best(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a `keep_best` that no checkpoint can follow, or that names no number of an evaluation."""
+    best = plan.evaluation.best if plan.evaluation is not None else None
+    if plan.evaluation is None or best is None:
+        return
+    path: KeyPath = ("evaluation", "keep_best")
+    if plan.checkpoint is None:
+        message = "`keep_best` keeps a checkpoint, and the plan saves none"
+        yield Problem(path, message, "add [checkpoint], as with `every_steps = 1000`", "keep-best")
+    elif not getattr(plan.checkpoint.record, "keeps_best", False):
+        message = f"`{plan.checkpoint.name}` keeps no best checkpoint"
+        yield Problem(path, message, f'use "{CHECKPOINTER}" in [checkpoint], or leave `keep_best` out', "keep-best")
+    sets = [*([""] if plan.evaluation.held_out else []), *plan.evaluation_sets]
+    names = [row_name(number, one) for one in sets for number in BETTER]
+    is_own = plan.evaluation.metric is not None and best.metric in [row_name(number_of(best.metric), one) for one in sets]
+    if best.metric not in names and not is_own:
+        hint = suggestion(best.metric, names, f"its numbers are {', '.join(names)}")
+        yield Problem(path, f"an evaluation of this plan gives no `{best.metric}`", hint, "keep-best")
 
 
 def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from sley_core import records
 from sley_core.data.dataset import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
-from sley_core.plan.tables import CheckpointConfig, ModelConfig, SequenceConfig
-from sley_core.table import NAMED_TABLES, FactoryPath, RecordKind, Table
+from sley_core.plan.tables import CheckpointConfig, Factory, ModelConfig, SequenceConfig
+from sley_core.table import NAMED_TABLES, RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
     "models": records.ModelRecord,
@@ -48,16 +46,6 @@ WORDS: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losse
 
 CHECKPOINTER = "checkpoint.any_layout"
 """What saves a run whose plan names nothing else."""
-
-
-class Factory(Table):
-    """The keys of code of your own."""
-
-    factory: FactoryPath
-    """The function or class, `"package.module:name"`; the folder of the plan is searched too."""
-
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments to call it with."""
 
 
 class ModelFactory(ModelConfig, Factory):

@@ -19,14 +19,14 @@ from pydantic import ValidationError
 
 from sley_core.discovery import CORE, to_install
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
-from sley_core.plan.check import check_data, check_tables
+from sley_core.plan.check import check_all_data, check_tables
 from sley_core.plan.document import Document, by_place, plain
 from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word, words
 from sley_core.plan.loader import Loader, Plugin
-from sley_core.plan.plan import Component, Plan
+from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.read import read_file, read_tables, read_text
-from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES, ParallelTable
+from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
 from sley_core.table import NAMED_TABLES, BasePath, RecordKind, RecordReference, Table, expanded, written
 from sley_core.words import shown, suggestion
@@ -72,6 +72,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 OF_SLEY: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
 """By kind, the record of another package of Sley's that a plan may begin with, where core has none."""
+
+DATA = next(table for table in COMPONENTS if table.key == "data")
 
 TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table in COMPONENTS))
 
@@ -120,6 +122,7 @@ def resolve(document: Document, loader: Loader) -> Plan:
     parts: dict[str, Any] = {name: resolver.table(name, model) for name, model in TABLES.items()}
     for name, model in OPTIONAL.items():
         parts[name] = resolver.table(name, model) if name in resolver.tables else None
+    parts["evaluation_sets"] = resolver.sets(parts["evaluation"])
     # Tables whose default may be the only record of its kind come last, when all plugins that the plan names are known.
     for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
         if spec.named:
@@ -213,6 +216,32 @@ class _Resolver:
         components = {name: self._component(spec, table, (spec.key, name)) for name, table in given.items()}
         return {name: component for name, component in components.items() if component}
 
+    def sets(self, evaluation: EvaluationTable | None) -> dict[str, EvaluationSet]:
+        """Returns the sets of [evaluation] by name. A set that is evaluated whole gets a table that holds nothing out."""
+        sets: dict[str, EvaluationSet] = {}
+        for name, given in {} if evaluation is None else evaluation.sets.items():
+            path = ("evaluation", "sets", name)
+            spec = replace(DATA, key=dotted(path))
+            if not _NAME.fullmatch(name):
+                message = f"`{name}` is no name of a set: it takes letters, digits, `_` and `-`"
+                self._problem("wrong-name", message, path, "begin with a letter", at="key")
+                continue
+            own = {key: value for key, value in given.items() if key in SetTable.model_fields}
+            keys = self._validated(SetTable, own, path, spec.header)
+            data = self._component(spec, {key: value for key, value in given.items() if key not in own}, path)
+            if keys is None or data is None:
+                continue
+            if keys.split == "all":
+                config, whole = data.config, data.config.whole()
+                for key in sorted(config.model_fields_set):
+                    if getattr(config, key) != getattr(whole, key):
+                        message = f"`{key}` holds samples out, and the set `{name}` has all of them"
+                        hint = 'write split = "held_out" to evaluate on what it holds out, or leave it out'
+                        self._problem("set-held-out", message, (*path, key), hint, at="key")
+                data = replace(data, config=whole)
+            sets[name] = EvaluationSet(data, keys)
+        return sets
+
     def check_top_level(self) -> None:
         """Records an unsupported format, and tables and keys that no plan has."""
         version = self.tables.get("plan", FORMAT)
@@ -248,7 +277,7 @@ class _Resolver:
         if self.problems:
             more = list(check_tables(parts))
             if parts["data"] is not None:
-                more += check_data(parts["data"], parts["model"], evaluates=parts["evaluation"] is not None)
+                more += check_all_data(parts["data"], parts["model"], parts["evaluation"], parts["evaluation_sets"])
             self.problems += [self.document.diagnostic(one.code, one.message, one.path, one.hint) for one in more]
             kind = PluginError if any(problem.code.startswith("plugin-") for problem in self.problems) else PlanError
             raise kind.many(by_place(self.problems))

@@ -13,16 +13,18 @@ from typing import Any
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
 from sley_core.factory import call_factory, import_factory
 from sley_core.plan.document import Document, locate
-from sley_core.plan.kinds import ComponentTable, Factory
+from sley_core.plan.kinds import ComponentTable
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.tables import (
     BatchTable,
     EvaluationTable,
+    Factory,
     LimitsTable,
     ParallelTable,
     PrecisionTable,
     ProfileTable,
     RunTable,
+    SetTable,
 )
 from sley_core.plan.write import movable, sections, to_tables
 from sley_core.records import Record
@@ -82,6 +84,14 @@ class Component:
             raise
 
 
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Holds one table `[evaluation.sets.NAME]`: its data, and its other keys."""
+
+    data: Component
+    keys: SetTable
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """A valid plan with every default written in. Equal plans run alike; the place of values does not count.
@@ -95,6 +105,7 @@ class Plan:
     parallel: ParallelTable
     limits: LimitsTable
     evaluation: EvaluationTable | None
+    evaluation_sets: Mapping[str, EvaluationSet]
     profile: ProfileTable | None
     model: Component
     data: Component

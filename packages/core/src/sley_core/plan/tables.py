@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from sley_core.table import Array, PlanFolder, Positive, PositiveFloat, Table, Words
+from sley_core.table import Array, FactoryPath, PlanFolder, Positive, PositiveFloat, Table, Words
 
 FORMAT = 1
 """The format of plans that this core reads."""
@@ -166,14 +166,120 @@ class ParallelTable(Table):
     """
 
 
+class Factory(Table):
+    """The keys of code of your own."""
+
+    factory: FactoryPath
+    """The function or class, `"package.module:name"`; the folder of the plan is searched too."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments to call it with."""
+
+
+class MetricFactory(Factory):
+    """A metric of your own: a function that gives a function `(output, batch) -> {name: (sum, count)}`, called for each
+    micro-batch of an evaluation; a row has the sum by the count, of all micro-batches and ranks.
+    """
+
+    sequence: Literal["whole", "slices"] = "whole"
+    """What it is given if ranks split each sequence (`parallel.sp`): whole sequences, gathered on every rank, which needs the
+    memory; or this rank's slice, for sums over positions.
+    """
+
+
+def row_name(number: str, of_set: str = "") -> str:
+    """Returns the name in a row of a number ("loss") of a set, or of the held-out split of [data]."""
+    if of_set:
+        return f"held_out/{of_set}/{number}"
+    return "held_out_loss" if number == "loss" else f"held_out/{number}"
+
+
+def number_of(name: str) -> str:
+    """Returns the number ("loss") of which `name` is a name in a row."""
+    return "loss" if name == row_name("loss") else name.rpartition("/")[2]
+
+
+BETTER: dict[str, Literal["min", "max"]] = {"loss": "min", "perplexity": "min", "accuracy": "max"}
+"""The numbers of an evaluation that are core's own, and which value of each is the best."""
+
+
+class BestTable(Table):
+    """The number of an evaluation that says which weights are the best."""
+
+    metric: str
+    """Its name in a row: `"held_out_loss"`, `"held_out/accuracy"`, `"held_out/NAME/loss"` of the set NAME."""
+
+    mode: Literal["min", "max"] | None = None
+    """Whether the lowest value is the best, or the highest; left out, "max" for an accuracy, "min" for a loss and a perplexity.
+    A metric of your own needs it.
+    """
+
+    @model_validator(mode="after")
+    def _has_mode(self) -> BestTable:
+        if self.mode is None and number_of(self.metric) not in BETTER:
+            raise ValueError(f'`mode` is needed: whether the "min" or the "max" of `{self.metric}` is the best')
+        return self
+
+    @property
+    def is_max(self) -> bool:
+        return (self.mode or BETTER[number_of(self.metric)]) == "max"
+
+
+class SetTable(Table):
+    """The keys of `[evaluation.sets.NAME]` besides those of its data."""
+
+    split: Literal["all", "held_out"] = "all"
+    """Which of the data's samples are evaluated: all, none held out; or those that training on this table would hold out."""
+
+    steps: Positive | None = None
+    """At most so many batches of `global_size` samples; left out, every sample once. A stream needs it."""
+
+
 class EvaluationTable(Table):
-    """Measures the loss on held-out data during the run and at its end; left out, never."""
+    """Measures the loss, and of tokens perplexity and accuracy, on held-out data during the run and at its end; left out,
+    never.
+    """
 
     every: Positive
     """Optimizer steps from one evaluation to the next."""
 
     steps: Positive = 10
-    """Batches of `global_size` samples in an evaluation."""
+    """Batches of `global_size` samples of the held-out split of `[data]` in an evaluation."""
+
+    held_out: bool = True
+    """Whether the held-out split of `[data]` is evaluated; false leaves the `sets`."""
+
+    sets: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """More data to evaluate on, by names of your own: each `[evaluation.sets.NAME]` is a table as `[data]`, with the keys
+    `split` ("all", the default, or "held_out") and `steps` too. Every sample counts once, unless `steps` says how many batches
+    are enough.
+    """
+
+    metric: MetricFactory | None = None
+    """A metric of your own, of the held-out split and of each set."""
+
+    keep_best: str | BestTable | None = None
+    """The number, by its name in a row, whose best checkpoint is kept beside those that `[checkpoint]` keeps: a loss, such as
+    `"held_out_loss"`, is best at its lowest, an accuracy at its highest; `{ metric = "...", mode = "max" }` says it of others.
+    """
+
+    patience: Positive | None = None
+    """After how many evaluations in a row without a better `keep_best` the run ends; left out, it takes all of its steps."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> EvaluationTable:
+        if not self.held_out and not self.sets:
+            raise ValueError("without `held_out` and without `sets` there is nothing to evaluate on")
+        if self.patience is not None and self.keep_best is None:
+            raise ValueError('`patience` waits for a better `keep_best`; name one, as keep_best = "held_out_loss"')
+        if isinstance(self.keep_best, str) and number_of(self.keep_best) not in BETTER:
+            raise ValueError(f'write keep_best = {{ metric = "{self.keep_best}", mode = "max" }}, or "min"')
+        return self
+
+    @property
+    def best(self) -> BestTable | None:
+        """The number of `keep_best`, as a table."""
+        return BestTable(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
 
 class ProfileTable(Table):

@@ -35,6 +35,9 @@ def to_tables(plan: Plan) -> dict[str, Any]:
         table = getattr(plan, name)
         if table is not None:
             tables[name] = dumped(table)
+    if tables.get("evaluation", {}).pop("sets", None):
+        sets = plan.evaluation_sets.items()
+        tables["evaluation"]["sets"] = {name: {**component(one.data), **dumped(one.keys)} for name, one in sets}
     for spec in COMPONENTS:
         found = getattr(plan, spec.key)
         if found is None:
@@ -78,6 +81,9 @@ def sections(tables: Mapping[str, Any]) -> Iterator[str]:
         if key not in plain_keys:
             if key in NAMED_TABLES.values():
                 headed = [(f"[{key}.{_key(name)}]", one) for name, one in value.items()]
+            elif key == "evaluation" and "sets" in value:
+                own = {inner: one for inner, one in value.items() if inner != "sets"}
+                headed = [(f"[{key}]", own), *((f"[{key}.sets.{_key(name)}]", one) for name, one in value["sets"].items())]
             elif isinstance(value, list):
                 headed = [(f"[[{key}]]", one) for one in value]
             else:

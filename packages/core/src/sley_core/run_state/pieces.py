@@ -187,6 +187,12 @@ class SavedRun:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lineage", lineage_of(self.lineage))  # JSON has lists in place of tuples
 
+    @property
+    def is_best(self) -> bool:
+        """Whether no evaluation before it was better, by `[evaluation] keep_best`."""
+        best = self.state.get("best")
+        return best is not None and bool(best["step"] == self.step)
+
     def with_ranks(self, own: Sequence[Mapping[str, Any]]) -> Self:
         """Returns the description with every rank's `rank_values()`. Raises RunError "checkpoint-ranks" if they differ."""
         values, paths = (_union([one[part] for one in own]) for part in ("values", "paths"))

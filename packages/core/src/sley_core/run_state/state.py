@@ -20,6 +20,7 @@ from sley_core.plan.load import plan_from_text, with_values
 from sley_core.plan.write import changes, refuse_changes
 from sley_core.protocols import Checkpointer, CheckpointFiles, Restored
 from sley_core.records import CheckpointerRecord
+from sley_core.run_state.best import Best
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, Saved, SavedRun, TensorPiece
 from sley_core.run_state.tensors import Restoring, RunTensors, generators, restore_generators
 
@@ -42,7 +43,8 @@ class TrainingState:
     """The state that one rank of a run keeps from step to step. All methods are called between two steps.
 
     attempt: of the run. folder: of checkpoints without a path of their own, None if the run has none. plan_values:
-    values that only the run could determine, by their path in the plan. notes: for the user, about saves and loads.
+    values that only the run could determine, by their path in the plan. notes: for the user, about saves and loads. best: the
+    best evaluation so far, None without `keep_best`.
     """
 
     plan: Plan
@@ -56,6 +58,9 @@ class TrainingState:
     def __post_init__(self) -> None:
         self.parts = self._tensors.parts
         self._control = self.parts.groups["control"]
+        evaluation = self.plan.evaluation
+        table = None if evaluation is None else evaluation.best
+        self.best = None if evaluation is None or table is None else Best(table, evaluation.patience)
 
     @property
     def resolved_plan(self) -> Plan:
@@ -115,6 +120,7 @@ class TrainingState:
                 "scale": None if update.scale is None else update.scale.state(),
                 "skips": None if update.skips is None else update.skips.state(),
                 "data": None if self._feed is None else encode_value(self._feed.state()),
+                "best": None if self.best is None else self.best.state(),
             },
         )
 
@@ -150,7 +156,9 @@ class TrainingState:
         return restoring.notes
 
     def _restore_rest(self, about: SavedRun, notes: list[str]) -> None:
-        """Restores loss scale, skips, position in the data and generators. Appends a note on each that it cannot restore."""
+        """Restores loss scale, skips, best evaluation, position in the data and generators. Appends a note on each that it
+        cannot restore.
+        """
         update, state, world = self._tensors.update, about.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
@@ -160,6 +168,8 @@ class TrainingState:
                 update.scale.restore(state["scale"])
         if update.skips is not None and state["skips"] is not None:
             update.skips.restore(state["skips"])
+        if self.best is not None and (best := state.get("best")) is not None:
+            notes.extend(note for note in [self.best.restore(best)] if note)
         if self._feed is not None and state["data"] is not None:
             self._feed.restore(decode_value(state["data"]))
         if about.layout["world"] == world.size:

@@ -1,0 +1,179 @@
+"""The numbers of an evaluation beside the loss: sums and counts of micro-batches, added up over ranks with the loss.
+
+output, batch ──metrics──> {name: (sum, count)} of a micro-batch ──> of this rank ──one exchange──> sum / count
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sley_core.engine.call import tensors_in
+from sley_core.errors import RunError
+from sley_core.model.tensors import version_of
+from sley_core.plan.tables import BETTER
+
+if TYPE_CHECKING:
+    from sley_core.config import CrossEntropyConfig
+    from sley_core.data.dataset import Batch
+    from sley_core.data.feed import Feed
+    from sley_core.engine.positions import WholeSequences
+    from sley_core.engine.step_batch import BatchSplitter, StepBatch
+
+Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is counted of the model's output in an evaluation.
+
+    labels: of the loss, a cross-entropy of token ids, whose next tokens are counted; None for other losses and data. own: the
+    user's function, None without one. whole: gathers whole sequences for it.
+    """
+
+    labels: CrossEntropyConfig | None = None
+    own: Metric | None = None
+    whole: WholeSequences | None = None
+
+    @property
+    def has_perplexity(self) -> bool:
+        return self.labels is not None and not self.labels.label_smoothing
+
+    @property
+    def names(self) -> list[str]:
+        """The names that are known before the user's function is called."""
+        return ["accuracy"] if self.labels is not None else []
+
+    def accuracy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns how many labels [...] have the highest of `logits` [..., classes], and how many count."""
+        assert self.labels is not None
+        counts = (labels >= 0) & (labels != self.labels.ignore_index)
+        return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
+
+
+class Tally:
+    """Adds up what `metrics` count in the micro-batches of one evaluation on this rank. problem: what is wrong with what the
+    user's function gives, "" for nothing: all ranks raise it once they know.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.problem = ""
+        self.names: list[str] | None = None
+        self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
+
+    def begin(self, like: Tensor) -> None:
+        """Begins a batch. like: its loss, float64, a scalar or one for each micro-batch."""
+        self._batches.append((torch.zeros_like(like), {}))
+
+    def reads(self, field: str) -> bool:
+        """Returns whether a field of the batch is needed: all may be, by the user's function."""
+        return self.metrics.own is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
+
+    def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, counts: bool) -> None:
+        """Counts a micro-batch. output: of the model, whole logits. fields: on the device, the slices that this rank has.
+        batch: the same on the host. counts: whether its samples count; if not, only exchanges are made.
+        """
+        metrics, results = self.metrics, dict[str, Any]()
+        before = [(one, version_of(one)) for one in tensors_in((output, fields))]
+        if metrics.own is not None:
+            given = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
+            if metrics.whole is None or metrics.whole.counts:
+                results = self._checked(metrics.own(*given))
+        if any(version_of(one) != version for one, version in before):
+            message = "the [evaluation] metric writes in place to the output or the batch, of which the loss is computed too"
+            raise RunError("metric-result", message, path=("evaluation", "metric"), hint="let it make new tensors")
+        if metrics.labels is not None:
+            results["accuracy"] = metrics.accuracy(output, fields[metrics.labels.labels])
+        if not counts:
+            return
+        zeros, sums = self._batches[-1]
+        for name, pair in results.items():
+            for at, value in enumerate(pair):
+                total = sums.setdefault((name, at), zeros.clone())
+                place = total[micro] if total.dim() else total
+                place += value.reshape(()) if isinstance(value, Tensor) else value
+
+    def column(self, name: str, at: int) -> list[Tensor]:
+        """Returns of each batch the sum (0) or the count (1) of a metric: zeros where this rank has none."""
+        return [sums.get((name, at), zeros) for zeros, sums in self._batches]
+
+    def _checked(self, results: Any) -> dict[str, Any]:
+        """Returns what the user's function gave for one micro-batch; {} with a `problem` if that is no numbers by name."""
+        problem = ""
+        if not isinstance(results, Mapping) or not results:
+            problem = f"gives {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}"
+        elif wrong := next((name for name, pair in results.items() if not _is_pair(pair)), None):
+            problem = f"gives no pair of numbers as {wrong!r}"
+        elif wrong := next((name for name in results if not _NAME.fullmatch(str(name)) or name in BETTER), None):
+            problem = f"gives the name {wrong!r}, which is {'taken' if wrong in BETTER else 'no name'}"
+        else:
+            names = sorted(results)
+            if self.names not in (None, names):
+                problem = f"gives {', '.join(self.names or [])} for one micro-batch, and {', '.join(names)} for another"
+            self.names = names
+        self.problem = self.problem or problem
+        return {} if problem else dict(results)
+
+
+def agreed_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: Sequence[int]) -> list[str]:
+    """Returns the names of the user's numbers, which each rank with the model's output gives alike. everyone: by rank, a
+    problem, and the names, None on ranks without an output. Raises RunError "metric-result", the same on all ranks.
+    """
+    names: tuple[int, list[str]] | None = None
+    problem = ""
+    for rank, (wrong, own) in zip(ranks, everyone, strict=True):
+        if not wrong and own is not None and names is not None and own != names[1]:
+            wrong = f"gives {', '.join(own)}, and on rank {names[0]} {', '.join(names[1])}"
+        if wrong:
+            problem = problem or f"on rank {rank} the [evaluation] metric {wrong}"
+        if own is not None:
+            names = names or (rank, own)
+    if problem or names is None:
+        hint = "it returns {name: (sum, count)}, the same names for every micro-batch: `{'exact': (num_right, num_samples)}`"
+        raise RunError("metric-result", problem or "no sample was counted", path=("evaluation", "metric"), hint=hint)
+    return names[1]
+
+
+def _is_pair(pair: Any) -> bool:
+    is_number = [isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1) for one in _items(pair)]
+    return len(is_number) == 2 and all(is_number)
+
+
+def _items(pair: Any) -> Sequence[Any]:
+    return pair if isinstance(pair, list | tuple) else ()
+
+
+@dataclass(frozen=True)
+class EvaluationFeed:
+    """The samples of one set, the same in each evaluation.
+
+    feed: gives this rank's rows, from `first` on, of batches of `batch_size`. num_samples: how many count, over all ranks. A
+    batch may have more: the feed begins again where the data end.
+    """
+
+    feed: Feed
+    num_samples: int
+    batch_size: int
+    first: int
+
+    def batches(self, splitter: BatchSplitter) -> Iterator[StepBatch]:
+        self.feed.restore({"samples": 0})
+        for done in range(0, self.num_samples, self.batch_size):
+            yield splitter.fed(self.feed.next(), self.num_samples - done - self.first)
+        self.feed.close()
+
+
+def batch_size_of(num_samples: int, global_size: int, unit: int) -> int:
+    """Returns the size of the batches that have `num_samples` in as few batches as possible, of at most `global_size`, with as
+    few samples beyond them: a multiple of `unit`, as `global_size` is.
+    """
+    num_batches = -(-num_samples // global_size)
+    return -(-num_samples // (num_batches * unit)) * unit
