@@ -50,8 +50,11 @@ def counted(tables: Tables, folder: Path) -> list[list[float]]:
 
 @pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2 wdp2 sharded", "wp2 sp2", "pp2 dp2 sharded"])
 def test_a_step_has_the_tokens_and_flops_of_one_process(ranks: Any, texts: Path, layout: str):
-    tables = layout_of(layout, PLAN)
-    alone, *more = [counted(PLAN, texts), *ranks(num_ranks(tables))(counted, tables, texts)]
+    """With frozen parts, and however much is computed again."""
+    plan = changed(PLAN, optimizer__groups=[{"match": "blocks.0.*", "freeze": True}, {"match": "*.up.weight", "freeze": True}])
+    tables = layout_of(layout, plan, activations={"use": "core.recompute"})
+    alone, *more = [counted(plan, texts), *ranks(num_ranks(tables))(counted, tables, texts)]
+    assert alone[0][2] < counted(PLAN, texts)[0][2]
     assert alone[0][0] == 8 * 16 > alone[0][1] > 8 * 8, "no label is across documents"
     for every in more:
         assert every == [pytest.approx(row, rel=1e-12) for row in alone]
