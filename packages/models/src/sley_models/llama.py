@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
         """Creates the projections; key and value have `kv_heads` heads. Norms of queries and keys run over one head."""
         super().__init__()
         self.head_dim = config.head_dim
-        self.attention_width = config.heads * config.head_dim  # counted by `model_flops_per_token`
+        self.attention_width = config.heads * config.head_dim  # counted by `model_flops`
         self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias)
         self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
