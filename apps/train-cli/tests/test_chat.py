@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from chat_folder import TEMPLATE, documents, loop_of, write_chats
 
 from sley_core.assemble import assemble
 from sley_core.attempt import PLAN
 from sley_core.comm.world import World
-from sley_core.config import CrossEntropyConfig
-from sley_core.data.dataset import IGNORED
-from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_data.chat_template import text_ids
-from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, weights
 from train_cli.main import main
@@ -31,37 +23,13 @@ from train_cli.saved import keep_files, plan_of_run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "chat"
 NUM_STEPS = 2
-SPECIAL = ["<|im_start|>", "<|im_end|>"]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with conversations, a tokenizer of bytes, and a plan."""
     folder = tmp_path_factory.mktemp("chats")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_alone = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    bytes_alone.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<|im_end|>", chat_template=TEMPLATE)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    random = Random(3)
-    with (folder / "chats.jsonl").open("w") as file:
-        for _ in range(120):
-            turns = range(2 * random.randint(1, 2))
-            content = ["".join(random.choices("abc de", k=random.randint(1, 12))) for _ in turns]
-            messages = [{"role": ("user", "assistant")[turn % 2], "content": content[turn]} for turn in turns]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    (folder / "plan.toml").write_text(
-        '[run]\nname = "chat"\nsteps = 1\n[model]\nuse = "models.llama"\nnum_layers = 1\nhidden = 16\nheads = 2\n'
-        '[data]\nuse = "data.chat"\nfiles = ["chats.jsonl"]\ntokenizer = "tokenizer"\nsequence = 160\nheld_out = 0.1\n'
-        '[batch]\nglobal_size = 4\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n',
-        "utf-8",
-    )
+    write_chats(folder)
     return folder
 
 
@@ -87,21 +55,11 @@ def one_by_one(folder: Path) -> Recorded:
         first = weights(run)
         batches = [run.samples.splitter.fed(run.feed.next()).micros for _ in range(NUM_STEPS)]
         layers = [(layer.name, layer.module) for layer in run.layers]
-    loop = PlainLoop(
-        layers,
-        CrossEntropy(CrossEntropyConfig()),
-        optimizer=lambda named: torch.optim.AdamW(decay_groups(named, 0.1), lr=3e-3, betas=(0.9, 0.95), eps=1e-3),
-        clip_norm=0.5,
-    )
+    loop = loop_of(layers)
     loop.load(first)
     recorded = Recorded(first=first)
     for number, micros in enumerate(batches):
-        conversations = []
-        for micro in micros:
-            for start, stop in pairwise(micro["cu_seqlens"][0].tolist()):
-                if (micro["labels"][0, start:stop] != IGNORED).any():
-                    fields = {name: micro[name][:, start:stop] for name in ("tokens", "labels", "positions")}
-                    conversations.append(fields | {"cu_seqlens": torch.tensor([[0, stop - start]], dtype=torch.int32)})
+        conversations = [one for micro in micros for one in documents(micro)]
         assert len(conversations) > 2 * len(micros)
         step = loop.step(conversations)
         tokens = sum(micro["tokens"].numel() for micro in micros)

@@ -18,7 +18,7 @@ from sley_core.assemble import DTYPES, assemble, draft_model
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import Slices, collate_of
-from sley_core.data.dataset import BOUNDARY_FIELDS, is_stream
+from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, RunError, SleyError
@@ -132,7 +132,7 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
         lengths |= {name: 2 for name in BOUNDARY_FIELDS if name in info.fields and name not in lengths}  # one document
-        fields = {}
+        fields = {SOURCE: torch.zeros(size, dtype=torch.int64)} if SOURCE in info.fields else {}
         for name, length in lengths.items():
             fields[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
             if name in BOUNDARY_FIELDS:  # positions count up; the boundaries of one document are 0 and its length

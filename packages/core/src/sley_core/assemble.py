@@ -260,7 +260,8 @@ class Draft:
 def draft_of(plan: Plan, world: World) -> Draft:
     """Returns the draft of a run; a collective if the partition times layers. Raises the errors of what it calls."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
-        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        num_samples = plan.run.steps * plan.batch.global_size
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
         model = draft_model(plan, dataset.info)
     costs, values = by_parameters(model), dict[KeyPath, Any]()
     notes = [*notes_of(model.layers)]

@@ -26,6 +26,7 @@ from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequen
 from sley_core.engine.refusals import check_no_parameters
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
+from sley_core.engine.sources import SourceSums
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
@@ -305,6 +306,11 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
+    names = getattr(dataset, "sources", ()) if has_feed else ()
+    if names:
+        reduction = parts.store.reduction
+        executor.sources = SourceSums(names, executor.fields, executor.loss, reduction, parts.world.device)
+        stepper.update.sources = executor.sources
     slices = Slices(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
     splitter = BatchSplitter(
         dataset.info,
@@ -314,6 +320,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         weighs=executor.has_loss and (whole is None or whole.counts),
         weighs_whole=whole is not None,
         weighs_micros=parts.store.reduction.fixed_order,
+        sources=names,
     )
     reads = frozenset(name for layer in model.layers for name in layer.fields)
     samples = Samples(dataset, splitter, Meter.of(plan, parts, model.layers, dataset.info), reads)

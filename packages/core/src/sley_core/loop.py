@@ -211,7 +211,10 @@ class Loop:
             row["loss_scale"] = result.loss_scale
         if result.loss_scale is not None or skips is not None:
             row["skipped"] = int(result.skipped or is_skipped)
-        row |= self.parts.numbers.row(result.numbers)
+        count = len(self.parts.numbers.names)
+        row |= self.parts.numbers.row(result.numbers[:count])
+        if (sources := self.stepper.update.sources) is not None:
+            row |= sources.row(result.numbers[count:])
         row |= self.samples.meter.measure(counts.batch, seconds, counts.data_wait_s)
         try:
             if self._evaluates_after(pending.number):

@@ -223,7 +223,7 @@ class Loss(Protocol):
 
     A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device. It may have
     `attach(parts)`, called once like a handler's, to add numbers to metrics rows. `loss` runs in evaluations too, without
-    gradients.
+    gradients; and, on a shallow copy of the loss, for the samples of each source where a micro-batch of a mixture has several.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:

@@ -12,9 +12,23 @@ from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    model_serializer,
+)
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Component
 
 T = TypeVar("T")
 
@@ -158,3 +172,38 @@ class RecordReference:
     """
 
     kind: RecordKind
+
+
+class PartTable(Table):
+    """A table of an array within a record's table that names a record of its own, as `[[data.sources]]` do: it has the keys of
+    this model, `use` or `factory`, and the keys that these take.
+
+    kind: of the records. shared: keys of the table around it that are given to each record that takes them.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    kind: ClassVar[RecordKind]
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    use: Annotated[str, Words('the name of a record, "plugin.record"')] | None = None
+    """The record, whose keys follow; or `factory`, for code of your own."""
+
+    _component: Any = PrivateAttr(None)
+
+    @property
+    def component(self) -> Component:
+        """What `use` or `factory` names, ready to be built; its `config` has the other keys."""
+        component: Component = self._component
+        return component
+
+    def hold(self, component: Component) -> None:
+        """Called once, by the loader."""
+        self._component = component
+
+    @model_serializer(mode="wrap")
+    def _with_component(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Returns the table as a plan has it, with the keys of its record."""
+        config: Table = self.component.config
+        rest = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
+        return {**write(self), **rest}

@@ -103,7 +103,15 @@ class ChatRows:
         """Returns the tokens that are kept, mapped, and their conversations' lengths, by parts; None if none are kept."""
         config = self._config
         files, held_out = deciding_files(config, self._split, chat_files)
-        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, self._split)
+        options = (
+            config.train_on,
+            config.sequence,
+            config.too_long,
+            config.field,
+            config.held_out,
+            config.largest_share,
+            self._split,
+        )
         digest = self.template.digest
         folder = cache.folder_of(config.cache if digest else "none", files, held_out, ("chat", 3, digest, *options))
         if folder is None:
@@ -154,7 +162,7 @@ class ChatRows:
                 self._first = self._first or conversation
                 part.append(conversation)
                 size += conversation.content.size
-            elif self._config.held_out_files:
+            elif self._split == "train" and not self._config.largest_share:
                 self.fates.copied += 1
             if size >= cache.PART_BYTES:
                 yield size, part

@@ -1,13 +1,16 @@
-"""The tables of `data.text`, `data.chat` and `data.tokens`; options that exclude each other are an error of the table."""
+"""The tables of `data.text`, `data.chat`, `data.tokens` and `data.mixture`; options that exclude each other are an error."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field as Limits
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 
-from sley_core.api.plan import Array, DataConfig, NonNegative, PlanPath, PlanPattern, Positive
+from sley_core.api.plan import Array, DataConfig, NonNegative, PartTable, PlanPath, PlanPattern, Positive, PositiveFloat, Words
 
 Documents = Literal["pack", "cut", "pad"]
 """How documents become samples of equal length.
@@ -28,7 +31,31 @@ def _share(chosen: dict[str, Any]) -> float:
     return 0.0 if chosen.get("held_out_files") else 0.02
 
 
-class TextConfig(DataConfig):
+class DocumentsConfig(DataConfig):
+    """The table of a data set of documents, some of which are held out."""
+
+    _others: tuple[Any, ...] = PrivateAttr(())
+
+    def beside(self, others: Iterable[DataConfig]) -> Self:
+        """Returns this table as that of a source of a mixture: what `others` of its kind hold out is not trained on either."""
+        copy = self.model_copy()
+        copy._others = tuple(other for other in others if type(other) is type(self))
+        return copy
+
+    @property
+    def all_sources(self) -> tuple[Self, ...]:
+        """This table, and those of a mixture's other sources of its kind."""
+        return (self, *self._others)
+
+    @property
+    def largest_share(self) -> float:
+        """The share of documents that no source trains on."""
+        tables: tuple[Any, ...] = self.all_sources
+        share: float = max(each.held_out for each in tables)
+        return share
+
+
+class TextConfig(DocumentsConfig):
     """Text files as tokens: bytes, or those of a tokenizer."""
 
     source: Literal["python-stdlib"] | None = None
@@ -88,7 +115,7 @@ class TextConfig(DataConfig):
         return self
 
 
-class ChatConfig(DataConfig):
+class ChatConfig(DocumentsConfig):
     """Conversations as tokens, by the chat template of a tokenizer; the loss is that of what the assistant says."""
 
     files: Array[PlanPattern]
@@ -173,3 +200,64 @@ class TokensConfig(DataConfig):
         if self.vocab_size > 1 << 8 * TOKEN_BYTES[self.dtype]:
             raise ValueError(f"{self.dtype} cannot hold every token of a vocabulary of {self.vocab_size}")
         return self
+
+
+class SourceTable(PartTable):
+    """One source of a mixture: a data set of any kind, with its own keys."""
+
+    kind: ClassVar = "datasets"
+    shared: ClassVar = ("sequence",)
+
+    name: Annotated[str, Limits(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), Words("letters, digits, `.`, `_` and `-`")]
+    """Its name, in `metrics.jsonl` too: `loss/NAME`, `share/NAME`."""
+
+    weight: PositiveFloat | None = None
+    """Its share of the samples, relative to the weights of the others; they need not add up to 1."""
+
+    epochs: PositiveFloat | None = None
+    """How often it is seen in one epoch of the mixture, in place of `weight`; 0.5 is half of it."""
+
+
+class MixtureConfig(DataConfig):
+    """Several sources as one data set, each sample from one of them; any 1,000 samples have the shares of the plan, within 1 %.
+    Which sample comes when depends on the seed alone: not on the layout, on `global_size`, or on where a run was resumed.
+    """
+
+    sources: Annotated[Array[SourceTable], Limits(min_length=1)]
+    """The sources, `[[data.sources]]`; their samples must have the same fields and the same token ids. A document that one of
+    them holds out is trained on in none, and the largest `held_out` share is that of all sources of the same kind.
+    """
+
+    sequence: Positive | None = None
+    """Tokens per sample, for all sources."""
+
+    exhausted: Literal["repeat", "end", "refuse"] = "repeat"
+    """What happens when a source with a `weight` has been seen once: "repeat" begins it again in another order, "end" ends the
+    epoch, and all sources begin again, "refuse" is an error, if possible before the first step.
+    """
+
+    @model_validator(mode="after")
+    def _possible(self) -> MixtureConfig:
+        """Raises ValueError for two sources of one name, and unless all have a weight, or all have epochs."""
+        twice = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
+        if twice:
+            raise ValueError(f"two sources have the name `{twice[0]}`")
+        for source in self.sources:
+            if (source.weight is None) == (source.epochs is None):
+                has = "neither `weight` nor `epochs`" if source.weight is None else "both `weight` and `epochs`"
+                raise ValueError(f"the source `{source.name}` has {has}; one is needed")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("some sources have a `weight`, and some have `epochs`; write the same for all")
+        if self.by_epochs and self.exhausted != "repeat":
+            raise ValueError("with `epochs` every source is repeated as often as they say, so `exhausted` means nothing")
+        return self
+
+    @property
+    def by_epochs(self) -> bool:
+        return self.sources[0].epochs is not None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer of the sources, which have the same token ids; None if no table names it."""
+        known = (getattr(source.component.config, "tokenizer", None) for source in self.sources)
+        return next((path for path in known if path is not None), None)

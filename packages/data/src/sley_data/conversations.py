@@ -82,7 +82,7 @@ def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conve
 
     Raises PlanError with every file that has a problem, or with the first row that is no conversation.
     """
-    is_chosen = chooser(config, split, lambda: (each.content for each in _all_of(config, "held_out")))
+    is_chosen = chooser(config, split, lambda table: (each.content for each in _all_of(table, "held_out")))
     for conversation in _all_of(config, split):
         yield conversation, is_chosen is None or is_chosen(conversation.content)
 

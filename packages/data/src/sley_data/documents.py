@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
-from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
-from sley_data.files import File, as_error, opened, text_files
+from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+from sley_data.files import C, File, as_error, opened, text_files
 from sley_data.rows import bad_row, rows_of
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def read_documents(
 
     Leaves out documents that are in `held_out_files` too, and says so in `notes`.
     """
-    if not _has_held_out(config) and split == "held_out":
+    if split == "held_out" and not (config.held_out or config.held_out_files):
         return
     inside = documents_inside(config) or _whole
     is_chosen = _chooser(config, split)
@@ -149,7 +149,7 @@ def read_documents(
             yield name, text
         else:
             num_left_out += 1
-    if num_left_out and config.held_out_files and notes is not None:
+    if num_left_out and not config.largest_share and notes is not None:
         notes.append(f"{num_left_out} of {count} documents in `files` are in `held_out_files` too: they are not trained on")
 
 
@@ -196,13 +196,9 @@ def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str,
 
 def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
     """Returns the files of a split, if each file is one document."""
-    if not _has_held_out(config):
+    if not config.largest_share and not any(each.held_out_files for each in config.all_sources):
         return list(files) if split == "train" else []
     return list(compress(files, _chosen([content_of_file(file) for file in files], config, split)))
-
-
-def _has_held_out(config: TextConfig) -> bool:
-    return bool(config.held_out or config.held_out_files)
 
 
 def _is_large(files: Sequence[File]) -> bool:
@@ -216,25 +212,24 @@ def _chosen(contents: Sequence[Content], config: TextConfig, split: Split) -> li
     return [is_chosen is None or is_chosen(each) for each in contents]
 
 
-def chooser(
-    config: TextConfig | ChatConfig, split: Split, held_out_files: Callable[[], Iterable[Content]]
-) -> Callable[[Content], bool] | None:
+def chooser(config: C, split: Split, held_out_files: Callable[[C], Iterable[Content]]) -> Callable[[Content], bool] | None:
     """Returns a function that says whether a document belongs to the split; None if every one does.
 
-    held_out_files: returns the contents of those documents, if the table names such files.
+    held_out_files: returns the contents of those documents of a table that names such files. What other sources of a mixture
+    hold out is not trained on.
     """
-    if config.held_out_files and split == "held_out":
+    if split == "held_out":
+        return None if config.held_out_files else lambda content: in_share([content], config.held_out) == [True]
+    share = config.largest_share
+    with_files = [each for each in config.all_sources if each.held_out_files]
+    if not share and not with_files:
         return None
-    if config.held_out_files:
-        is_held_out = AmongOthers(held_out_files())
-        return lambda content: not is_held_out(content)
-    if not config.held_out and split == "train":
-        return None
-    return lambda content: in_share([content], config.held_out) == [split == "held_out"]
+    is_copy = AmongOthers(chain.from_iterable(map(held_out_files, with_files)))
+    return lambda content: in_share([content], share) == [False] and not is_copy(content)
 
 
 def _chooser(config: TextConfig, split: Split) -> Callable[[Content], bool] | None:
-    return chooser(config, split, lambda: held_out_contents(config))
+    return chooser(config, split, held_out_contents)
 
 
 def held_out_contents(config: TextConfig) -> list[Content]:
@@ -341,7 +336,7 @@ def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Sequence[int] | None:
     """Returns the tokens of each document, or None if a large corpus would have to be read."""
     is_as_read = documents_inside(config) is None and config.tokenizer is None
-    if is_as_read and not any(file.is_compressed for file in files) and not (config.held_out and _is_large(files)):
+    if is_as_read and not any(file.is_compressed for file in files) and not (config.largest_share and _is_large(files)):
         return [file.num_bytes for file in of_split(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None

@@ -459,11 +459,11 @@ def deciding_files(config: C, split: Split, files_of: Callable[[C, Split], Found
     files_of: returns a split's files and their problems. Raises PlanError with every problem.
     """
     found = [files_of(config, split)]
-    if config.held_out_files and split == "train":
-        found.append(files_of(config, "held_out"))
+    if split == "train":
+        found += [files_of(each, "held_out") for each in config.all_sources if each.held_out_files]
     if problems := [problem for _, each in found for problem in each]:
         raise as_error(problems)
-    return found[0][0], found[1][0] if len(found) > 1 else []
+    return found[0][0], [file for files, _ in found[1:] for file in files]
 
 
 def row_files(patterns: Sequence[Path], key: KeyPath) -> Found:

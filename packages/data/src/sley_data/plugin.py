@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import DatasetRecord
-from sley_data.config import ChatConfig, TextConfig, TokensConfig
+from sley_data.config import ChatConfig, MixtureConfig, TextConfig, TokensConfig
 
 
 @hookimpl
@@ -35,5 +35,13 @@ def sley_records() -> list[DatasetRecord]:
             build="sley_data.datasets:TokensDataset",
             check=check,
             rows="sley_data.streams:TokenRows",
+        ),
+        DatasetRecord(
+            name="mixture",
+            config=MixtureConfig,
+            build="sley_data.mixture:Mixture",
+            check="sley_data.sources:check_mixture",
+            text_ids="sley_data.sources:text_ids",
+            trained_on="sley_data.sources:trained_on",
         ),
     ]

@@ -101,7 +101,7 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
             text += document
             sizes.append(len(document))
         return Stream([memoryview(text)], _offsets(sizes))
-    options = (config.separator, config.field, config.end_of_document, config.held_out, split)
+    options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
     folder = cache.folder_of(config.cache, files, held_out, (3, tokenizer.digest, *options))
     if folder is not None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from sley_core.data.dataset import IGNORED, AnyDataset, DataContext, DataRows, Split, is_stream
+from sley_core.data.dataset import IGNORED, SOURCE, AnyDataset, DataContext, DataRows, Split, is_stream
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
@@ -65,6 +66,9 @@ def show(
         if name == "dropped":
             for reason, number in count.items():
                 print(f"  {'dropped':<11}{number}: {reason}")
+        elif name == "sources":
+            for source, of_source in count.items():
+                print(f"  {source}: " + ", ".join(f"{number} {what}" for what, number in of_source.items()))
         else:
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
     if row is not None:
@@ -155,20 +159,25 @@ class _Samples:
 
     @property
     def counts(self) -> Mapping[str, Any]:
-        tokens = trained = 0
+        """Those of all samples; with `sources`, by name, those of each source, if the data set has any."""
+        names: Sequence[str] = getattr(self._dataset, "sources", ())
+        counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
         for index in range(min(len(self), _MOST)):
-            row = self.row(index)
-            tokens += len(row["tokens"])
-            trained += sum(label >= 0 for label in row["labels"])
+            row = self._dataset[index]
+            labels = row["labels"]
+            source = int(row[SOURCE]) if names else 0
+            counts[source].update(samples=1, tokens=labels.numel(), trained=int((labels >= 0).sum()))
         dropped = {f"not counted: samples after the first {_MOST}": len(self) - _MOST} if len(self) > _MOST else {}
-        unknown = dict.fromkeys(("documents", "padding", "longest"))
-        return {**unknown, "tokens": tokens, "trained": trained, "positions": tokens, "dropped": dropped}
+        tokens, trained = (sum(each[key] for each in counts) for key in ("tokens", "trained"))
+        found = {**dict.fromkeys(("documents", "padding", "longest")), "tokens": tokens, "trained": trained}
+        by_source = {"sources": dict(zip(names, map(dict, counts), strict=True))} if names else {}
+        return {**found, "positions": tokens, "dropped": dropped, **by_source}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def row(self, index: int) -> Mapping[str, Sequence[int]]:
-        return {name: value.tolist() for name, value in self._dataset[index].items()}
+        return {name: value.reshape(-1).tolist() for name, value in self._dataset[index].items()}
 
 
 def _text_ids(plan: Plan) -> TextIds | None:

@@ -2,11 +2,14 @@
 
 from sley_core.data.dataset import BOUNDARY_FIELDS as BOUNDARY_FIELDS
 from sley_core.data.dataset import IGNORED as IGNORED
+from sley_core.data.dataset import SOURCE as SOURCE
 from sley_core.data.dataset import TOKEN_FIELDS as TOKEN_FIELDS
 from sley_core.data.dataset import DataContext as DataContext
 from sley_core.data.dataset import DataInfo as DataInfo
 from sley_core.data.dataset import DataRows as DataRows
+from sley_core.data.dataset import Dataset as Dataset
 from sley_core.data.dataset import Field as Field
 from sley_core.data.dataset import Sample as Sample
 from sley_core.data.dataset import Split as Split
 from sley_core.data.dataset import TextIds as TextIds
+from sley_core.data.dataset import is_stream as is_stream

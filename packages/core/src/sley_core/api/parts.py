@@ -1,5 +1,10 @@
-"""Gives plugins the parts of a run: parameters, gradients, the state of a step, and values between stages."""
+"""Gives plugins the parts of a run: parameters, gradients, the state of a step, values between stages; and data sets of others."""
 
+from sley_core.data.factory import open_dataset as open_dataset
+from sley_core.data.feed import Draws as Draws
+from sley_core.data.feed import Order as Order
+from sley_core.data.feed import read_sample as read_sample
+from sley_core.data.walk import set_epoch as set_epoch
 from sley_core.engine.accumulators import add_at as add_at
 from sley_core.engine.boundary import Description as Description
 from sley_core.engine.boundary import Leaf as Leaf

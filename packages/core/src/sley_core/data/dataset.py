@@ -68,10 +68,13 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class DataContext:
-    """What a dataset is built for: the run's seed, and which part of the data is wanted."""
+    """What a dataset is built for: the run's seed, and which part of the data is wanted. num_samples: how many the run takes in
+    all its steps, over all ranks; None if that is not known.
+    """
 
     seed: int = 0
     split: Split = "train"
+    num_samples: int | None = None
 
 
 @runtime_checkable
@@ -84,6 +87,10 @@ class Dataset(Protocol):
     without it samples are stacked along each field's `batch_dim`. `set_epoch(epoch)` is called before the samples of an epoch
     are read. `data_digest`, a text that differs if any sample does, lets a resumed run refuse data that have changed; without
     it a few samples are compared, and the run only says that they differ.
+
+    A dataset may order each epoch itself, as a mixture does: with `is_ordered = True` it is read from 0 to its end. `sources`,
+    names, says that its samples come from several: an int64 field `source` then has the index of each sample's, and rows of
+    metrics have loss and share of each.
     """
 
     @property
@@ -165,6 +172,10 @@ class TextIds(Protocol):
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
         """Yields text as ids come; each character as soon as all of its ids are there."""
         ...
+
+
+SOURCE = "source"
+"""The field with the source of each sample, int64 [b], of a data set that has `sources`."""
 
 
 DType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]

@@ -179,12 +179,12 @@ class Feed:
         self._seed = seed
         self.batch_size = batch_size
         self.rows = rows
-        self._shuffle = shuffle
+        self._shuffle = shuffle and not getattr(dataset, "is_ordered", False)
         self._timeout_s = timeout_s
         self._check = check
         self._will_save = will_save
-        self._reading = _Draws(seed, batch_size if is_stream(dataset) else len(rows))
-        self._collating = _Draws(seed, 1)
+        self._reading = Draws(seed, batch_size if is_stream(dataset) else len(rows))
+        self._collating = Draws(seed, 1)
         self._prefetch: PrefetchThread[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
         self._reader = StreamReader(cast(Stream, dataset), self._reading.read) if is_stream(dataset) else None
@@ -246,8 +246,8 @@ class Feed:
             return str(cast(Any, self._dataset).data_digest)
         set_epoch(self._dataset, 0)
         dataset = cast(Dataset, self._dataset)
-        draws = _Draws(self._seed, len(dataset))
-        return probe(len(dataset), lambda index: draws.read(index, partial(_read, dataset, index)))
+        draws = Draws(self._seed, len(dataset))
+        return probe(len(dataset), lambda index: draws.read(index, partial(read_sample, dataset, index)))
 
     def close(self) -> None:
         """Ends the thread and discards the prefetched batch, which a later `next` reads again. Raises RunError on timeout."""
@@ -296,7 +296,7 @@ class Feed:
                     set_epoch(dataset, epoch)
                     last_epoch = epoch
                 indices.append(order(epoch)[place])
-                samples.append(self._reading.read(done + row, partial(_read, dataset, indices[-1])))
+                samples.append(self._reading.read(done + row, partial(read_sample, dataset, indices[-1])))
             batch = self._collated(done + self.rows.start, collate, samples)
             done += self.batch_size
             yield _Item(batch, tuple(indices), {"samples": done})
@@ -331,7 +331,7 @@ class Feed:
         return batch
 
 
-def _read(dataset: Dataset, index: int) -> Sample:
+def read_sample(dataset: Dataset, index: int) -> Sample:
     """Returns one sample; an error that would end the thread or process silently becomes RunError "data-sample"."""
     try:
         sample = dataset[index]
@@ -343,7 +343,7 @@ def _read(dataset: Dataset, index: int) -> Sample:
     return sample
 
 
-class _Draws:
+class Draws:
     """Reads samples, and seeds the host's generators by the sample's number for a data set that draws from them.
 
     A forward uses them at the same time, in another thread: the two take turns then. Whether the data set draws is looked at in

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.profiler import record_function
 
 from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
+from sley_core.data.dataset import SOURCE
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.direct import WeightQueue
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from sley_core.engine.evaluation import Tally
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.positions import OverPositions, WholeSequences
+    from sley_core.engine.sources import SourceSums
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, StageLink, WeightCommunicator
@@ -51,8 +53,8 @@ class Executor:
     has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: the
     data's declaration of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
     whole ones if it needs them. keeps_apart: whether losses are returned one per micro-batch, [micro-batches], in place of
-    their sum. left_in_flight: whether a list is running or has failed, so that its messages and gathers may still be in flight
-    until the next list begins.
+    their sum. sources: sums losses by source of the samples. left_in_flight: whether a list is running or has failed, so that
+    its messages and gathers may still be in flight until the next list begins.
     """
 
     chunks: Sequence[Sequence[Layer]]
@@ -67,6 +69,7 @@ class Executor:
     over_positions: OverPositions | None = None
     whole: WholeSequences | None = None
     keeps_apart: bool = False
+    sources: SourceSums | None = None
     left_in_flight: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -255,6 +258,8 @@ class Executor:
             if self.whole is not None:
                 self.caller.seed_loss(micro)
             loss = self.loss.loss(output, fields)
+            if self.sources is not None and micro.phase is Phase.TRAIN and (self.whole is None or self.whole.counts):
+                self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
         except Exception as error:
             note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
             raise

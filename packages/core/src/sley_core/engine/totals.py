@@ -58,8 +58,9 @@ class StepTotals:
 
     values: float64 [6 or more] on the device, the same on all ranks: the loss over the global batch, the gradient norm, the
     batch's weight, the numbers of ranks that ask to stop and for a checkpoint, and 0 if all ranks' unmarked exchanges were the
-    same; then, in fp16, the number of ranks with a gradient that is not finite; then the numbers that plugins add. own_loss,
-    own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a failure. loss_scale: only in fp16.
+    same; then, in fp16, the number of ranks with a gradient that is not finite; then the numbers that plugins add; then the
+    terms of `SourceSums`. own_loss, own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a
+    failure. loss_scale: only in fp16.
     """
 
     values: Tensor
@@ -86,8 +87,8 @@ def allow_a_step(values: Sequence[float]) -> bool:
 @dataclass(frozen=True)
 class StepResult:
     """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch. ranks_differ: whether
-    ranks made different exchanges. numbers: the sums of the numbers that plugins add to the row. skipped: no rank's weights
-    changed, because some rank's gradients overflowed in fp16.
+    ranks made different exchanges. numbers: the sums of the numbers that plugins add to the row, and of `SourceSums`. skipped:
+    no rank's weights changed, because some rank's gradients overflowed in fp16.
     """
 
     loss: float

@@ -26,6 +26,7 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
+from sley_core.engine.sources import SourceSums
 from sley_core.engine.totals import NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
@@ -59,8 +60,8 @@ class Update:
     parameter_groups: makes torch.optim's groups, for parameters that are unfrozen later. factor: returns the learning rate's
     factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm, math.inf for the
     largest element. scale: the loss scale, in fp16. skips: counts steps that are not finite, if the plan allows them. traits:
-    how the optimizer behaves. seed: the run's, for optimizers that draw. begun: the attributes with which the optimizer began.
-    was_taken: whether the last step was taken, as far as the host knows.
+    how the optimizer behaves. sources: losses by source of the samples. seed: the run's, for optimizers that draw. begun: the
+    attributes with which the optimizer began. was_taken: whether the last step was taken, as far as the host knows.
     """
 
     store: GradientStore
@@ -78,6 +79,7 @@ class Update:
     skips: Skips | None = field(default=None, kw_only=True)
     traits: Traits = field(default=PLAIN, kw_only=True)
     seed: int = field(default=0, kw_only=True)
+    sources: SourceSums | None = field(default=None, kw_only=True)
     was_taken: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -199,6 +201,7 @@ class Update:
         terms = totals.terms()
         differs = exchanges_differ(self._exchanging)
         numbers = [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
+        numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
         summed = torch.cat([terms, self.device.move(host), *overflow, *numbers])

@@ -28,7 +28,7 @@ from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.read import read_file, read_tables, read_text
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
-from sley_core.table import NAMED_TABLES, BasePath, RecordKind, RecordReference, Table, expanded, written
+from sley_core.table import NAMED_TABLES, BasePath, PartTable, RecordKind, RecordReference, Table, expanded, written
 from sley_core.words import shown, suggestion
 
 
@@ -282,8 +282,17 @@ class _Resolver:
             kind = PluginError if any(problem.code.startswith("plugin-") for problem in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
 
-    def _component(self, spec: ComponentTable, given: Any, path: KeyPath, default: str | None = None) -> Component | None:
-        """Returns the component of one table, by its `use`, its `factory` or `default`; None if it has a problem."""
+    def _component(
+        self,
+        spec: ComponentTable,
+        given: Any,
+        path: KeyPath,
+        default: str | None = None,
+        shared: Mapping[str, Any] | None = None,
+    ) -> Component | None:
+        """Returns the component of one table, by its `use`, its `factory` or `default`; None if it has a problem. shared: keys
+        that it gets if its record takes them.
+        """
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(given)}", path)
             return None
@@ -292,7 +301,7 @@ class _Resolver:
             self._problem("use-and-factory", message, (*path, "factory"), "keep one of them", at="key")
             return None
         if "factory" in given and spec.factory:
-            config = self._validated(spec.factory, given, path, spec.header)
+            config = self._validated(spec.factory, {**_taken(shared, spec.factory), **given}, path, spec.header)
             name = str(given["factory"])
             return Component(spec, name, None, config, path, self.document) if config else None
         if "factory" in given and "use" not in given:
@@ -307,9 +316,11 @@ class _Resolver:
                 self._problem("missing-key", message, (*path, "use"), self._of_core(spec))
                 return None
             given = {"use": default, **given}
-        return self._record_component(spec, given, path)
+        return self._record_component(spec, given, path, shared)
 
-    def _record_component(self, spec: ComponentTable, given: dict[str, Any], path: KeyPath) -> Component | None:
+    def _record_component(
+        self, spec: ComponentTable, given: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
+    ) -> Component | None:
         """Returns the component that `use` names, its config validated and its references loaded; None if it has a problem."""
         name = given["use"]
         at, by = (*path, "use"), ""
@@ -328,13 +339,37 @@ class _Resolver:
         except SleyError as error:
             self._add(error, at, by)
             return None
-        rest = {key: value for key, value in given.items() if key != "use"}
+        rest = _taken(shared, record.config) | {key: value for key, value in given.items() if key != "use"}
+        parts = {}
+        for key, model in _part_tables(record.config):
+            rest[key], parts[key] = self._parts(spec, model, rest, (*path, key))
         config = self._validated(record.config, rest, path, f"`{name}`")
-        if config is None:
+        if config is None or not all(map(all, parts.values())):
             return None
+        for key, components in parts.items():
+            for part, component in zip(getattr(config, key), components, strict=True):
+                part.hold(component)
         for reference in references(config):
             self._refer(reference, (*path, *reference.path))
         return Component(spec, name, record, config, path, self.document, plugin)
+
+    def _parts(
+        self, spec: ComponentTable, model: type[PartTable], around: Mapping[str, Any], path: KeyPath
+    ) -> tuple[Any, list[Component | None]]:
+        """Returns the array of tables at `path` without the keys of their records, and the components of these. around: the
+        table that has the array.
+        """
+        given = around.get(str(path[-1]))
+        if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+            return given, []  # reported by the model of the table around it
+        own = [{key: value for key, value in one.items() if key in model.model_fields} for one in given]
+        shared = {key: around[key] for key in model.shared if key in around}
+        inner = replace(spec, key=dotted(path), kind=model.kind, many=True)
+        components = []
+        for number, one in enumerate(given):
+            rest = {key: value for key, value in one.items() if key == "use" or key not in model.model_fields}
+            components.append(self._component(inner, rest, (*path, number), shared=shared))
+        return own, components
 
     def _refer(self, reference: Reference, at: KeyPath) -> None:
         """Loads the record that a field names, or finds the plan's table of that name; records a problem if there is none."""
@@ -442,6 +477,18 @@ class _Resolver:
         self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at: Literal["key", "value"] = "value"
     ) -> None:
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
+
+
+def _taken(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
+    return {key: value for key, value in (shared or {}).items() if key in model.model_fields}
+
+
+def _part_tables(model: type[Table]) -> Iterator[tuple[str, type[PartTable]]]:
+    """Yields the keys whose values are arrays of tables with records of their own, with the models of these."""
+    for key, info in model.model_fields.items():
+        for item in get_args(info.annotation):
+            if isinstance(item, type) and issubclass(item, PartTable):
+                yield key, item
 
 
 def _with_folder(value: Any, path: KeyPath, document: Document) -> Any:

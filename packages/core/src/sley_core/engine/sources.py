@@ -1,0 +1,124 @@
+"""Sums loss and loss weight by source of the samples, for data sets that have `sources`; costs nothing for others.
+
+    micro-batch of one source    its loss is that source's
+    of several                   `loss` is called again for the samples of each, without gradients: training does not change
+
+The sums are added over ranks in the message of a step's totals, and in the order of the run's sums: with canonical ones they
+have the same bits in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.data.dataset import IGNORED, SOURCE
+from sley_core.engine.boundary import flatten, unflatten
+from sley_core.errors import RunError
+from sley_core.protocols import SplitLogits
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.data.dataset import Batch, Field
+    from sley_core.engine.reduction import Reduction
+    from sley_core.protocols import Loss
+
+
+def by_source(batch: Mapping[str, Tensor], fields: Mapping[str, Field], names: Sequence[str]) -> Iterator[tuple[int, Batch]]:
+    """Yields each source that has samples in `batch`, on the host, with these samples. Raises RunError "data-source"."""
+    sources = batch[SOURCE]
+    for source in sorted(set(sources.tolist())):
+        if not 0 <= source < len(names):
+            raise RunError("data-source", f"a sample has the source {source}; the data has {len(names)}: {', '.join(names)}")
+        rows = (sources == source).nonzero().flatten()
+        yield source, {name: value.index_select(fields[name].batch_dim, rows) for name, value in batch.items()}
+
+
+class SourceSums:
+    """The sums of one step, on this rank. names: of the sources. fields: the data's declaration of a batch."""
+
+    def __init__(
+        self, names: Sequence[str], fields: Mapping[str, Field], loss: Loss, reduction: Reduction, device: Device
+    ) -> None:
+        self.names = tuple(names)
+        self._fields = fields
+        self._loss = loss
+        self._reduction = reduction
+        self._device = device
+        self._weights = [0.0] * len(self.names)
+        self._losses = torch.zeros(0)
+
+    def begin(self, weights: Sequence[float], num_micros: int, *, is_first: bool) -> None:
+        """Begins a call of the step, with this rank's loss weight by source, none without the loss. is_first: of the step."""
+        if is_first:
+            shape = (num_micros,) if self._reduction.fixed_order else ()
+            self._weights = [0.0] * len(self.names)
+            self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
+        for source, weight in enumerate(weights):
+            self._weights[source] += weight
+
+    @torch.no_grad()
+    def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
+        """Adds the loss of a micro-batch. output: the model's. batch: the fields that the loss reads, on the device. sources:
+        of its samples, on the host. loss: of all of them. With `SplitLogits` a collective of the ranks that share them.
+        """
+        has_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
+        here = sorted(set(sources.tolist()))
+        if len(here) == 1 and not has_split:
+            self._place(here[0], micro).add_(loss.detach())
+            return
+        measured = copy(self._loss)  # it may count its calls
+        devices = [self._device.torch_device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            for source in range(len(self.names)) if has_split else here:
+                rows = sources == source
+                if has_split:  # ranks call it alike, whichever sources they have
+                    part = output, {name: self._masked(name, batch[name], rows) for name in getattr(measured, "fields", batch)}
+                else:
+                    part = self._chosen(output, batch, rows)
+                self._place(source, micro).add_(measured.loss(*part))
+
+    def _place(self, source: int, micro: int) -> Tensor:
+        return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
+
+    def _masked(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
+        """Returns the labels, those of other rows ignored."""
+        shape = [1] * labels.ndim
+        shape[self._fields[name].batch_dim] = len(rows)
+        return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORED)
+
+    def _chosen(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
+        """Returns the rows of an output and of the batch. Raises RunError "outputs-apart" for a tensor without the dim."""
+        numbers = rows.nonzero().flatten()
+        dim = self._fields[SOURCE].batch_dim
+        tensors, structure = flatten(output)
+        for tensor in tensors:
+            if tensor.ndim <= dim or tensor.shape[dim] != len(rows):
+                message = f"an output of shape {list(tensor.shape)} does not have the {len(rows)} samples of its micro-batch"
+                hint = "the loss of each source is that of its samples: take `micro_size = 1`, or sources of one kind"
+                raise RunError("outputs-apart", message, path=("batch", "micro_size"), hint=hint)
+        at = numbers.to(self._device.torch_device)
+        fields = {name: value.index_select(self._fields[name].batch_dim, at) for name, value in batch.items()}
+        return unflatten([tensor.index_select(dim, at) for tensor in tensors], structure), fields
+
+    def terms(self) -> Tensor:
+        """Returns what is to be summed over all ranks: float64 [n], on the device."""
+        weights = self._device.move(torch.tensor(self._weights, dtype=torch.float64))
+        return torch.cat([weights, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
+
+    def row(self, summed: Sequence[float]) -> dict[str, float]:
+        """Returns `loss/NAME`, the mean over the samples of a source, and `share/NAME`, its share of the step's loss weight
+        (for cross-entropy the labels that count), from the sum of all ranks' `terms`. No loss of a source without weight.
+        """
+        count = len(self.names)
+        weights, losses = summed[:count], torch.tensor(summed[count:], dtype=torch.float64).chunk(count)
+        row = {}
+        for name, weight, terms in zip(self.names, weights, losses, strict=True):
+            if weight:
+                row[f"loss/{name}"] = self._reduction.loss_of(terms, 1) / weight
+            row[f"share/{name}"] = weight / (sum(weights) or 1.0)
+        return row

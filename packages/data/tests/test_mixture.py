@@ -1,0 +1,386 @@
+"""Mixtures: one sequence for every layout and interruption, with the shares of the plan; sources that fit each other."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import gcd
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sley_core.data.dataset import DataContext, Split
+from sley_core.data.factory import open_dataset
+from sley_core.data.feed import Feed
+from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_data.conversations import read_conversations
+from sley_data.documents import read_documents
+from sley_data.files import text_files
+from sley_data.interleave import Interleave, whole_shares
+from sley_data.sources import component_of
+from sley_testing.dataset_contract import DatasetContract
+from sley_testing.plans import small_plan
+
+OWN = Path(__file__).parent / "own"
+APART = 1_000_000
+"""The first id of a source, times its number."""
+
+
+def mixture(sources: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    named = [{"name": f"s{number}", **source} for number, source in enumerate(sources)]
+    return {"use": "data.mixture", "sources": named, **more}
+
+
+def numbered(count: int, number: int = 0, **more: Any) -> dict[str, Any]:
+    options = {"count": count, "first": number * APART}
+    return {"factory": "numbered_rows:Numbered", "options": options, **more}
+
+
+def opened(table: dict[str, Any], folder: Path = OWN, split: Split = "train", **more: Any) -> Any:
+    plan = plan_from_dict(small_plan(data=table), folder)
+    return open_dataset(plan.data, DataContext(7, split, **more))
+
+
+def ids(table: dict[str, Any], sizes: Sequence[int], dp: int = 1, after: Sequence[int] = ()) -> list[list[int]]:
+    """The ids of each global batch, of these sizes, as `dp` ranks read them. after: interrupted after these batches; another
+    data set, of a process that goes on, reads the next ones. A change of size is an interruption too.
+    """
+    parts = [list(rows(table, sizes, dp, rank, after)) for rank in range(dp)]
+    return [[one for part in batch for one in part] for batch in zip(*parts, strict=True)]
+
+
+def rows(table: dict[str, Any], sizes: Sequence[int], dp: int, rank: int, after: Sequence[int]) -> Iterator[list[int]]:
+    state: dict[str, Any] = {"samples": 0}
+    feed = None
+    for number, size in enumerate(sizes):
+        if feed is None or number in after or size != sizes[number - 1]:
+            if feed is not None:
+                feed.close()
+            own = range(rank * size // dp, (rank + 1) * size // dp)
+            feed = Feed(opened(table), seed=7, batch_size=size, rows=own, timeout_s=60)
+            feed.restore(state)
+        yield feed.next()["id"].tolist()
+        state = feed.state()
+    if feed is not None:
+        feed.close()
+
+
+@st.composite
+def drawn(draw: Callable[..., Any]) -> dict[str, Any]:
+    """A mixture of one to five sources of 1 to 40 samples each."""
+    by_epochs = draw(st.booleans())
+    amounts = st.sampled_from([0.5, 1, 2.25, 3]) if by_epochs else st.floats(0.01, 100, allow_nan=False)
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    key = "epochs" if by_epochs else "weight"
+    sources = [numbered(length, number, **{key: draw(amounts)}) for number, length in enumerate(lengths)]
+    more = {} if by_epochs else {"exhausted": draw(st.sampled_from(["repeat", "end"]))}
+    return mixture(sources, shuffle=draw(st.booleans()), **more)
+
+
+def check_sequence(table: dict[str, Any], random: Random) -> None:
+    """The sequence is one, in every layout, with interruptions, with other batches; and each source comes in epochs."""
+    count = 160
+    whole = [one for batch in ids(table, [4] * (count // 4)) for one in batch]
+    for dp in (2, 4):
+        assert [one for batch in ids(table, [4] * (count // 4), dp) for one in batch] == whole
+    after = random.sample(range(1, count // 4), 20)
+    assert [one for batch in ids(table, [4] * (count // 4), 2, after) for one in batch] == whole
+    changed = [4] * random.randint(1, 19) + [10] * 6
+    assert [one for batch in ids(table, changed) for one in batch] == whole[: sum(changed)]
+    dataset = opened(table)
+    if table.get("exhausted") == "end":
+        epochs = [whole[at : at + len(dataset)] for at in range(0, count, len(dataset))]
+        assert all(len(set(epoch)) == len(epoch) for epoch in epochs), "a source begins again within an epoch"
+        return
+    for number, source in enumerate(table["sources"]):
+        length = source["options"]["count"]
+        own = [one - number * APART for one in whole if one // APART == number]
+        for at in range(0, len(own) - length + 1, length):
+            assert sorted(own[at : at + length]) == list(range(length)), "each sample once in an epoch of its source"
+
+
+@settings(max_examples=12)
+@given(table=drawn(), random=st.randoms(use_true_random=False))
+def test_there_is_one_sequence(table: dict[str, Any], random: Random) -> None:
+    check_sequence(table, random)
+
+
+@pytest.mark.campaign
+@settings(max_examples=200)
+@given(table=drawn(), random=st.randoms(use_true_random=False))
+def test_there_is_one_sequence_of_many_mixtures(table: dict[str, Any], random: Random) -> None:
+    check_sequence(table, random)
+
+
+def test_in_epoch_3_and_with_another_size_from_a_step_on() -> None:
+    table = mixture([numbered(11, 0, weight=0.3), numbered(17, 1, weight=0.7)])
+    size = len(opened(table))
+    assert size == 36, "the numbers until all samples of both have come"
+    whole = [one for batch in ids(table, [size] * 4) for one in batch]
+    assert whole[3 * size :] == [one for batch in ids(table, [4] * size, 4, [28, 30]) for one in batch][3 * size :]
+    mixed = [one for batch in ids(table, [8] * 5 + [12] * 8, 2, [3]) for one in batch]
+    assert mixed == whole[: len(mixed)]
+    assert whole[:size] != whole[size : 2 * size]
+
+
+@given(weights=st.lists(st.floats(0.001, 1000, allow_nan=False), min_size=1, max_size=30), start=st.integers(0, 10**15))
+def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) -> None:
+    shares = whole_shares(weights)
+    order = Interleave(shares)
+    for source, share in enumerate(shares):
+        count = order.count(source, start + 1000) - order.count(source, start)
+        assert abs(count - 1000 * share / order.total) <= 10
+
+
+@given(shares=st.lists(st.integers(1, 50), min_size=1, max_size=12))
+def test_counts_are_those_of_the_choices(shares: list[int]) -> None:
+    order = Interleave(shares)
+    places: list[list[int]] = [[] for _ in shares]
+    for number in range(order.total):
+        source, place = order[number]
+        assert order.count(source, number) == place == len(places[source]), "numbers of a source come one after the other"
+        places[source].append(number)
+    assert [len(each) for each in places] == shares
+    for source, each in enumerate(places):
+        for count, number in enumerate(each):
+            assert order.first_with(source, count + 1) == number + 1
+            assert order.last_with(source, count) == number
+
+
+def test_shares_are_exact() -> None:
+    assert whole_shares([0.3, 0.7]) == [3, 7]
+    assert whole_shares([1e-3, 2]) == [1, 2000]
+    fifths, common = whole_shares([0.1, 0.25, 4]), 20
+    assert [share * common // gcd(*fifths) for share in fifths] == [2 * common, 5 * common, 80 * common]
+
+
+def test_epochs_say_how_often_a_source_is_seen() -> None:
+    table = mixture([numbered(8, 0, epochs=2), numbered(10, 1, epochs=0.5), numbered(3, 2, epochs=1)])
+    dataset = opened(table)
+    assert len(dataset) == 16 + 5 + 3
+    (first, second) = ids(table, [24, 24])
+    for epoch in (first, second):
+        assert Counter(one // APART for one in epoch) == {0: 16, 1: 5, 2: 3}
+        assert Counter(one for one in epoch if one < APART) == dict.fromkeys(range(8), 2)
+    assert len({one for one in first + second if one // APART == 1}) == 10, "the other half in the next epoch"
+
+
+def test_exhausted_sources_end_the_epoch_or_are_refused() -> None:
+    sources = [numbered(30, 0, weight=0.5), numbered(7, 1, weight=0.5)]
+    assert len(opened(mixture(sources))) == 60
+    dataset = opened(mixture(sources, exhausted="end"))
+    size = len(dataset)
+    assert size in (14, 15)
+    first, second = ids(mixture(sources, exhausted="end"), [size, size])
+    assert Counter(one // APART for one in first)[1] == 7
+    assert sorted(one for one in first if one >= APART) == sorted(one for one in second if one >= APART)
+    refused = mixture(sources, exhausted="refuse")
+    assert len(opened(refused, num_samples=size)) == size
+    with pytest.raises(PlanError, match=f"takes {size + 1} samples, and after {size} the source `s1` is exhausted"):
+        len(opened(refused, num_samples=size + 1))
+    with pytest.raises(RunError, match="data-exhausted"):
+        ids(refused, [size, size])
+    assert len(opened(refused, split="held_out", num_samples=size + 1)) == 60, "an evaluation may repeat what it has"
+
+
+def test_sources_are_told_their_own_epochs_and_keep_their_order() -> None:
+    table = mixture([numbered(4, 0, weight=1, shuffle=False), numbered(12, 1, weight=1)])
+    dataset = opened(table)
+    samples = [dataset[index] for index in range(len(dataset))]
+    assert [int(one["id"]) for one in samples if not one["source"]] == ([0, 1, 2, 3] * 3)[:11]
+    assert [source.dataset.epochs for source in dataset._sources] == [[0, 1, 2], [0]]
+
+
+def test_samples_that_draw_are_the_same_in_every_layout() -> None:
+    def source(number: int, weight: float) -> dict[str, Any]:
+        return {**numbered(30, number, weight=weight), "options": {"count": 30, "first": 0, "draws": True}}
+
+    table = mixture([source(0, 30), source(1, 1)])  # the second one comes late
+
+    def numbers(dp: int) -> list[float]:
+        feeds = [
+            Feed(opened(table), seed=7, batch_size=8, rows=range(8)[rank * 8 // dp : (rank + 1) * 8 // dp])
+            for rank in range(dp)
+        ]
+        try:
+            batches = [[feed.next() for feed in feeds] for _ in range(8)]
+        finally:
+            for feed in feeds:
+                feed.close()
+        return [one for batch in batches for part in batch for one in part["drawn"].tolist()]
+
+    assert numbers(1) == numbers(2) == numbers(4)
+    assert len(set(numbers(1))) == 64
+
+
+def text(folder: Path, name: str, documents: Sequence[str]) -> dict[str, Any]:
+    (folder / f"{name}.txt").write_text("\n\n".join(documents))
+    return {"use": "data.text", "files": [f"{name}.txt"], "separator": "\n\n", "weight": 1, "sequence": 8}
+
+
+def words(count: int, seed: int) -> list[str]:
+    random = Random(seed)
+    return [" ".join(random.choices(["weft", "warp", "sley", "reed"], k=random.randint(2, 30))) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"held_out": 0.3}, {"held_out": 0.0}),
+        ({"held_out_files": ["kept.txt"]}, {"held_out": 0.1}),
+        ({"held_out": 0.4}, {"held_out": 0.1}),
+    ],
+)
+def test_what_one_source_holds_out_none_trains_on(tmp_path: Path, first: Any, second: Any) -> None:
+    shared = words(60, 1)
+    (tmp_path / "kept.txt").write_text("\n\n".join(shared[:20]))
+    sources = [
+        {**text(tmp_path, "a", [*shared, *words(30, 2)]), **first},
+        {**text(tmp_path, "b", [*shared, *words(30, 3)]), **second},
+    ]
+    config = plan_from_dict(small_plan(data=mixture(sources)), tmp_path).data.config
+
+    def documents(split: Split) -> list[set[bytes]]:
+        tables = [component_of(config, number).config for number in range(2)]
+        return [{each for _, each in read_documents(text_files(table, split)[0], table, split)} for table in tables]
+
+    trained, held_out = documents("train"), documents("held_out")
+    assert held_out[0]
+    assert not (trained[0] | trained[1]) & (held_out[0] | held_out[1])
+    assert all(len(each) > 30 for each in trained)
+    alone = plan_from_dict(small_plan(data={key: value for key, value in sources[1].items() if key != "weight"}), tmp_path)
+    files = text_files(alone.data.config, "train")[0]
+    assert {each for _, each in read_documents(files, alone.data.config, "train")} & held_out[0], "alone it would train on some"
+
+
+def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": one}, {"role": "assistant", "content": "b"}] for one in words(40, 1)]
+    chats = [json.dumps({"messages": each}) for each in turns]
+    (tmp_path / "all.jsonl").write_text("\n".join(chats))
+    (tmp_path / "kept.jsonl").write_text("\n".join(chats[:9]))
+    source = {"use": "data.chat", "files": ["all.jsonl"], "tokenizer": "none", "weight": 1}
+    sources = [{**source, "held_out": 0.0}, {**source, "held_out": 0.2}, {**source, "held_out_files": ["kept.jsonl"]}]
+    config = plan_from_dict(small_plan(data=mixture(sources, sequence=8)), tmp_path).data.config
+
+    def asked(number: int, split: Split) -> set[str]:
+        pairs = read_conversations(component_of(config, number).config, split)
+        return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
+
+    trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))
+    assert trained[0] == trained[1] == trained[2]
+    assert [len(each) > 0 for each in held_out] == [False, True, True]
+    assert not trained[0] & (held_out[1] | held_out[2])
+    assert trained[0] | held_out[1] | held_out[2] == set(words(40, 1))
+
+
+def test_held_out_samples_come_from_sources_that_have_some(tmp_path: Path) -> None:
+    sources = [{**text(tmp_path, "a", words(90, 1)), "held_out": 0.0}, {**text(tmp_path, "b", words(90, 2)), "held_out": 0.3}]
+    dataset = opened(mixture(sources), tmp_path, "held_out")
+    assert dataset.sources == ("s1",)
+    assert len(dataset)
+
+
+def test_tables_of_sources_are_checked_at_their_place(tmp_path: Path) -> None:
+    def problems(**changes: Any) -> list[tuple[str, str]]:
+        sources = [text(tmp_path, "a", words(90, 1)), text(tmp_path, "b", words(90, 2))]
+        for source in sources:
+            del source["sequence"]
+        sources[1] |= changes
+        table = mixture(sources, sequence=8)
+        try:
+            plan = plan_from_dict(small_plan(data=table, evaluation={"every": 1}), tmp_path)
+        except SleyError as error:
+            found = list(error.diagnostics)
+        else:
+            found = check_plan(plan, 1)
+        return [(one.code, ".".join(map(str, one.path))) for one in found]
+
+    assert problems() == []
+    assert problems(files=["none.txt"]) == [("data-missing", "data.sources.1.files.0")]
+    assert problems(file=["none.txt"]) == [("unknown-key", "data.sources.1.file")]
+    assert problems(use="data.txt") == [("unknown-record", "data.sources.1.use")]
+    assert problems(use="datum.text") == [("plugin-unknown", "data.sources.1.use")]
+    assert problems(weight=0) == [("out-of-range", "data.sources.1.weight")]
+    assert problems(name="s0") == [("wrong-value", "data")]
+    assert problems(epochs=1) == [("wrong-value", "data")]
+    assert problems(sequence=16) == [("mixture-sources", "data.sources.1")]
+    assert problems(documents="cut") == [("mixture-sources", "data.sources.1")]
+    assert problems(held_out=0.001) == [("held-out", "evaluation")]
+
+
+def test_sources_that_do_not_fit_each_other(tmp_path: Path) -> None:
+    bytes_ = {**text(tmp_path, "a", words(90, 1)), "documents": "cut", "held_out": 0.0}
+    (tmp_path / "a.bin").write_bytes(bytes(range(200)) * 20)
+    tokens = {"use": "data.tokens", "files": ["a.bin"], "vocab_size": 65536, "sequence": 8, "weight": 1}
+    with pytest.raises(PlanError, match=r"same `vocab_size`: `s0` has 256, `s1` 65536"):
+        raise PlanError.many(check_plan(plan_from_dict(small_plan(data=mixture([bytes_, tokens])), tmp_path), 1))
+    with pytest.raises(PlanError, match="same vocab_size"):
+        _ = opened(mixture([bytes_, tokens]), tmp_path).info
+    with pytest.raises(PlanError, match="same fields: `s0` has id, `s1` id, drawn"):
+        _ = opened(
+            mixture([numbered(3, 0, weight=1), {**numbered(3, 1, weight=1), "options": {"count": 3, "draws": True}}])
+        ).info
+    with pytest.raises(PlanError, match="`s1` is a stream"):
+        opened(mixture([numbered(3, 0, weight=1), {"factory": "numbered_rows:stream", "weight": 1}]))
+    with pytest.raises(PlanError, match="no samples"):
+        len(opened(mixture([numbered(3, 0, weight=1), numbered(0, 1, weight=1)])))
+    inner = mixture([numbered(3, 0, weight=1)])
+    with pytest.raises(PlanError, match="same fields"):
+        _ = opened(mixture([{**inner, "weight": 1}])).info
+
+
+def test_tokens_held_out_in_one_source_and_trained_on_in_another(tmp_path: Path) -> None:
+    random = Random(0)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.bin").write_bytes(random.randbytes(6000))
+    source = {"use": "data.tokens", "vocab_size": 65536, "sequence": 8, "weight": 1}
+    sources = [{**source, "files": ["a.bin"]}, {**source, "files": ["b.bin"], "held_out_files": ["a.bin"]}]
+    (found,) = check_plan(plan_from_dict(small_plan(data=mixture(sources)), tmp_path), 1)
+    assert (found.code, found.path) == ("held-out-trained", ("data", "sources", 1, "held_out_files"))
+
+
+def test_a_resolved_plan_is_the_same_mixture(tmp_path: Path) -> None:
+    sources = [text(tmp_path, "a", words(90, 1)), numbered(3, 1, weight=2)]
+    del sources[0]["sequence"]
+    plan = plan_from_dict(small_plan(data=mixture(sources, sequence=8)), tmp_path)
+    assert plan.data.config.sources[1].component.config.sequence == 8
+    assert plan.data.config.tokenizer is None
+    again = plan_from_dict(plan.tables, tmp_path)
+    assert again == plan
+    assert again.digest == plan.digest
+    other = plan_from_dict(small_plan(data=mixture([{**sources[0], "held_out": 0.5}, sources[1]], sequence=8)), tmp_path)
+    assert other != plan
+
+
+def test_changed_content_has_another_digest(tmp_path: Path) -> None:
+    digests = []
+    for seed in (1, 1, 2):
+        sources = [text(tmp_path, "a", words(90, 1)), text(tmp_path, "b", words(90, seed))]
+        digests.append(opened(mixture(sources), tmp_path).data_digest)
+    assert [one == other for one, other in pairwise(digests)] == [True, False]
+    assert not hasattr(opened(mixture([numbered(3, 0, weight=1)])), "data_digest"), "one whose source has none is probed"
+
+
+class TestPackedTexts(DatasetContract):
+    """With boundaries, of which one source has more in a sample than the other."""
+
+    data = mixture(
+        [
+            {"use": "data.text", "files": ["a.txt"], "separator": "\n\n", "held_out": 0.2, "weight": 0.3},
+            {"use": "data.text", "files": ["b.txt"], "separator": "\n\n", "held_out": 0.2, "weight": 0.7},
+        ],
+        sequence=24,
+    )
+    holds_out = True
+
+    def write_files(self, folder: Path) -> None:
+        (folder / "a.txt").write_text("\n\n".join(words(80, 1)))
+        (folder / "b.txt").write_text("\n\n".join(f"{number}" for number in range(200)))
