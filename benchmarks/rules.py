@@ -222,16 +222,16 @@ class Ours:
         self.under_way: list[tuple[int, float]] = []
 
     def enter(self) -> None:
-        self.machine.enter()
+        self.machine.begin_pass()
 
     def forward(self, weight: Weight, recomputes: bool = False) -> None:
-        self._use(weight, keep=int(recomputes))
+        self._use(weight, num_holds=int(recomputes))
         self._wait(weight)
         self.device.compute(0.0 if weight == TABLE else SIZES[weight.name])
 
     def backward(self, weight: Weight) -> None:
         if weight != TABLE:
-            self._use(weight, keep=-1)
+            self._use(weight, num_holds=-1)
         if weight not in self.open:
             self._start()
             self._finish(self.bound - 1)
@@ -246,7 +246,7 @@ class Ours:
 
     def leave(self) -> None:
         self._start()
-        self._apply(self.machine.leave())
+        self._apply(self.machine.end_pass())
         self._finish(0)
 
     def _start(self) -> None:
@@ -267,8 +267,8 @@ class Ours:
         for one in self.units[weight]:
             self.device.until(self.device.there[one])
 
-    def _use(self, weight: Weight, keep: int) -> None:
-        decision = self.machine.use(self.units[weight], keep=keep)
+    def _use(self, weight: Weight, num_holds: int) -> None:
+        decision = self.machine.use(self.units[weight], num_holds=num_holds)
         self.demands += decision.unshard[:1] == [self.units[weight]]
         self._apply(decision)
 

@@ -162,7 +162,7 @@ def test_a_peer_that_does_not_come(ranks, sums):
 
 def stranger() -> list[int]:
     group = wp()
-    inbox = group.transport(GATHER).rows.connection._cards[0].inbox
+    inbox = group.transport(GATHER).rows.connection._addresses[0].inbox
     word = torch.zeros(1, dtype=torch.int64)
     here = [MemorySpan(word.data_ptr(), 8)]
     return [
@@ -193,7 +193,7 @@ def kinds_without(lacking: str) -> list[str]:
 @pytest.mark.parametrize("lacking", ["nothing", "the right to read", "the boot's number", "descriptors of processes"])
 def test_all_ranks_take_the_same_way(ranks, lacking):
     """A rank that may not read, a /proc that hides the boot's number, or a system that does not tell when a process ends."""
-    kind = "Cma" if lacking == "nothing" else "Direct"
+    kind = "CmaTransport" if lacking == "nothing" else "Direct"
     assert ranks(3)(kinds_without, lacking) == [[kind, kind]] * 3
 
 
@@ -206,15 +206,15 @@ def a_stranger_with_the_peers_number() -> list[str]:
     shard = torch.ones(2)
     group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights").wait_sent()
     gone = os.posix_spawn("/bin/true", ["true"], {})
-    memory._ends[peer] = connection.select.poll()
-    memory._ends[peer].register(os.pidfd_open(gone), connection.select.POLLIN)
+    memory._process_polls[peer] = connection.select.poll()
+    memory._process_polls[peer].register(os.pidfd_open(gone), connection.select.POLLIN)
     os.waitpid(gone, 0)
     before = list(memory.inbox.words)
     said = []
     for call in (
         lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights"),
-        lambda: rows.done(peer, 7, "weights"),
-        lambda: memory.read(peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._cards[peer].inbox, 8)], "weights"),
+        lambda: rows.finish_read(peer, 7, "weights"),
+        lambda: memory.read(peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._addresses[peer].inbox, 8)], "weights"),
     ):
         with pytest.raises(RunError) as raised:
             call()
@@ -249,7 +249,7 @@ def many_open() -> list[list[float]]:
     for exchange in started:
         exchange.wait()
         exchange.wait_sent()
-    num_open = [len(group.transport(lane).rows._open) for lane in (GATHER, REDUCE)]
+    num_open = [len(group.transport(lane).rows._open_offers) for lane in (GATHER, REDUCE)]
     return [*(result.tolist() for result in results), num_open]
 
 
@@ -351,7 +351,7 @@ def test_sums_are_taken_in_order(ranks):
 
 def long_spans() -> None:
     """Copies longer than one call moves, of several spans, cut anywhere; a call is told to move 1000 bytes at most."""
-    process_vm.MOST_BYTES = 1000
+    process_vm.MAX_BYTES = 1000
     lengths = [1, 999, 0, 1000, 4321, 7, 1993]
     source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
     target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
@@ -363,5 +363,5 @@ def long_spans() -> None:
 
 
 def test_copies_longer_than_one_call_moves(monkeypatch):
-    monkeypatch.setattr(process_vm, "MOST_BYTES", process_vm.MOST_BYTES)
+    monkeypatch.setattr(process_vm, "MAX_BYTES", process_vm.MAX_BYTES)
     long_spans()

@@ -91,7 +91,7 @@ def test_a_rank_in_another_group_is_named() -> None:
 
 
 def message(number: int, micro: int, operation: str, **more: Any) -> SeenExchange:
-    verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("takes from", "1 {} stage 0")
+    verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("receives from", "1 {} stage 0")
     what = f"what stage {stages.format(verb)}, forward, its output of micro-batch {micro} (chunk 0)"
     return exchange(number, what, axis="pp", operation=operation, queue="pp up 0>1", **more)
 
@@ -175,9 +175,9 @@ def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> S
 def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
     """Three stages of two replicas. Rank 2 has left out the step's last message; rank 0 waits for it, and rank 1 for rank 0."""
     last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of micro-batch 2")
-    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 takes from stage 1, forward, its output of micro-batch 3")
-    middle = crossing("receive", 5, "pp down 2>1", 4, "stage 1 takes from stage 2, backward, a gradient of micro-batch 3")
-    first = crossing("receive", 5, "pp down 1>0", 2, "stage 0 takes from stage 1, backward, a gradient of micro-batch 3")
+    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 receives from stage 1, forward, its output of micro-batch 3")
+    middle = crossing("receive", 5, "pp down 2>1", 4, "stage 1 receives from stage 2, backward, a gradient of micro-batch 3")
+    first = crossing("receive", 5, "pp down 1>0", 2, "stage 0 receives from stage 1, backward, a gradient of micro-batch 3")
     bucket = exchange(1, "the bucket of embed.weight")
     told = found(
         report(0, first, wait=first),

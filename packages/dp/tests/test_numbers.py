@@ -18,7 +18,7 @@ from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
-from sley_dp.sums import Narrow
+from sley_dp.sums import Bf16Sums
 from sley_testing.collectives import can_read_peers
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import assert_parity, record, same_on_all
@@ -131,7 +131,7 @@ def sum_of_ones(num_terms):
         buffer = FlatBuffer([(numel,)], torch.float32, torch.device("cpu"))
         buffer.params = [Param("ones", (numel,), [])]
         buffer.data.fill_(1.0 if rank else num_terms)
-        sums = Narrow(SentBytes())
+        sums = Bf16Sums(SentBytes())
         sums.start(buffer, stage)
         sums.finish()
         found.append(buffer.data.unique().tolist())

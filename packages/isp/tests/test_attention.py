@@ -115,7 +115,7 @@ def odd_calls():
         attention = SequenceAttention(Flat())
         names = list(attention.state_dict())
         alone = attention(q, k, v)
-        attention.join(group)
+        attention.set_group(group)
         assert list(attention.state_dict()) == names
         mixed = over_slices(lambda q, k, v, scale: (q + k.to(q) * scale) + v, group)(own[0], own[1].half(), own[2], 2.0)
         counts = torch.rand(2, 8) < 0.7
@@ -135,7 +135,7 @@ def test_flat_contexts_tensors_of_two_types_and_masks(ranks):
     """The class form: alone it is the attention itself, in a run it works on slices. Other arguments are passed on."""
     for errors, notes in ranks(2)(odd_calls):
         assert max(errors) < 1e-14
-        assert "masks are those of the full sequence" in notes[0]
+        assert "masks must cover the full sequence" in notes[0]
 
 
 def squared(q, k, v, cu_seqlens=None):

@@ -37,24 +37,24 @@ def classifier(**options: Any) -> dict[str, Any]:
 # -- the loss over slices of the classes, without ranks --------------------------------------------------------------------
 
 
-def slices(num_classes: int, count: int) -> list[vocabulary.Classes]:
+def slices(num_classes: int, count: int) -> list[vocabulary.ClassRange]:
     """As core cuts rows: equal ranges, the last ones shorter or empty."""
     rows = -(-num_classes // count)
     sizes = [max(0, min(rows, num_classes - at * rows)) for at in range(count)]
-    return [vocabulary.Classes(at * rows, size, num_classes) for at, size in enumerate(sizes)]
+    return [vocabulary.ClassRange(at * rows, size, num_classes) for at, size in enumerate(sizes)]
 
 
 def together(logits: Tensor, labels: Tensor, count: int, smoothing: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Sum and gradient, as `count` ranks compute them."""
     targets = labels.masked_fill(labels == IGNORED, vocabulary.NO_TARGET)
     classes = slices(logits.shape[1], count)
-    parts = [logits.detach()[:, one.first : one.first + one.size].clone() for one in classes]
-    every = [vocabulary.statistics(part, targets, one, smoothing) for part, one in zip(parts, classes, strict=True)]
-    combined = vocabulary.combine(torch.stack(every))
+    parts = [logits.detach()[:, one.start : one.start + one.size].clone() for one in classes]
+    every = [vocabulary.logit_statistics(part, targets, one, smoothing) for part, one in zip(parts, classes, strict=True)]
+    combined = vocabulary.combine_statistics(torch.stack(every))
     for part, one in zip(parts, classes, strict=True):
         factor = torch.tensor(scale, dtype=torch.float64)
-        vocabulary.to_gradient(part, targets, one, combined.log_sum, factor, smoothing)
-    return vocabulary.losses(combined, targets, logits.shape[1], smoothing).sum(), torch.cat(parts, 1)
+        vocabulary.logits_to_gradient(part, targets, one, combined.log_sum, factor, smoothing)
+    return vocabulary.token_losses(combined, targets, logits.shape[1], smoothing).sum(), torch.cat(parts, 1)
 
 
 def samples(num_tokens: int, num_classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

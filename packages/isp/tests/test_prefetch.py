@@ -32,24 +32,24 @@ class Rank:
         self.peak = max(self.peak, len(self.unsharded))
         assert self.unsharded == set(self.policy.unsharded)
 
-    def use(self, group, keep=0):
-        decision = self.policy.use(group, keep=keep)
+    def use(self, group, num_holds=0):
+        decision = self.policy.use(group, num_holds=num_holds)
         assert group not in decision.unshard[1:], "the group that is needed now comes first"
         self.num_demands += decision.unshard[:1] == [group]
         self.apply(decision)
         assert group in self.unsharded
 
     def step(self, *passes):
-        """passes: (key, uses); a use is a group, or (group, keep). Returns the gathers."""
+        """passes: (key, uses); a use is a group, or (group, num_holds). Returns the gathers."""
         self.gathers = []
         self.num_demands = 0
         self.policy.begin([key for key, _ in passes])
         self.unsharded.clear()
         for _, uses in passes:
-            self.policy.enter()
+            self.policy.begin_pass()
             for use in uses:
                 self.use(*(use if isinstance(use, tuple) else (use,)))
-            self.apply(self.policy.leave())
+            self.apply(self.policy.end_pass())
         return self.gathers
 
 
@@ -98,7 +98,7 @@ def test_a_step_begins_with_sharded_weights():
     rank = Rank(2)
     rank.step(("F", FORWARD))
     rank.policy.begin(["F"])
-    rank.policy.enter()
+    rank.policy.begin_pass()
     rank.use("embed")
     assert rank.unsharded
     assert rank.step(("F", FORWARD)) == FORWARD
@@ -135,12 +135,12 @@ def test_groups_are_kept_until_their_backwards(uses, ahead):
     rank = Rank(ahead)
     kept = dict.fromkeys("abcde", 0)
     rank.policy.begin(["B"])
-    rank.policy.enter()
+    rank.policy.begin_pass()
     for group, change in uses:
         kept[group] = max(0, kept[group] + change)
         rank.use(group, change)
         assert {group, *(other for other, number in kept.items() if number)} <= rank.unsharded
-    rank.apply(rank.policy.leave())
+    rank.apply(rank.policy.end_pass())
     assert rank.unsharded == set()
 
 
@@ -149,9 +149,9 @@ def test_prefetches_wait_for_their_launch():
     policy = PrefetchPolicy(1)
     for number in range(2):
         policy.begin(["F"])
-        policy.enter()
-        found = [policy.use(group, prefetches=starts).unshard for group in "ab" for starts in (False, True, True)]
-        policy.leave()
+        policy.begin_pass()
+        found = [policy.use(group, can_prefetch=starts).unshard for group in "ab" for starts in (False, True, True)]
+        policy.end_pass()
         if number:
             assert found == [["a"], ["b"], [], [], [], []]
 
@@ -160,7 +160,7 @@ def test_stale_weights_are_gathered_again():
     """A forgotten group is sharded."""
     policy = PrefetchPolicy(1)
     policy.begin(["F"])
-    policy.enter()
+    policy.begin_pass()
     policy.use("a")
-    policy.forget("a")
+    policy.mark_sharded("a")
     assert policy.use("a").unshard == ["a"]

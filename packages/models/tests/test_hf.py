@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from sley_core.errors import RunError
 from sley_core.model.layers import Model
 from sley_models.config import LlamaConfig
-from sley_models.hf import HEAD, check_names, names
+from sley_models.hf import HEAD, check_names, name_pairs
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import layers
 from sley_testing.plans import TOKENS
@@ -59,7 +59,7 @@ def test_transformers_computes_our_logits_from_our_weights(tie: bool, kv_heads: 
     model = real(lambda data: layers(ours, data))
     other = theirs(ours)
     weights = state(model)
-    renamed = {name: weights[own] for own, name in names(ours) if own in weights and not (tie and own == HEAD)}
+    renamed = {name: weights[own] for own, name in name_pairs(ours) if own in weights and not (tie and own == HEAD)}
     missing, unexpected = other.load_state_dict(renamed, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if tie else [], [])
     tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -72,7 +72,7 @@ def test_weights_of_another_model_are_refused() -> None:
     weights = state(build(lambda data: layers(ours, data)))
     del weights["blocks.0.attention.key.weight"]
     with pytest.raises(RunError, match=r"'blocks.0.attention.key.weight' is missing, 'rope' is unknown") as raised:
-        check_names([*weights, "rope"], dict(names(ours)), set())
+        check_names([*weights, "rope"], dict(name_pairs(ours)), set())
     assert raised.value.diagnostics[0].code == "weights-mismatch"
 
 

@@ -116,7 +116,7 @@ def test_torchs_norm_computes_in_fp32_and_returns_the_dtype_it_was_given() -> No
 
 @pytest.mark.parametrize(
     ("wanted", "present", "says"),
-    [(None, None, "does not say how many"), (96, 97, "vocab_size = 96 is less than the 97 token ids of the data")],
+    [(None, None, "no number of token ids"), (96, 97, "vocab_size = 96 is less than the 97 token ids of the data")],
 )
 def test_a_vocabulary_that_cannot_be_is_refused(wanted: int | None, present: int | None, says: str) -> None:
     config = LlamaConfig(num_layers=1, hidden=8, heads=1, vocab_size=wanted)

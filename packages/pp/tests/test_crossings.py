@@ -31,7 +31,7 @@ def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
 def recorded(plans, own, batches):
     """Takes two steps with heads in front of tensors; and, of the last plan, with heads apart."""
     together = [record(tables, 2, folder=own, batches=batches) for tables in plans]
-    sley_pp.link.heads_are_apart = lambda device: True
+    sley_pp.link.has_separate_header = lambda device: True
     return [*together, record(plans[-1], 2, folder=own, batches=batches)]
 
 
@@ -83,7 +83,7 @@ def test_micro_batches_of_a_step_may_differ_in_length(ranks, own, stages, dp):
 def refusals(plans, own, apart=False):
     """Returns what was recorded, or code, message and seconds until the refusal."""
     if apart:
-        sley_pp.link.heads_are_apart = lambda device: True
+        sley_pp.link.has_separate_header = lambda device: True
     found = []
     for tables in plans:
         start_s = time.monotonic()
@@ -116,9 +116,9 @@ def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
         assert code == "boundary-mismatch"
         assert seconds < 10
         assert "micro-batch 1" in message
-        assert "expected float64[2, 4, 4] with gradient, came float32[2, 4, 4] with gradient" in message
+        assert "expected float64[2, 4, 4] with gradient, but got float32[2, 4, 4] with gradient" in message
     assert "stage 0 sends to stage 1, forward" in sender[1]
-    assert "stage 1 takes from stage 0, forward" in receiver[1]
+    assert "stage 1 receives from stage 0, forward" in receiver[1]
 
 
 # -- frozen and unfrozen between steps ---------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ def message_bytes(tables, own, longest, num_micros):
         run.step([batch_of(length, 1) for length in range(longest - num_micros, longest)])
         many = link.num_bytes
         run.step(batch_of(longest, num_micros))
-        allocated = link.num_allocated
+        allocated = link.num_allocations
         run.step(batch_of(longest, num_micros))
-        return alone, many, link.num_allocated - allocated
+        return alone, many, link.num_allocations - allocated
 
 
 @pytest.mark.sample(1)

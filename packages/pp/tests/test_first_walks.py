@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import sley_pp.lines
+import sley_pp.channels
 import sley_pp.link
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_pp.lines import Lines
+from sley_pp.channels import Channels
 from sley_testing.plans import small_plan
 from sley_testing.runs import running
 
@@ -26,15 +26,15 @@ Sent = tuple[str, str, int]
 
 def walks(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
     """What this rank sends in an evaluation, two steps and an evaluation, as if its tensors lay on a device."""
-    sley_pp.link.heads_are_apart = lambda device: True
+    sley_pp.link.has_separate_header = lambda device: True
     sent: list[Sent] = []
-    send_to = sley_pp.lines.send_to
+    send_to = sley_pp.channels.send_to
 
     def noted(tensor: torch.Tensor, group: Any, lane: str, peer: int, *, what: str) -> Any:
         sent.append((group.axis, lane, tensor.nbytes))
         return send_to(tensor, group, lane, peer, what=what)
 
-    sley_pp.lines.send_to = noted
+    sley_pp.channels.send_to = noted
     found = []
     with running(tables, folder) as run:
         for walk in (run.evaluate, run.step, run.step, run.evaluate):
@@ -58,12 +58,12 @@ def test_bodies_go_by_the_host_until_a_walk_of_their_kind_is_complete(ranks: Cal
 
 def buffers(tables: dict[str, Any], folder: Path) -> list[int]:
     """How many buffers this stage's link has allocated after each of three steps, as if its tensors lay on a device."""
-    sley_pp.link.heads_are_apart = lambda device: True
+    sley_pp.link.has_separate_header = lambda device: True
     with running(tables, folder) as run:
         found = []
         for _ in range(3):
             run.step()
-            found.append(run.stepper.executor.crossing.link.num_allocated)  # type: ignore[union-attr]
+            found.append(run.stepper.executor.crossing.link.num_allocations)  # type: ignore[union-attr]
         return found
 
 
@@ -77,13 +77,13 @@ def test_messages_by_the_host_take_no_more_buffers_than_are_under_way(ranks: Cal
 
 def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
     """Whether steps of several lengths went by the host."""
-    sley_pp.link.heads_are_apart = lambda device: True
+    sley_pp.link.has_separate_header = lambda device: True
     found = []
     with running(tables, folder) as run:
         for length in (24, 23, 24, 22):
             micros = [{name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels")} for _ in range(4)]
             run.step(micros)
-            found.append(run.stepper.executor.crossing.link._lines.by_host)  # type: ignore[union-attr]
+            found.append(run.stepper.executor.crossing.link._channels.via_host)  # type: ignore[union-attr]
     return found
 
 
@@ -96,10 +96,10 @@ def connected(pairs: dict[int, list[int]]) -> list[int]:
     """Which stages' bytes came to this one, all of whose peers connect in an order of their own making."""
     with World.join("cpu") as world:
         groups = world.groups(plan_from_dict(small_plan(parallel={"pp": world.size})).topology(world.size), 20)
-        lines = Lines(groups, apart=True)
-        lines.connect(pairs[lines.stage], world.device)
-        lines.connect(pairs[lines.stage], world.device)
-        return sorted(lines._connected)
+        channels = Channels(groups, separate_header=True)
+        channels.connect(pairs[channels.stage], world.device)
+        channels.connect(pairs[channels.stage], world.device)
+        return sorted(channels._connected_peers)
 
 
 @pytest.mark.parametrize("pairs", [{0: [1], 1: [2, 0], 2: [1]}, {0: [2, 1], 1: [0, 2], 2: [1, 0]}])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sley_core.api.comm import Device
 from sley_core.api.memory import DevicePool
-from sley_pp.message import Message, num_bytes_of
-from sley_pp.pool import Lending
+from sley_pp.message import Message, message_bytes
+from sley_pp.pool import MessagePool
 
 LAYOUT = ((torch.float64, (4, 4)), (torch.float32, (3,)))
 CPU = torch.device("cpu")
@@ -36,16 +36,16 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("separate_header", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
+def test_whoever_has_a_message_keeps_its_memory(way: str, separate_header: bool) -> None:
     """And the memory is free again without it: once more, and after another layout."""
-    pool = Lending(DevicePool(), HOST, apart=apart)
+    pool = MessagePool(DevicePool(), HOST, separate_header=separate_header)
     message = pool.lease(LAYOUT)
     for layout in (LAYOUT, LAYOUT, LAYOUT[:1], LAYOUT):
-        message.lay(layout)
+        message.set_layout(layout)
         assert not message.is_shared
-        kept = [WAYS[way](message.lent()[0])]
+        kept = [WAYS[way](message.aliases()[0])]
         assert message.is_shared
         kept.clear()
         assert not message.is_shared
@@ -53,26 +53,26 @@ def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
 
 def test_a_message_that_is_too_short_is_noticed() -> None:
     """Gloo takes it, and leaves what was there before, be it the same message of the step before."""
-    size = num_bytes_of(LAYOUT, apart=False)
+    size = message_bytes(LAYOUT, separate_header=False)
     places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-    sent, came = (Message(place, LAYOUT, HOST, apart=False) for place in places)
+    sent, came = (Message(place, LAYOUT, HOST, separate_header=False) for place in places)
     for step, num_bytes, is_whole in ((1, size, True), (2, size // 2, False), (3, size - 1, False), (4, size, True)):
-        sent.write_head(step, 0, b"")
+        sent.write_header(step, 0, b"")
         sent.tensors[-1].fill_(step)
-        sent.seal()
-        came.open()
+        sent.write_end()
+        came.clear_end()
         places[1][:num_bytes] = places[0][:num_bytes]
-        assert came.read_head()[:2] == (step, 0)
-        assert came.is_whole == is_whole, step
+        assert came.read_header()[:2] == (step, 0)
+        assert came.is_complete == is_whole, step
     assert torch.equal(came.tensors[-1], sent.tensors[-1])
 
 
 def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
     """A pool may lend views of one storage, and who had it before may have kept one: that comes and goes as it likes."""
-    memory = torch.empty(2 * num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
+    memory = torch.empty(2 * message_bytes(LAYOUT, separate_header=False), dtype=torch.uint8)
     stale = [memory[:100]]
-    message = Message(memory[: len(memory) // 2], LAYOUT, HOST, apart=False)
-    kept = message.lent()
+    message = Message(memory[: len(memory) // 2], LAYOUT, HOST, separate_header=False)
+    kept = message.aliases()
     stale.clear()
     assert message.is_shared
     kept.clear()
@@ -82,15 +82,15 @@ def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
 
 def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> None:
     pool = DevicePool()
-    lending = Lending(pool, HOST, apart=False)
+    lending = MessagePool(pool, HOST, separate_header=False)
     message = lending.lease(LAYOUT)
-    lending.give_back(message)
+    lending.release(message)
     assert lending.lease(LAYOUT) is message
     assert pool.trim() == 0, "it is lent"
-    lending.give_back(message)
+    lending.release(message)
     gone = weakref.ref(message)
     del message
-    assert pool.trim() >= num_bytes_of(LAYOUT, apart=False)
+    assert pool.trim() >= message_bytes(LAYOUT, separate_header=False)
     assert gone() is None
     assert (pool.num_bytes, list(pool.held())) == (0, [])
 
@@ -98,7 +98,7 @@ def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> N
 def test_a_buffer_whose_lease_is_lost_is_not_lent_again() -> None:
     """A failed step forgets what it was receiving; gloo may still write there."""
     pool = DevicePool()
-    lending = Lending(pool, HOST, apart=False)
+    lending = MessagePool(pool, HOST, separate_header=False)
     lost = lending.lease(LAYOUT).tensors[0]
     assert lending.lease(LAYOUT).tensors[0].data_ptr() != lost.data_ptr()
     assert pool.num_allocations == 2

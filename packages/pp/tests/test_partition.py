@@ -72,8 +72,8 @@ def test_uniform_positions_differ_by_one_layer_and_the_ends_are_small(num_layers
 @pytest.mark.parametrize(
     ("layers", "code", "words"),
     [
-        ([3, 3, 3, 1], "partition-length", "`layers` has 4 numbers, but there are 3 parts"),
-        ([3, 2, 3], "partition-layers", "adds up to 8, but the model has 9 layers"),
+        ([3, 3, 3, 1], "partition-length", "`layers` must have 3 numbers .* but has 4"),
+        ([3, 2, 3], "partition-layers", "must add up to the model's 9 layers, but adds up to 8"),
         ([3, 0, 6], "partition-empty", "part 1 has no layer"),
     ],
 )
@@ -96,5 +96,5 @@ def test_tables_decide():
     assert build_balanced(BalancedConfig())([9, 1, 1, 1], 2) == (0, 1, 4)
     assert build_balanced(BalancedConfig(layer_costs=(1.0, 1.0, 1.0, 9.0)))([9, 1, 1, 1], 2) == (0, 3, 4)
     assert build_explicit(ExplicitConfig(layers=(3, 1)))([9, 1, 1, 1], 2) == (0, 3, 4)
-    with pytest.raises(PlanError, match="`layer_costs` has 1 numbers, but the model has 4 layers"):
+    with pytest.raises(PlanError, match="`layer_costs` must have one number for each of the 4 layers, but has 1"):
         build_balanced(BalancedConfig(layer_costs=(1.0,)))([9, 1, 1, 1], 2)

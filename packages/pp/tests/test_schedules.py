@@ -18,11 +18,11 @@ from sley_pp.config import CsvConfig
 from sley_pp.schedules import (
     build_csv,
     gpipe,
+    insert_weight_gradients,
     interleaved,
     one_f_one_b,
     read_csv,
     round_sizes,
-    with_weight_gradients,
     write_csv,
     zero_bubble_h1,
     zero_bubble_v,
@@ -185,8 +185,8 @@ def test_rounds_are_whole_pipelines_and_nearly_equal(stages, micros):
 def test_weight_gradients_come_when_a_stage_holds_all_it_may():
     kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT)
     alternating = [Action(kind, 0, micro) for micro in range(4) for kind in kinds]
-    (roomy,) = with_weight_gradients([alternating], loop(1), most=9)
-    (narrow,) = with_weight_gradients([alternating], loop(1), most=2)
+    (roomy,) = insert_weight_gradients([alternating], loop(1), max_held=9)
+    (narrow,) = insert_weight_gradients([alternating], loop(1), max_held=2)
     assert "".join(action.kind.value for action in roomy) == "FIFIFIFIWWWW"
     assert "".join(action.kind.value for action in narrow) == "FIFIWFIWFIWW"
 
@@ -232,9 +232,9 @@ def test_any_deal_of_the_parts_is_read():
         ("0F0,0X0", "a.csv:1:5 has `0X0`"),
         ("0F0,0B", "has `0B`"),
         ("0F" + "9" * 5000, "has `0F999"),
-        ("0F0,0B0\n2F0,2B0", "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [2])"),
-        ("0F0,0B0\n0F1,0B1", "does not give each part of the model, counted from 0, to one rank (rank 0: [0]; rank 1: [0])"),
-        ("0F0,0B0\n\n1F0,1B0", "equally many parts of the model (rank 0: [0]; rank 1: []; rank 2: [1])"),
+        ("0F0,0B0\n2F0,2B0", "must place each part of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [2])"),
+        ("0F0,0B0\n0F1,0B1", "must place each part of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [0])"),
+        ("0F0,0B0\n\n1F0,1B0", "equally many parts of the model on every rank (rank 0: [0]; rank 1: []; rank 2: [1])"),
         ("", "a.csv has no actions"),
         (" , ,", "a.csv has no actions"),
     ],

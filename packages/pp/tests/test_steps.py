@@ -141,10 +141,10 @@ def issued(tables, folder):
         with collectives() as calls:
             for _ in range(3):
                 run.step()
-                allocated.append(link.num_allocated)
+                allocated.append(link.num_allocations)
             run.evaluate()
             run.step()
-            allocated.append(link.num_allocated)
+            allocated.append(link.num_allocations)
         return [(call.op, call.group, call.ranks) for call in calls], allocated
 
 
@@ -184,6 +184,6 @@ def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
     """Operation, stages, direction and micro-batch, in the time that the plan gives."""
     tables = small("pp.one_f_one_b", 2, limits={"collective_timeout_s": 1.0})
     (told, seconds), _ = ranks(2)(alone_in_a_step, tables, own)
-    assert "receive of what stage 0 takes from stage 1, backward, a gradient of micro-batch 0" in told.replace("\n", " ")
+    assert "receive of what stage 0 receives from stage 1, backward, a gradient of micro-batch 0" in told.replace("\n", " ")
     assert "pp[0, 1]" in told
     assert seconds < 4.5

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sley_cma.transport import Cma
+from sley_cma.transport import CmaTransport
 from sley_core.comm.backends import Backend, Direct, Done
 from sley_core.comm.collectives import Pending
 from sley_core.comm.groups import Groups
@@ -87,7 +87,7 @@ class Fault:
         """Puts itself in front of the exchanges of this process."""
         if not self.of or self.of == "action":
             return
-        for kind in (Direct, Cma, Backend):
+        for kind in (Direct, CmaTransport, Backend):
             self._front(kind, "all_reduce", "sum", 0)
             self._front(kind, "reduce_scatter", "reduce", 0)
             self._front(kind, "all_gather", "gather", 1)
@@ -129,9 +129,9 @@ class Fault:
         setattr(kind, method, call)
 
     def _front_sends(self) -> None:
-        from sley_pp import lines
+        from sley_pp import channels
 
-        plain = lines.send_to
+        plain = channels.send_to
 
         def call(tensor: Tensor, group: Any, lane: str, peer: int, *, what: str) -> Any:
             if not what.startswith("what stage") or "walks" in what or not self.is_due("send"):
@@ -140,7 +140,7 @@ class Fault:
             own, other = (partial(plain, group=group, lane=to, peer=peer) for to in (lane, {"up": "down", "down": "up"}[lane]))
             return self.exchange(what, own, (tensor.reshape(-1),), elsewhere=other, skipped=Pending())
 
-        lines.send_to = call
+        channels.send_to = call
 
 
 def each(argument: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -54,14 +54,14 @@ def mean_of_micro_batches(original: Any, self: Any, output: Any, batch: Any) -> 
     return original(self, output, batch) / self.weight(batch) * 55 / 8
 
 
-@wrong("sley_dp.sums:Exact.start", "uneven-ranks")
+@wrong("sley_dp.sums:ExactSums.start", "uneven-ranks")
 def mean_of_ranks(original: Any, self: Any, buffer: Any, group: Any) -> None:
     """Both ranks count alike: the one with 60 of the 68 labels, and the other."""
     buffer.data.mul_(68 / (2 * (60, 8)[group.coord]))
     original(self, buffer, group)
 
 
-@wrong("sley_dp.sums:Exact.start", "masked-ranks")
+@wrong("sley_dp.sums:ExactSums.start", "masked-ranks")
 def counts_ranks_without_labels(original: Any, self: Any, buffer: Any, group: Any) -> None:
     """A sum is divided by all ranks, though one of them has nothing to add."""
     buffer.data.div_(group.size)
@@ -88,9 +88,9 @@ def sees_other_documents(original: Any, self: Any, x: Any, positions: Any, cu_se
 
 
 @wrong("sley_isp.attention:_attend", "packed-sp")
-def loses_bounds_over_slices(original: Any, attention: Any, group: Any, args: Any, more: Any) -> Any:
-    """Bounds are lost on the way to whole sequences."""
-    return original(attention, group, args, {**more, "cu_seqlens": None})
+def loses_bounds_over_slices(original: Any, attention: Any, group: Any, args: Any, kwargs: Any) -> Any:
+    """The attention over full sequences gets no bounds of documents."""
+    return original(attention, group, args, {**kwargs, "cu_seqlens": None})
 
 
 @wrong("sley_isp.exchange:sum_copies", "shared-heads-sp")

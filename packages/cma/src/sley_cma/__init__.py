@@ -1,17 +1,16 @@
-"""Cross-memory attach (CMA): ranks of one host read each other's memory: one copy, where a socket takes two.
+"""Cross-memory attach (CMA): ranks of one host read each other's memory, with one copy instead of a socket's two.
 
     owner                                    reader
     offer(tensors) ── addresses, mark, number ──>  inbox
-                                             wait_table: waits for the number, compares the marks; then it reads what it wants
-    wait_read  <────── number ─────────────  done: the owner may write again
+                                             wait_table: waits for the number and compares the marks, then reads
+    wait_read  <────── number ─────────────  finish_read: the owner may write again
 
-    process_vm    the two calls of Linux that copy
-    inbox         where in a rank's memory its peers write what they offer, and what they have read
-    connection    the members of a group to each other: who is whose process, is it still there
-    offers        one row of offers, in one order on all ranks
-    rows, sums    the exchanges made of them
-    transport     `Cma`, the transport
+    process_vm    the two Linux calls that copy
+    connection    the connection of a group's members, and the inboxes to which peers write offers and confirm reads
+    offers        a sequence of offers, in the same order on all ranks
+    rows          exchanges of rows
+    transport     the transport `CmaTransport`, and sums
 
-Addresses and numbers are pushed into the other's inbox, so that waiting looks at one's own memory and a rank that has done its
-part may end. Nothing moves an exchange but the ranks' own calls, so between two of them no core is taken.
+Peers push addresses and numbers into a rank's inbox, so that a rank waits by polling its memory, and may end when its part is
+complete. Exchanges advance only in the ranks' calls, so they need no thread between calls.
 """

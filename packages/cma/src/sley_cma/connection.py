@@ -1,9 +1,9 @@
-"""Connects the members of a group: where each has its inbox, what may be copied, and whether it is still there.
+"""Connects the members of a group, so that they can read each other's memory and write to each other's inboxes.
 
-Both copies need the right to trace the peer, which same users have unless Yama or a container forbids it. `Connection.open`
-tries, and answers None where any pair of ranks cannot. A peer is known by a descriptor of its process (`pidfd_open`), asked
-before every copy: its number may be another's once it has ended. Only x86-64: an offer's number is written after its other
-fields, and other processors may show that in another order (`offers`).
+Both need the right to trace the peer's process. Processes of one user have it unless Yama or a container forbids it.
+`Connection.open` tries it, and returns None if any pair of ranks lacks it. A process descriptor (`pidfd_open`) identifies each
+peer, and is checked before every copy, since the kernel may reuse the pid of a process that has ended. Only x86-64 is
+supported, since other processors may reorder the writes of an offer (`offers`).
 """
 
 from __future__ import annotations
@@ -30,86 +30,84 @@ from sley_core.errors import RunError
 WORD_BYTES = 8
 
 SLOTS = 1024
-"""Offers of a ring for which there is room."""
+"""The number of offers in a ring."""
 
 
 class Offer(ctypes.Structure):
-    """What a peer offers.
+    """An offer of tensors to a peer.
 
-    table: the address of its table of the tensors' addresses, which has `num_tensors`. mark, num_bytes: what is exchanged
-    (`marks`), and how long it is. words: the address of the words for it, `num_words` bytes. number: of the offer in its ring;
-    the last field, and the last that is written.
+    table: the address of a table with the addresses of `num_tensors` tensors. mark, num_bytes: the number of the exchange's
+    `Mark` and the size of the exchange. text, text_bytes: the address and size of the mark's text. number: the number of the
+    offer in its ring, which is written last.
     """
 
     table: int
     num_tensors: int
     mark: int
     num_bytes: int
-    words: int
-    num_words: int
+    text: int
+    text_bytes: int
     number: int
 
     _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("table", "num_tensors", "mark", "num_bytes", "words", "num_words", "number")
+        (name, ctypes.c_int64) for name in ("table", "num_tensors", "mark", "num_bytes", "text", "text_bytes", "number")
     )
 
 
 OFFER_BYTES = ctypes.sizeof(Offer)
-NUMBER_AT_BYTES = OFFER_BYTES - WORD_BYTES
-"""Where in an offer its number begins."""
+NUMBER_OFFSET = OFFER_BYTES - WORD_BYTES
+"""The byte offset of the number in an offer."""
 
 _OFFER_WORDS = OFFER_BYTES // WORD_BYTES
 _RING_WORDS = SLOTS * (_OFFER_WORDS + 1)
 
-_kept: list[ctypes.Array[ctypes.c_int64]] = []
-"""The words of every inbox of this process: a peer of a run that failed may still write into them."""
+_inboxes: list[ctypes.Array[ctypes.c_int64]] = []
+"""The words of all inboxes of this process. They are never freed, since peers of a failed run may still write to them."""
 
 
 class Inbox:
-    """An inbox for `size` ranks with `num_rings` rings each, filled with zeros. words: all of it.
+    """Holds an inbox for `size` ranks with `num_rings` rings each, initially zeros. words: its memory.
 
-        token | of each peer, for each ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
+        token | for each peer and ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
 
-    Offer n of a ring lies in slot n % SLOTS. A word has 8 bytes and is at a multiple of 8, as all are.
+    Offer n of a ring is in slot n % SLOTS. A word has 8 bytes, aligned to 8.
     """
 
     def __init__(self, size: int, num_rings: int, token: int) -> None:
         self.num_rings = num_rings
         num_words = 1 + size * num_rings * _RING_WORDS
-        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(_pages(num_words * WORD_BYTES))
+        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(
+            _allocate_zeros(num_words * WORD_BYTES)
+        )
         self.words[0] = token
-        _kept.append(self.words)
+        _inboxes.append(self.words)
 
     @property
     def address(self) -> int:
-        """Returns the address where it begins, with its token."""
+        """The address of the inbox, which begins with its token."""
         return ctypes.addressof(self.words)
 
     def offer(self, peer: int, ring: int, slot: int) -> Offer:
-        """Returns a view of what the peer at coordinate `peer` offers in `slot` of ring number `ring`."""
-        return Offer.from_buffer(self.words, self.offer_at(peer, ring, slot) * WORD_BYTES)
+        """Returns a view of the offer of the peer at coordinate `peer` in `slot` of ring `ring`."""
+        return Offer.from_buffer(self.words, self.offer_index(peer, ring, slot) * WORD_BYTES)
 
-    def offer_at(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word where the offer of `peer` in `slot` of a ring begins; the same in the inboxes of all
-        members.
-        """
+    def offer_index(self, peer: int, ring: int, slot: int) -> int:
+        """Returns the index of the first word of a peer's offer, which is equal in the inboxes of all members."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + slot * _OFFER_WORDS
 
-    def number_at(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word that has the number of the offer of `peer` in `slot` of a ring."""
-        return self.offer_at(peer, ring, slot) + _OFFER_WORDS - 1
+    def number_index(self, peer: int, ring: int, slot: int) -> int:
+        """Returns the index of the word with the number of a peer's offer."""
+        return self.offer_index(peer, ring, slot) + _OFFER_WORDS - 1
 
-    def read_at(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word in which `peer` writes the number of this rank's offer in `slot` of a ring once it has
-        read it.
-        """
+    def read_index(self, peer: int, ring: int, slot: int) -> int:
+        """Returns the index of the word to which `peer` writes the number of this rank's offer after it has read the offer."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 
-def _pages(num_bytes: int) -> mmap.mmap:
-    """Returns zeros that take no memory before they are written: of a ring that nobody uses there is nothing.
+def _allocate_zeros(num_bytes: int) -> mmap.mmap:
+    """Allocates zeros whose pages need memory only once they are written, so that unused rings need none.
 
-    Elsewhere than on Linux there is no attaching, but an inbox until the ranks have told each other so.
+    Systems except Linux cannot attach, but need an inbox until the ranks have told each other so.
     """
     if sys.platform == "linux":
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -117,21 +115,22 @@ def _pages(num_bytes: int) -> mmap.mmap:
 
 
 _YIELD_S = 1e-3
-_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 5e-4
-_PART = 64
-"""A rank that waits lets others run, and sleeps after a millisecond: for a part of what it has waited, so that it comes hardly
-later. To look every 50 us takes 15 % of a core, from the rank for which it waits where there are more ranks."""
+_MIN_SLEEP_S = 50e-6
+_MAX_SLEEP_S = 5e-4
+_SLEEP_DIVISOR = 64
+"""A waiting rank yields for a millisecond, and then sleeps for 1/64 of the time that it has waited, which delays it little.
+Polling every 50 us would use 15 % of a core, which the awaited rank may need.
+"""
 
-_LOOK_S = 0.5
-"""How often a rank that waits looks whether the peer is still there."""
+_PEER_CHECK_S = 0.5
+"""The interval at which a waiting rank checks whether the peer is alive."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-NUMBERING = Path("/proc/self/ns/pid")
+PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
-class _Card(NamedTuple):
-    """How others find a rank: its machine, process, inbox, and the token with which that begins."""
+class _Address(NamedTuple):
+    """Locates a rank: its host, its pid, and the address and token of its inbox."""
 
     host: Hashable
     pid: int
@@ -140,7 +139,7 @@ class _Card(NamedTuple):
 
 
 class Connection:
-    """Reads the memory of the members of a group, and writes into their inboxes. Made by `open`."""
+    """Reads the memory of the members of a group, and writes to their inboxes. Created by `open`."""
 
     def __init__(self, members: Members, num_rings: int, timeout_s: float) -> None:
         self.members = members
@@ -148,134 +147,140 @@ class Connection:
         self.peers = members.peers
         self.timeout_s = timeout_s
         self.inbox = Inbox(members.size, num_rings, secrets.randbits(62))
-        self._cards = [_Card(_host(), os.getpid(), self.inbox.address, self.inbox.words[0])]
-        self._ends: dict[int, select.poll] = {}
+        self._addresses = [_Address(_host(), os.getpid(), self.inbox.address, self.inbox.words[0])]
+        self._process_polls: dict[int, select.poll] = {}
 
     @classmethod
     def open(cls, members: Members, num_rings: int, lane: dist.ProcessGroup, timeout_s: float) -> Connection | None:
-        """Connects `members`, which all call this; they talk over `lane`. Returns None on all of them if any cannot.
+        """Connects `members`, or returns None on all of them if any pair cannot connect. A collective over `lane`.
 
-        timeout_s: of every wait.
+        timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
-        # Both: the lane's members, in the order of the table of groups.
-        values = gather_values(connection._cards[0], lane)
-        connection._cards = cards = [_Card(host and tuple(host), *rest) for host, *rest in values]
-        hosts = {card.host for card in cards}
-        # Watched first: whoever has the token then is the process that is watched.
-        able = (
-            len(hosts) == 1 and None not in hosts and connection._watch() and all(map(connection._can_reach, connection.peers))
+        # Both gathers are over the lane's members, in the order of the table of groups.
+        values = gather_values(connection._addresses[0], lane)
+        connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
+        hosts = {address.host for address in connection._addresses}
+        # Opens the descriptors before it reads the tokens, so that a token proves the identity of the descriptor's process.
+        is_connected = (
+            len(hosts) == 1
+            and None not in hosts
+            and connection._open_descriptors()
+            and all(map(connection._can_reach, connection.peers))
         )
-        return connection if all(gather_values(able, lane)) else None
+        return connection if all(gather_values(is_connected, lane)) else None
 
-    def read(self, peer: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan], what: str) -> None:
-        """Copies `there`, of the memory of the peer at coordinate `peer`, into `here`; both are as long. Raises RunError
-        `collective-failed` if it has ended, or its memory cannot be reached. what: for the message.
+    def read(self, peer: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan], label: str) -> None:
+        """Copies the spans `remote` of the memory of the peer at coordinate `peer` to `local`, which are equally long.
+
+        label: the exchange, for errors. Raises RunError `collective-failed` if the peer has ended or its memory cannot be
+        read.
         """
-        num_bytes = -1 if self._has_ended(peer) else read(self._cards[peer].pid, here, there)
-        self._copied(num_bytes, there, peer, what)
+        num_bytes = -1 if self._has_ended(peer) else read(self._addresses[peer].pid, local, remote)
+        self._check_copy(num_bytes, remote, peer, label)
 
-    def try_read(self, peer: int, here: MemorySpan, there: MemorySpan) -> bool:
-        """Copies `there`, of the peer's memory, into `here`; returns whether all of it could be copied. Never raises."""
-        return not self._has_ended(peer) and read(self._cards[peer].pid, [here], [there]) == here.num_bytes
+    def try_read(self, peer: int, local: MemorySpan, remote: MemorySpan) -> bool:
+        """Copies `remote` of the peer's memory to `local`, and returns whether all of it was copied. Never raises."""
+        return not self._has_ended(peer) and read(self._addresses[peer].pid, [local], [remote]) == local.num_bytes
 
-    def push(self, peer: int, here: Sequence[MemorySpan], at: int, what: str) -> None:
-        """Copies the words of `here`, span after span, into the peer's inbox, from word number `at` on.
+    def push(self, peer: int, local: Sequence[MemorySpan], index: int, label: str) -> None:
+        """Copies the spans `local`, one after another, to the peer's inbox from the word `index` on.
 
-        Raises RunError `collective-failed` if the process that has the inbox has ended, or its memory cannot be reached.
+        Raises RunError `collective-failed` if the peer has ended or its memory cannot be written.
         """
-        address = self._cards[peer].inbox + at * WORD_BYTES
-        there = []
-        for span in here:
-            there.append(MemorySpan(address, span.num_bytes))
+        address = self._addresses[peer].inbox + index * WORD_BYTES
+        remote = []
+        for span in local:
+            remote.append(MemorySpan(address, span.num_bytes))
             address += span.num_bytes
-        num_bytes = -1 if self._has_ended(peer) else write(self._cards[peer].pid, here, there)
-        self._copied(num_bytes, there, peer, what)
+        num_bytes = -1 if self._has_ended(peer) else write(self._addresses[peer].pid, local, remote)
+        self._check_copy(num_bytes, remote, peer, label)
 
-    def wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], turn: Turn) -> None:
-        """Calls `is_true` until it returns True; from a millisecond on sleeps in between, and holds no core.
+    def wait_until(self, is_true: Callable[[], bool], late_peer: Callable[[], int], turn: Turn) -> None:
+        """Calls `is_true` until it returns True. After a millisecond, sleeps between the calls.
 
-        late: returns the coordinate of a peer for which that waits. turn: what the exchange is, for errors and for who asks who
-        waits. Raises RunError `collective-failed` where that peer has ended, or does not come within `timeout_s`, and
-        `ranks-differ` where ranks wait for each other.
+        late_peer: returns the coordinate of a peer that delays the wait. turn: describes the exchange. Raises RunError
+        `collective-failed` if that peer has ended or exceeds `timeout_s`, and `ranks-differ` if ranks wait for each other.
         """
-        began = looked = time.perf_counter()
+        start = last_check = time.perf_counter()
         progress = turn.members.progress
         progress.waits(turn)
         while not is_true():
             now = time.perf_counter()
-            if now - began < _YIELD_S:
+            if now - start < _YIELD_S:
                 os.sched_yield()
                 continue
-            time.sleep(min(max((now - began) / _PART, _SLEEP_S), _LONGEST_SLEEP_S))
-            if now - looked > _LOOK_S:
-                looked = now
-                peer = late()
+            time.sleep(min(max((now - start) / _SLEEP_DIVISOR, _MIN_SLEEP_S), _MAX_SLEEP_S))
+            if now - last_check > _PEER_CHECK_S:
+                last_check = now
+                peer = late_peer()
                 if not self._can_reach(peer):
                     raise turn.failed(self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
-                if now - began > self.timeout_s:
-                    why = f"it did not come within {self.timeout_s:g} s"
-                    raise turn.failed(self._failure(peer, turn.what, why), True, self._rank_of(peer))
+                if now - start > self.timeout_s:
+                    reason = f"it did not come within {self.timeout_s:g} s"
+                    raise turn.failed(self._failure(peer, turn.what, reason), True, self._rank_of(peer))
         progress.waited()
 
-    def _copied(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, what: str) -> None:
-        """Raises RunError `collective-failed` unless `num_bytes` is the length of `spans`: all was copied."""
+    def _check_copy(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, label: str) -> None:
+        """Raises RunError `collective-failed` unless `num_bytes` is the size of `spans`."""
         if num_bytes != sum(span.num_bytes for span in spans):
-            message = self._failure(peer, what, "its memory cannot be reached any more")
+            message = self._failure(peer, label, "its memory cannot be reached any more")
             raise RunError("collective-failed", message, hint="another rank of the group stopped")
 
-    def _failure(self, peer: int, what: str, why: str) -> str:
-        """Returns the message of an exchange of `what` with a peer that failed, and why."""
-        return f"the exchange of {what} with rank {self._rank_of(peer)} failed on rank {self.members.rank}: {why}"
+    def _failure(self, peer: int, label: str, reason: str) -> str:
+        """Returns the error message of a failed exchange with a peer."""
+        return f"the exchange of {label} with rank {self._rank_of(peer)} failed on rank {self.members.rank}: {reason}"
 
     def _rank_of(self, peer: int) -> int:
         """Returns the global rank of the member at coordinate `peer`."""
         return self.members.ranks[peer]
 
-    def _watch(self) -> bool:
-        """Opens a descriptor of each peer's process, by which its end is seen; returns whether that works for all: from Linux
-        5.3 on, if nothing forbids it. They are closed with this object.
+    def _open_descriptors(self) -> bool:
+        """Opens a descriptor of each peer's process, and returns whether that worked for all. Needs Linux 5.3.
+
+        The descriptors are closed with this object.
         """
-        watched: list[int] = []
-        weakref.finalize(self, _close, watched)
+        descriptors: list[int] = []
+        weakref.finalize(self, _close_descriptors, descriptors)
         for peer in self.peers:
             try:
-                watched.append(os.pidfd_open(self._cards[peer].pid))
+                descriptors.append(os.pidfd_open(self._addresses[peer].pid))
             except (AttributeError, OSError):
                 return False
-            self._ends[peer] = select.poll()
-            self._ends[peer].register(watched[-1], select.POLLIN)
+            self._process_polls[peer] = select.poll()
+            self._process_polls[peer].register(descriptors[-1], select.POLLIN)
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether the peer's process is gone, and its number perhaps another's. Takes 1 us."""
-        return bool(self._ends[peer].poll(0))
+        """Returns whether the peer's process has ended, so that another process may have its pid. Takes 1 us."""
+        return bool(self._process_polls[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:
-        """Returns whether the peer's process is there and its inbox, which begins with its token, can be read and written."""
+        """Returns whether the peer is alive, and its inbox has its token and can be read and written."""
         if self._has_ended(peer):
             return False
-        card = self._cards[peer]
+        address = self._addresses[peer]
         word = ctypes.c_int64()
-        here, there = [MemorySpan(ctypes.addressof(word), WORD_BYTES)], [MemorySpan(card.inbox, WORD_BYTES)]
-        if read(card.pid, here, there) != WORD_BYTES or word.value != card.token:
+        local, remote = [MemorySpan(ctypes.addressof(word), WORD_BYTES)], [MemorySpan(address.inbox, WORD_BYTES)]
+        if read(address.pid, local, remote) != WORD_BYTES or word.value != address.token:
             return False
-        return write(card.pid, here, there) == WORD_BYTES
+        return write(address.pid, local, remote) == WORD_BYTES
 
 
-def _close(descriptors: list[int]) -> None:
+def _close_descriptors(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def _host() -> Hashable:
-    """Returns what is equal for processes that may read each other: this machine's boot and its numbering of processes. None
-    where that is not told, or this is not Linux on x86-64.
+    """Returns the boot and pid namespace of this process, which are equal for processes that may read each other.
+
+    None if they are unknown, or if this is not Linux on x86-64.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     try:
-        boot = BOOT_ID.read_text(encoding="ascii").strip()
-        return boot, NUMBERING.stat().st_ino
-    except OSError:  # a /proc that shows less, as in some containers
+        boot_id = BOOT_ID.read_text(encoding="ascii").strip()
+        return boot_id, PID_NAMESPACE.stat().st_ino
+    except OSError:  # some containers hide parts of /proc
         return None

@@ -1,6 +1,6 @@
-"""`process_vm_readv` and `process_vm_writev` of Linux: copies between the memory of two processes of one user.
+"""Copies between the memory of two processes of one user, with Linux's `process_vm_readv` and `process_vm_writev`.
 
-The field calls it cross-memory attach (CMA).
+This is known as cross-memory attach (CMA).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import ctypes.util
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-MOST_SPANS = 1024
-"""IOV_MAX of Linux: more in one call are refused."""
+MAX_SPANS = 1024
+"""The limit of spans per call (IOV_MAX of Linux)."""
 
-MOST_BYTES = 1 << 30
-"""Copied by one call. Linux moves 2 GiB less a page at most (MAX_RW_COUNT), and says so only by what it returns."""
+MAX_BYTES = 1 << 30
+"""The limit of bytes per call. Linux silently copies less than 2 GiB per call (MAX_RW_COUNT)."""
 
 
 class MemorySpan(NamedTuple):
-    """`num_bytes` bytes of some process at `address`."""
+    """`num_bytes` bytes at `address` in a process."""
 
     address: int
     num_bytes: int
@@ -29,7 +29,7 @@ class _Vector(ctypes.Structure):
 
 
 def _function(name: str) -> Any:
-    """Returns a function of the C library by its name; None where it has none such."""
+    """Returns the function `name` of the C library, or None if there is none."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
@@ -42,61 +42,61 @@ _readv = _function("process_vm_readv")
 _writev = _function("process_vm_writev")
 
 
-def read(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
-    """Copies `there`, of process `pid`, into `here`, as long; returns the bytes copied, or -1 if it may not. Holds no GIL."""
-    return _copy(_readv, pid, here, there)
+def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
+    """Copies the spans `remote` of process `pid` to `local`, which are equally long, without the GIL.
 
-
-def write(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
-    """Copies `here` into `there`, of process `pid`, span after span; returns the bytes copied, or -1 if it may not. Holds no
-    GIL.
+    Returns the number of copied bytes, or -1 if the copy is not permitted.
     """
-    return _copy(_writev, pid, here, there)
+    return _copy(_readv, pid, local, remote)
 
 
-def _copy(function: Any, pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
-    """Calls `function` as often as Linux's limits need; returns the bytes copied, or -1 if a call fails or there is no
-    `function`.
+def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
+    """Copies the spans `local`, one after another, to `remote` of process `pid`, without the GIL.
+
+    Returns the number of copied bytes, or -1 if the copy is not permitted.
     """
+    return _copy(_writev, pid, local, remote)
+
+
+def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
+    """Calls `function` within Linux's limits. Returns the number of copied bytes, or -1 if a call fails or it is None."""
     if function is None:
         return -1
-    copied = 0
-    for some, others in _calls(here, there):
-        own, foreign = _vectors(some), _vectors(others)
-        num_bytes = int(function(pid, own, len(own), foreign, len(foreign), 0))
+    num_copied = 0
+    for local_part, remote_part in _split_calls(local, remote):
+        local_vectors, remote_vectors = _vectors(local_part), _vectors(remote_part)
+        num_bytes = int(function(pid, local_vectors, len(local_vectors), remote_vectors, len(remote_vectors), 0))
         if num_bytes < 0:
             return -1
-        copied += num_bytes
-    return copied
+        num_copied += num_bytes
+    return num_copied
 
 
-def _calls(
-    here: Sequence[MemorySpan], there: Sequence[MemorySpan]
+def _split_calls(
+    local: Sequence[MemorySpan], remote: Sequence[MemorySpan]
 ) -> Iterator[tuple[Sequence[MemorySpan], Sequence[MemorySpan]]]:
-    """Yields the same copies, as many at a time as one call takes: all at once if they fit; else in pairs of spans of one
-    length, which are cut where they must be.
-    """
-    if len(there) <= MOST_SPANS and len(here) <= MOST_SPANS and sum(span.num_bytes for span in there) <= MOST_BYTES:
-        yield here, there
+    """Yields the local and remote spans of each call: all at once if they fit, or pairs of spans, split where necessary."""
+    if len(remote) <= MAX_SPANS and len(local) <= MAX_SPANS and sum(span.num_bytes for span in remote) <= MAX_BYTES:
+        yield local, remote
         return
-    some: list[MemorySpan] = []
-    others: list[MemorySpan] = []
-    room = MOST_BYTES
-    for own, foreign in zip(here, there, strict=True):
-        assert own.num_bytes == foreign.num_bytes, f"{own} for {foreign}"
-        done = 0
-        while done < own.num_bytes:
-            if not room or len(some) == MOST_SPANS:
-                yield some, others
-                some, others, room = [], [], MOST_BYTES
-            size = min(own.num_bytes - done, room)
-            some.append(MemorySpan(own.address + done, size))
-            others.append(MemorySpan(foreign.address + done, size))
-            done += size
-            room -= size
-    yield some, others
+    local_part: list[MemorySpan] = []
+    remote_part: list[MemorySpan] = []
+    num_remaining = MAX_BYTES
+    for local_span, remote_span in zip(local, remote, strict=True):
+        assert local_span.num_bytes == remote_span.num_bytes, f"{local_span} for {remote_span}"
+        offset = 0
+        while offset < local_span.num_bytes:
+            if not num_remaining or len(local_part) == MAX_SPANS:
+                yield local_part, remote_part
+                local_part, remote_part, num_remaining = [], [], MAX_BYTES
+            size = min(local_span.num_bytes - offset, num_remaining)
+            local_part.append(MemorySpan(local_span.address + offset, size))
+            remote_part.append(MemorySpan(remote_span.address + offset, size))
+            offset += size
+            num_remaining -= size
+    yield local_part, remote_part
 
 
 def _vectors(spans: Sequence[MemorySpan]) -> ctypes.Array[_Vector]:
-    """Returns spans in the form that Linux's calls take."""
+    """Returns `spans` as an array of Linux's iovec."""
     return (_Vector * len(spans))(*(_Vector(*span) for span in spans))

@@ -1,4 +1,4 @@
-"""The record by which core finds this transport: an entry point of the group `sley.transports`. Imports no torch."""
+"""Declares the transport for the entry point group `sley.transports`. Imports no torch."""
 
 from sley_core.records import TransportRecord
 

@@ -1,6 +1,6 @@
-"""Gathers, reductions and swaps of rows by ranks that read each other's memory; the same bits as by messages.
+"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory. The bits are those of messages.
 
-What comes is read when it is awaited: nothing else moves it, so a wait costs the copy, and no core is taken before.
+Data are read only in a wait, so that a wait takes the time of the copy, and nothing runs before.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Published, Work
 
 PIECE_BYTES = 1 << 18
-"""How much of a gradient is read before it is added: it stays in the cache in between."""
+"""The size of the pieces of a gradient that are read and then added, so that they stay in the cache."""
 
 
-class _OneOffer(Work):
-    """An exchange for which each rank offers `tensors`, once. Subclasses say what of the peers' is taken, and how."""
+class _Exchange(Work):
+    """An exchange for which each rank offers `tensors` once. Subclasses read from the peers' tensors."""
 
     def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
         self._offers = offers
-        self._what = mark.what
-        self._tensors = tensors  # alive while others may read them
+        self._label = mark.what
+        self._tensors = tensors  # peers may read them
         self._is_open = True
         self._number = offers.offer(tensors, mark, self._complete)
 
@@ -34,192 +34,188 @@ class _OneOffer(Work):
     def wait(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._take()
+            self._read_peers()
 
     def release(self) -> None:
-        """Takes what has not been taken: of most exchanges nothing may be left out."""
+        """Completes the exchange, since most exchanges need all data."""
         self.wait()
 
     def wait_sent(self) -> None:
         self.release()
-        self._offers.wait_read(self._number, self._what)
+        self._offers.wait_read(self._number, self._label)
 
     def _complete(self) -> None:
-        """Waits as `wait_sent` does, but keeps the result, which may still be wanted; called where the ring
-        of offers is full.
-        """
+        """Completes the exchange and waits for the peers' reads, but keeps the result. Called if the ring is full."""
         self.wait()
-        self._offers.wait_read(self._number, self._what)
+        self._offers.wait_read(self._number, self._label)
 
-    def _take(self) -> None:
-        """Reads what comes from the peers, and tells them so."""
+    def _read_peers(self) -> None:
+        """Reads the data of all peers, and tells them so."""
         raise NotImplementedError
 
 
-class Gather(_OneOffer):
-    """Fills each of `wholes` with the ranks' `shards`."""
+class Gather(_Exchange):
+    """Fills each of `outputs` with the ranks' `shards`."""
 
-    def __init__(self, offers: Offers, wholes: Sequence[Tensor], shards: Sequence[Tensor], mark: Mark) -> None:
+    def __init__(self, offers: Offers, outputs: Sequence[Tensor], shards: Sequence[Tensor], mark: Mark) -> None:
         super().__init__(offers, shards, mark)
-        self._rows = rows_of(wholes, shards, offers)
+        self._rows = copy_local_rows(outputs, shards, offers)
 
     def release(self) -> None:
-        """Gives up the result, and tells the peers that what was not awaited will never be read."""
+        """Drops the result, and tells the peers that unread data are not needed any more."""
         if self._is_open:
             self._is_open = False
             for peer in self._offers.peers:
-                self._offers.done(peer, self._number, self._what)
-        self._rows = []  # the memory may be let go, long before `wait_sent`
+                self._offers.finish_read(peer, self._number, self._label)
+        self._rows = []  # frees the memory before `wait_sent`
 
-    def _take(self) -> None:
-        """Reads every peer's shards into their rows as each comes, and tells it so."""
+    def _read_peers(self) -> None:
         for peer in self._offers.peers:
-            addresses = self._offers.wait_table(peer, self._number, self._what)
-            here = [span(rows[peer]) for rows in self._rows]
-            there = [MemorySpan(address, part.num_bytes) for address, part in zip(addresses, here, strict=True)]
-            self._offers.read(peer, here, there, self._what)
-            self._offers.done(peer, self._number, self._what)
+            addresses = self._offers.wait_table(peer, self._number, self._label)
+            local = [span_of(rows[peer]) for rows in self._rows]
+            remote = [MemorySpan(address, span.num_bytes) for address, span in zip(addresses, local, strict=True)]
+            self._offers.read(peer, local, remote, self._label)
+            self._offers.finish_read(peer, self._number, self._label)
 
 
-class ReduceScatter(_OneOffer):
-    """Adds the peers' part of each of `wholes` to this rank's rows of it."""
+class ReduceScatter(_Exchange):
+    """Adds the peers' rows of each of `inputs` to this rank's rows."""
 
-    def __init__(self, offers: Offers, wholes: Sequence[Tensor], size: int, mark: Mark) -> None:
-        self._own = [whole.view(size, -1)[offers.coord] for whole in wholes]
-        super().__init__(offers, wholes, mark)
+    def __init__(self, offers: Offers, inputs: Sequence[Tensor], size: int, mark: Mark) -> None:
+        self._local_rows = [tensor.view(size, -1)[offers.coord] for tensor in inputs]
+        super().__init__(offers, inputs, mark)
 
-    def _take(self) -> None:
-        """Waits for all peers, adds their part of each whole to this rank's rows in the order of coordinates, and tells them
-        so.
-        """
+    def _read_peers(self) -> None:
+        """Waits for all peers, and adds their rows in the order of coordinates."""
         offers = self._offers
-        tables = [offers.wait_table(peer, self._number, self._what) for peer in offers.peers]
-        for at, own in enumerate(self._own):
-            addresses = [table[at] + offers.coord * own.nbytes for table in tables]
-            add_from(offers, own, addresses, self._what)
+        tables = [offers.wait_table(peer, self._number, self._label) for peer in offers.peers]
+        for index, rows in enumerate(self._local_rows):
+            addresses = [table[index] + offers.coord * rows.nbytes for table in tables]
+            add_remote(offers, rows, addresses, self._label)
         for peer in offers.peers:
-            offers.done(peer, self._number, self._what)
+            offers.finish_read(peer, self._number, self._label)
 
 
-class AllToAll(_OneOffer):
-    """Row i of `received` is this rank's row of the i-th rank's `sent`."""
+class AllToAll(_Exchange):
+    """Reads this rank's row of the i-th rank's `sent` into row i of `received`."""
 
     def __init__(self, offers: Offers, received: Tensor, sent: Tensor, mark: Mark) -> None:
         super().__init__(offers, [sent], mark)
         self._received = received
         received[offers.coord].copy_(sent[offers.coord])
 
-    def _take(self) -> None:
-        """Reads this rank's row of every peer's `sent` as each comes, and tells it so."""
+    def _read_peers(self) -> None:
         offers = self._offers
         for peer in offers.peers:
-            (address,) = offers.wait_table(peer, self._number, self._what)
-            here = span(self._received[peer])
-            there = MemorySpan(address + offers.coord * here.num_bytes, here.num_bytes)
-            offers.read(peer, [here], [there], self._what)
-            offers.done(peer, self._number, self._what)
+            (address,) = offers.wait_table(peer, self._number, self._label)
+            local = span_of(self._received[peer])
+            remote = MemorySpan(address + offers.coord * local.num_bytes, local.num_bytes)
+            offers.read(peer, [local], [remote], self._label)
+            offers.finish_read(peer, self._number, self._label)
 
 
-class Shared(Published):
-    """Lets the peers read `shards` without asking for each: one offer for as long as nobody writes them.
+class PublishedOffer(Published):
+    """Lets the peers read `shards` with a single offer until `wait_sent`.
 
-    Gathers from it wait for the peers once, however many they are.
+    All gathers of the shards together wait only once for each peer.
     """
 
     def __init__(self, offers: Offers, shards: Sequence[Tensor], mark: Mark) -> None:
         self.offers = offers
-        self._what = mark.what
-        self._shards = shards  # alive while others may read them
-        self._number = offers.offer(shards, mark)  # one is open at a time, in a row of offers of its own
-        self._places = {shard.data_ptr(): place for place, shard in enumerate(shards)}
+        self._label = mark.what
+        self._shards = shards  # peers may read them
+        self._number = offers.offer(shards, mark)  # only one is open, in a separate ring
+        self._indices = {shard.data_ptr(): index for index, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        """Gathers `shards`, which are among those that are shared."""
-        return _SharedGather(self, wholes, shards, [self._places[shard.data_ptr()] for shard in shards])
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        """Gathers `shards`, which must be among the published shards."""
+        return _PublishedGather(self, outputs, shards, [self._indices[shard.data_ptr()] for shard in shards])
 
-    def read(self, peer: int, places: Sequence[int], here: Sequence[MemorySpan]) -> None:
-        """Copies the peer's shards at `places`, numbers in the order in which they are shared, into `here`; the first time,
-        waits until the peer shares its own.
-        """
+    def read(self, peer: int, indices: Sequence[int], local: Sequence[MemorySpan]) -> None:
+        """Copies the peer's published shards at `indices` to `local`. The first call waits until the peer publishes them."""
         if peer not in self._tables:
-            self._tables[peer] = self.offers.wait_table(peer, self._number, self._what)
+            self._tables[peer] = self.offers.wait_table(peer, self._number, self._label)
         table = self._tables[peer]
-        there = [MemorySpan(table[place], part.num_bytes) for place, part in zip(places, here, strict=True)]
-        self.offers.read(peer, here, there, self._what)
+        remote = [MemorySpan(table[index], span.num_bytes) for index, span in zip(indices, local, strict=True)]
+        self.offers.read(peer, local, remote, self._label)
 
     def is_offered(self) -> bool:
-        """Returns whether every peer has begun to share its own; never blocks."""
+        """Returns whether every peer has published its shards. Never blocks."""
         return self.offers.is_offered(self._number)
 
     def wait_sent(self) -> None:
         for peer in self.offers.peers:
-            self.offers.done(peer, self._number, self._what)
-        self.offers.wait_read(self._number, self._what)
+            self.offers.finish_read(peer, self._number, self._label)
+        self.offers.wait_read(self._number, self._label)
 
 
-class _SharedGather(Work):
-    """A gather of what is shared: it asks for nothing, so nobody has to be told of its end."""
+class _PublishedGather(Work):
+    """A gather of published shards. Peers need no message of its start or end."""
 
-    def __init__(self, shared: Shared, wholes: Sequence[Tensor], shards: Sequence[Tensor], places: Sequence[int]) -> None:
-        self._shared = shared
-        self._places = places
+    def __init__(
+        self, published: PublishedOffer, outputs: Sequence[Tensor], shards: Sequence[Tensor], indices: Sequence[int]
+    ) -> None:
+        self._published = published
+        self._indices = indices
         self._is_open = True
-        self._rows = rows_of(wholes, shards, shared.offers)
+        self._rows = copy_local_rows(outputs, shards, published.offers)
 
     def test(self) -> bool:
-        return not self._is_open or self._shared.is_offered()
+        return not self._is_open or self._published.is_offered()
 
     def wait(self) -> None:
-        """Reads every peer's shards into their rows, if that was not done yet."""
+        """Reads the shards of all peers into their rows. A second call does nothing."""
         if self._is_open:
             self._is_open = False
-            for peer in self._shared.offers.peers:
-                self._shared.read(peer, self._places, [span(rows[peer]) for rows in self._rows])
+            for peer in self._published.offers.peers:
+                self._published.read(peer, self._indices, [span_of(rows[peer]) for rows in self._rows])
 
     def release(self) -> None:
-        """Gives up the result; what was not awaited is never read, and nobody need be told."""
+        """Drops the result. Unread data are not read any more."""
         self._is_open = False
         self._rows = []
 
     def wait_sent(self) -> None:
-        """Returns at once: the peers read until what is shared ends."""
+        """Returns at once, since peers may read the shards until `PublishedOffer.wait_sent`."""
         self.release()
 
 
-def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
-    """Copies this rank's shard into its place in each of `wholes`, unless it lies there; returns them as [size, *shard's
-    shape].
+def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
+    """Copies this rank's shards to their rows of `outputs`, and returns these as [size, *shard's shape].
+
+    A shard that is already a view of its rows is not copied.
     """
     size = offers.connection.members.size
-    views = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
-    for rows, shard in zip(views, shards, strict=True):
-        own = rows[offers.coord]
-        if shard.data_ptr() != own.data_ptr():
-            own.copy_(shard)
+    views = [output.view(size, *shard.shape) for output, shard in zip(outputs, shards, strict=True)]
+    for view, shard in zip(views, shards, strict=True):
+        rows = view[offers.coord]
+        if shard.data_ptr() != rows.data_ptr():
+            rows.copy_(shard)
     return views
 
 
-def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -> None:
-    """Adds to `own` what lies at `addresses`, one of each peer in their order, piece by piece. The ranks' offers must have been
-    waited for.
+def add_remote(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
+    """Adds the tensors at `addresses`, one of each peer, in order, to `total`, piece by piece.
+
+    The caller must have waited for the peers' offers.
     """
-    length = PIECE_BYTES // own.element_size()
-    piece = scratch(own)
-    for first in range(0, own.numel(), length):
-        target = own[first : first + length]
-        came = piece[: target.numel()]
+    length = PIECE_BYTES // total.element_size()
+    memory = scratch(total)
+    for start in range(0, total.numel(), length):
+        target = total[start : start + length]
+        piece = memory[: target.numel()]
         for peer, address in zip(offers.peers, addresses, strict=True):
-            there = MemorySpan(address + first * own.element_size(), target.nbytes)
-            offers.read(peer, [span(came)], [there], what)
-            target.add_(came)
+            remote = MemorySpan(address + start * total.element_size(), target.nbytes)
+            offers.read(peer, [span_of(piece)], [remote], label)
+            target.add_(piece)
 
 
-def scratch(own: Tensor) -> Tensor:
-    """Returns memory into which a peer's part of `own` is read piece by piece: at most 256 KiB."""
-    return torch.empty(min(PIECE_BYTES // own.element_size(), own.numel()), dtype=own.dtype)
+def scratch(total: Tensor) -> Tensor:
+    """Returns the memory for a piece of a peer's tensor that is added to `total`, at most 256 KiB."""
+    return torch.empty(min(PIECE_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 
-def span(tensor: Tensor) -> MemorySpan:
-    """Returns where `tensor`, which is contiguous, lies."""
+def span_of(tensor: Tensor) -> MemorySpan:
+    """Returns the memory span of a contiguous tensor."""
     return MemorySpan(tensor.data_ptr(), tensor.nbytes)

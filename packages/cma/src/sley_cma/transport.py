@@ -11,33 +11,31 @@ from torch import Tensor
 from sley_cma.connection import Connection
 from sley_cma.offers import Offers
 from sley_cma.process_vm import MemorySpan
-from sley_cma.rows import AllToAll, Gather, ReduceScatter, Shared, add_from, span
+from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_remote, span_of
 from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
 
 RINGS = 4
-"""Rows of offers of one lane: exchanges of rows, what is published, and the two of sums. Each is in one order by itself, so
-what is published may stay for a whole step: however many exchanges come in between, none waits for its place to be free."""
+"""The number of rings of a lane: exchanges of rows, published shards, and two for sums. Each ring has its own order, so
+published shards may stay for a whole step without blocking exchanges.
+"""
 
 
-class Cma(Transport):
-    """Reads and writes by `connection`; lane `name`, at `at` of those that share it, each with RINGS rings.
+class CmaTransport(Transport):
+    """Exchanges host tensors over `connection`. name, index: the name and the index of the lane, each with RINGS rings."""
 
-    Tensors are on the host.
-    """
-
-    def __init__(self, connection: Connection, name: str, at: int) -> None:
+    def __init__(self, connection: Connection, name: str, index: int) -> None:
         self.members = connection.members
-        rows, published, wholes, slices = (Offers(connection, name, RINGS * at + ring) for ring in range(RINGS))
+        rows, published, inputs, slices = (Offers(connection, name, RINGS * index + ring) for ring in range(RINGS))
         self.rows = rows
         self.published = published
-        self.sums = CmaSums(wholes, slices)
+        self.sums = SumQueue(inputs, slices)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         return Gather(self.rows, wholes, shards, Mark.of("all-gather", what, shards))
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
-        """Offers all `shards` at once, so that no gather of them waits for a peer to come to it; returns what gathers them."""
-        return Shared(self.published, shards, Mark.of("share", what, shards))
+        """Offers all `shards` at once, so that their gathers need no messages, and returns the object that gathers them."""
+        return PublishedOffer(self.published, shards, Mark.of("share", what, shards))
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         return ReduceScatter(self.rows, wholes, self.members.size, Mark.of("reduce-scatter", what, wholes, contents))
@@ -50,143 +48,144 @@ class Cma(Transport):
 
 
 def connect(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
-    """Connects `members` by cross-memory attach; returns a transport by it for each of `lanes`, or {} on all ranks, where one
-    cannot read a peer's memory. For tensors on the host. All members call it.
+    """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `lanes`.
 
-    timeout_s: of every wait.
+    Returns {} on all ranks if a rank cannot read a peer's memory. A collective over `members`.
+
+    timeout_s: the time limit of every wait.
     """
-    # The first lane's members, in the order of the table of groups.
+    # Over the first lane's members, in the order of the table of groups.
     connection = Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
-    return {name: Cma(connection, name, at) for at, name in enumerate(lanes)} if connection is not None else {}
+    if connection is None:
+        return {}
+    return {name: CmaTransport(connection, name, index) for index, name in enumerate(lanes)}
 
 
-class CmaSums:
-    """What a group needs for sums, which all members start in one order: a row of offers for either half of a sum.
+class SumQueue:
+    """Holds the sums of a group, which all members start in the same order.
 
-    num_summed: sums whose slice of this rank is summed. unfinished: those whose whole is not there yet, in their order.
+    inputs, slices: the offers of the two halves of a sum. num_reduced: the number of sums whose local slice is summed.
+    unfinished: the sums that are not complete, in order.
 
-        offer whole ──> sum own slice ──> offer own slice ──> read the others' slices ──> wait_sent
-                          ^ all have offered                    ^ all have summed, and nobody needs what is overwritten
+        offer input ──> sum local slice ──> offer local slice ──> read the peers' slices ──> wait_sent
+                          ^ all have offered                       ^ all have summed, and have read this rank's input
 
-    A slice is summed on one rank, own part first, then by ascending coordinate: all ranks hold the same bits, whoever was late.
+    One rank sums a slice, its own values first, then by ascending coordinate. So all ranks get the same bits, in any timing.
     """
 
-    def __init__(self, wholes: Offers, slices: Offers) -> None:
-        self.wholes = wholes
+    def __init__(self, inputs: Offers, slices: Offers) -> None:
+        self.inputs = inputs
         self.slices = slices
-        self.num_summed = 0
+        self.num_reduced = 0
         self.unfinished: list[Sum] = []
 
     def advance(self) -> bool:
-        """Moves on the first sum that can go on without waiting; returns whether there was one."""
-        return any(exchange.advance() for exchange in self.unfinished)
+        """Advances the first sum that can advance without waiting. Returns whether there was one."""
+        return any(unfinished_sum.advance() for unfinished_sum in self.unfinished)
 
 
 class Sum(Work):
-    """The sum of `whole` (contiguous, on the host) over the group of `sums`, in place.
+    """Sums the contiguous host `tensor` over the group of `queue`, in place.
 
-    A slice is summed when those of all sums before are, so that its offer has the same number on all ranks. Where a rank sums
-    something else, or of another length, `mark` says so, `wait` raises RunError `ranks-differ` on all, and nothing is read.
+    A slice is summed after the slices of all earlier sums, so that its offer has the same number on all ranks. If a rank sums
+    something else, which `mark` tells, `wait` raises RunError `ranks-differ` on all ranks, and nothing is read.
     """
 
-    def __init__(self, sums: CmaSums, whole: Tensor, mark: Mark) -> None:
-        self._sums = sums
+    def __init__(self, queue: SumQueue, tensor: Tensor, mark: Mark) -> None:
+        self._queue = queue
         self._mark = mark
-        self._what = mark.what
-        members = sums.wholes.connection.members
-        flat = whole.view(-1)
+        self._label = mark.what
+        members = queue.inputs.connection.members
+        flat = tensor.view(-1)
         length = -(-flat.numel() // members.size)
-        self._slices = [flat[at * length : (at + 1) * length] for at in range(members.size)]
-        self._first = length * members.coord * flat.element_size()
-        self._is_summed = False
-        self._is_whole = False
-        self._number = sums.wholes.offer([whole], mark, self.wait_sent)
-        sums.unfinished.append(self)
+        self._slices = [flat[index * length : (index + 1) * length] for index in range(members.size)]
+        self._slice_offset = length * members.coord * flat.element_size()
+        self._is_reduced = False
+        self._is_complete = False
+        self._number = queue.inputs.offer([tensor], mark, self.wait_sent)
+        queue.unfinished.append(self)
 
     def advance(self) -> bool:
-        """Moves this sum on as far as that needs no waiting; returns whether it has moved."""
-        sums_now = not self._is_summed and self._is_next and self._sums.wholes.is_offered(self._number)
-        if sums_now:
-            self._sum()
-        gathers_now = self._is_summed and not self._is_whole and self._may_gather()
-        if gathers_now:
+        """Advances this sum as far as possible without waiting. Returns whether it has advanced."""
+        can_reduce = not self._is_reduced and self._is_next and self._queue.inputs.is_offered(self._number)
+        if can_reduce:
+            self._reduce()
+        can_gather = self._is_reduced and not self._is_complete and self._can_gather()
+        if can_gather:
             self._gather()
-        return sums_now or gathers_now
+        return can_reduce or can_gather
 
     def test(self) -> bool:
         self.advance()
-        return self._is_whole
+        return self._is_complete
 
     def wait(self) -> None:
-        self._wait_until(lambda: self._is_summed, lambda: self._sums.wholes.late_offerer(self._number), self._turn)
-        self._wait_until(lambda: self._is_whole, self._late_summer, self._turn)
+        self._wait_until(lambda: self._is_reduced, lambda: self._queue.inputs.late_offerer(self._number), self._turn)
+        self._wait_until(lambda: self._is_complete, self._late_peer, self._turn)
 
     def release(self) -> None:
-        """Ends the sum: no part of it may be left out."""
+        """Completes the sum, since peers need this rank's slice."""
         self.wait()
 
     def wait_sent(self) -> None:
-        """Waits until this rank has the whole sum and the peers have read its part of it, moving other sums on meanwhile."""
+        """Waits until the sum is complete and the peers have read this rank's data. Advances other sums meanwhile."""
         self.wait()
-        for offers in (self._sums.wholes, self._sums.slices):
-            turn = partial(offers.read_turn, self._number, self._what)
+        for offers in (self._queue.inputs, self._queue.slices):
+            turn = partial(offers.read_turn, self._number, self._label)
             self._wait_until(partial(offers.is_read, self._number), partial(offers.late_reader, self._number), turn)
-            offers.wait_read(self._number, self._what)
+            offers.wait_read(self._number, self._label)
 
     @property
     def _is_next(self) -> bool:
-        """Returns whether all sums before this one have had this rank's slice summed."""
-        return self._number == self._sums.num_summed + 1
+        """Whether this rank has summed its slices of all earlier sums."""
+        return self._number == self._queue.num_reduced + 1
 
     def _turn(self) -> Turn:
-        """Returns the description of what this sum waits for: the peers' wholes, then their summed slices."""
-        sums = self._sums
-        offers = sums.slices if sums.wholes.is_offered(self._number) else sums.wholes
-        return offers.turn(self._number, self._what)
+        """Returns the description of a wait for the peers' inputs, or then for their summed slices."""
+        queue = self._queue
+        offers = queue.slices if queue.inputs.is_offered(self._number) else queue.inputs
+        return offers.turn(self._number, self._label)
 
-    def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], turn: Callable[[], Turn]) -> None:
-        """Waits for `is_true()`, and moves all sums on meanwhile, so that peers need not wait until this rank comes to theirs.
+    def _wait_until(self, is_true: Callable[[], bool], late_peer: Callable[[], int], turn: Callable[[], Turn]) -> None:
+        """Waits for `is_true()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
 
-        late: returns a peer for which that waits. turn: describes the wait. Ranks may wait for their sums in different orders.
-        The time limit is that of a wait in which none of them moves.
+        late_peer: returns a peer that delays the wait. turn: describes the wait. An advance of a sum restarts the time limit.
         """
         while not is_true():
-            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, turn())
+            self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or is_true(), late_peer, turn())
 
-    def _may_gather(self) -> bool:
-        """Returns whether the peers have read this rank's whole, which may then be overwritten, and have
-        summed their slices.
-        """
-        return self._sums.wholes.is_read(self._number) and self._sums.slices.is_offered(self._number)
+    def _can_gather(self) -> bool:
+        """Returns whether the peers have read this rank's input, so that it may be overwritten, and summed their slices."""
+        return self._queue.inputs.is_read(self._number) and self._queue.slices.is_offered(self._number)
 
-    def _late_summer(self) -> int:
-        """Returns a peer that has not read its slice of this rank's whole; where all have, one whose sum is not offered."""
-        if not self._sums.wholes.is_read(self._number):
-            return self._sums.wholes.late_reader(self._number)
-        return self._sums.slices.late_offerer(self._number)
+    def _late_peer(self) -> int:
+        """Returns a peer that has not read this rank's input, or if all have, a peer that has not offered its slice."""
+        if not self._queue.inputs.is_read(self._number):
+            return self._queue.inputs.late_reader(self._number)
+        return self._queue.slices.late_offerer(self._number)
 
-    def _sum(self) -> None:
-        """Sums this rank's slice from all peers' memory in place, offers the sum, and tells the peers that theirs was read."""
-        wholes = self._sums.wholes
-        own = self._slices[wholes.coord]
-        starts = [wholes.wait_table(peer, self._number, self._what)[0] + self._first for peer in wholes.peers]
-        add_from(wholes, own, starts, self._what)
-        self._is_summed = True
-        self._sums.num_summed += 1
-        # There is room: the sum of RING before ended when this one's whole was offered.
-        # The mark of the whole: slices are cut alike, but the last may be shorter.
-        number = self._sums.slices.offer([own], self._mark)
+    def _reduce(self) -> None:
+        """Sums this rank's slice of all peers' inputs in place, and offers it to the peers."""
+        inputs = self._queue.inputs
+        local_slice = self._slices[inputs.coord]
+        addresses = [inputs.wait_table(peer, self._number, self._label)[0] + self._slice_offset for peer in inputs.peers]
+        add_remote(inputs, local_slice, addresses, self._label)
+        self._is_reduced = True
+        self._queue.num_reduced += 1
+        # The ring is not full, since the offer of this input has completed the oldest sum. The mark is that of the input, since
+        # the last slice may be shorter than the others.
+        number = self._queue.slices.offer([local_slice], self._mark)
         assert number == self._number, f"offer {number} of slices for sum {self._number}"
-        for peer in wholes.peers:
-            wholes.done(peer, self._number, self._what)
+        for peer in inputs.peers:
+            inputs.finish_read(peer, self._number, self._label)
 
     def _gather(self) -> None:
-        """Reads the peers' summed slices into place; this rank then holds the full sum."""
-        slices = self._sums.slices
+        """Reads the peers' summed slices, which completes the sum."""
+        slices = self._queue.slices
         for peer in slices.peers:
-            here = span(self._slices[peer])
-            (address,) = slices.wait_table(peer, self._number, self._what)
-            slices.read(peer, [here], [MemorySpan(address, here.num_bytes)], self._what)
-            slices.done(peer, self._number, self._what)
-        self._is_whole = True
-        self._sums.unfinished.remove(self)
+            local = span_of(self._slices[peer])
+            (address,) = slices.wait_table(peer, self._number, self._label)
+            slices.read(peer, [local], [MemorySpan(address, local.num_bytes)], self._label)
+            slices.finish_read(peer, self._number, self._label)
+        self._is_complete = True
+        self._queue.unfinished.remove(self)

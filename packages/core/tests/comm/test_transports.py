@@ -109,9 +109,9 @@ def kinds(attaches):
 def test_each_group_has_the_transport_that_fits(ranks):
     """Weights, gradients and slices are read by cross-memory attach where that may be; the rest goes by messages."""
     for found in ranks(4)(kinds, True):
-        assert {axis for axis, names in found.items() if "Cma" in names} == {"wp", "stage", "wdp", "sp"}
-        assert found["wp"] == ["Cma", "Cma"]
-        assert found["sp"] == ["Cma"]
+        assert {axis for axis, names in found.items() if "CmaTransport" in names} == {"wp", "stage", "wdp", "sp"}
+        assert found["wp"] == ["CmaTransport", "CmaTransport"]
+        assert found["sp"] == ["CmaTransport"]
         assert found["control"] == ["Direct"]
     assert all({"Direct"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
 

@@ -1,4 +1,4 @@
-"""The tables of the plugin `dp`, and the names of its groups. Imports no torch."""
+"""The plan tables of the plugin `dp` and the axes of its process groups. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pydantic import Field
 from sley_core.api.plan import PositiveFloat, Table
 
 BF16_TOLERANCE = 2**-7
-"""Each rank's term and the sum are rounded to bf16 once, by 2^-8 at most; ranks whose terms cancel may be further off."""
+"""Relative error of a sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. Terms that cancel add to it."""
 
 
 class ReducerConfig(Table):
-    """The keys that every reducer of `dp` has."""
+    """The keys of every reducer of `dp`."""
 
     bucket_mb: PositiveFloat = 25.0
-    """MiB of gradients per bucket; a larger parameter gets a bucket of its own."""
+    """The size of a bucket of gradients in MiB. A larger parameter gets its own bucket."""
 
     start: Literal["check", "broadcast"] = "check"
-    """What to do with replicas that do not start equal: refuse them before the first step, or give them the first one's weights
-    and buffers.
+    """The treatment of replicas that do not start equal: `check` refuses them before the first step, `broadcast` overwrites
+    their weights and buffers with those of the first replica.
     """
 
     @property
     def bucket_bytes(self) -> float:
-        """The most bytes of gradients in a bucket, but for a larger parameter."""
+        """The size limit of a bucket of gradients, in bytes. Only a bucket of a single parameter may exceed it."""
         return self.bucket_mb * (1 << 20)
 
 
@@ -33,33 +33,37 @@ class BucketedConfig(ReducerConfig):
     """Sums gradients over the ranks that share a weight, bucket by bucket, during the backward."""
 
     reduction: Literal["same", "bf16"] = "same"
-    """The format in which gradients are sent: that of accumulation, or bf16, half of fp32's bytes and not exact."""
+    """The dtype in which gradients are sent: that of their accumulation, or bf16, which halves the bytes of fp32 and is not
+    exact.
+    """
 
     @property
     def tolerance(self) -> float:
-        """The relative error that a sum may have; 0 if the sum is exact."""
+        """The allowed relative error of a sum. 0 if sums are exact."""
         return BF16_TOLERANCE if self.reduction == "bf16" else 0.0
 
 
 class ShardedConfig(ReducerConfig):
-    """Reduce-scatters gradients over the ranks that share a weight; each rank steps its part, with the masters and states of
-    that part.
+    """Reduce-scatters gradients over the ranks that share a weight. Each rank updates one shard and holds the shard's master
+    weights and optimizer states.
     """
 
     shards: Annotated[int, Field(ge=2)] | None = None
-    """How many neighbouring ranks share one copy of masters and states; left out, all ranks that share a weight."""
+    """The number of neighbouring ranks that share one copy of master weights and optimizer states; all ranks that share a
+    weight if left out.
+    """
 
 
 SUMS = "sums"
 WEIGHTS = "weights"
-"""The lanes of the ranks that share a copy: a gather of weights, which may wait for a layer, must not delay a sum."""
+"""The lanes of a shards axis. There are two, since a gather of weights may wait for a layer and must not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:
-    """Returns the name of the axis of the ranks that share one copy of the states of what is reduced over `reduce_group`."""
+    """Returns the axis of the ranks of `reduce_group` that share one copy of the optimizer states."""
     return f"dp.shards.{reduce_group}"
 
 
 def copies_axis(reduce_group: str) -> str:
-    """Returns the name of the axis of the ranks of `reduce_group` that hold the same shard."""
+    """Returns the axis of the ranks of `reduce_group` that hold the same shard."""
     return f"dp.copies.{reduce_group}"

@@ -19,7 +19,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         GradientHandlerRecord(
             name="bucketed",
             config=BucketedConfig,
-            build="sley_dp.bucketed:Bucketed",
+            build="sley_dp.bucketed:BucketedReducer",
             role="reducer",
             fixed_order=True,
             tolerance_of=lambda config: config.tolerance,
@@ -28,11 +28,11 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         GradientHandlerRecord(
             name="sharded",
             config=ShardedConfig,
-            build="sley_dp.sharded:Sharded",
+            build="sley_dp.sharded:ShardedReducer",
             role="reducer",
             result="shard",
             fixed_order=True,
-            summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
+            summary="Flat buckets. Each rank updates one shard of each and holds its optimizer states (ZeRO-1).",
         ),
     ]
 
@@ -52,43 +52,45 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroup
 @hookimpl
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
     """Yields a problem if `shards` of `dp.sharded` does not divide a group, or makes several copies of canonical sums."""
-    for number, handler in enumerate(plan.gradient_handlers):
+    for index, handler in enumerate(plan.gradient_handlers):
         if not isinstance(handler.config, ShardedConfig) or handler.config.shards is None:
             continue
-        shards, place = handler.config.shards, ("gradient_handlers", number, "shards")
+        shards, location = handler.config.shards, ("gradient_handlers", index, "shards")
         sizes = {axis: topology.size_of(axis) for axis in reduce_groups(topology)}
         for axis, size in sizes.items():
             if size % shards:
                 divisors = [str(divisor) for divisor in range(2, size + 1) if size % divisor == 0]
-                message = f"{size} ranks (`{axis}`) reduce a gradient together, which are no multiple of shards = {shards}"
-                hint = f"use shards = {' or '.join(divisors)}, or leave it out for all of them"
-                yield Problem(place, message, hint, "shards-do-not-divide")
+                message = f"the {size} ranks of `{axis}` reduce gradients together, but are no multiple of shards = {shards}"
+                hint = f"use shards = {' or '.join(divisors)}, or remove the key to shard over all of them"
+                yield Problem(location, message, hint, "shards-do-not-divide")
                 break
         if plan.parallel.reduction == "canonical" and any(shards < size for size in sizes.values()):
-            copies = max(sizes.values()) // shards
-            message = f"`shards = {shards}` adds up {copies} copies apart, and sums of the plan are canonical"
-            hint = 'leave `shards` out, or use `[parallel] reduction = "fast"`'
-            yield Problem(place, message, hint, "canonical-unsupported")
+            num_copies = max(sizes.values()) // shards
+            message = f"`shards = {shards}` makes {num_copies} separate sums, but the plan asks for canonical sums"
+            hint = 'remove `shards`, or use `[parallel] reduction = "fast"`'
+            yield Problem(location, message, hint, "canonical-unsupported")
 
 
 def reduce_groups(topology: Topology) -> list[str]:
-    """Returns the names of the axes of two or more ranks over which gradients are reduced."""
+    """Returns the axes that reduce gradients and have at least two ranks."""
     axes = ("stage", "wdp") if topology.wp > 1 else ("stage",)
     return [axis for axis in axes if topology.size_of(axis) > 1]
 
 
 def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGroupRecord]:
-    """Yields the groups of the ranks that share a copy of the states and, if there are several copies, of those that hold the
-    same shard.
+    """Yields the process groups of the ranks that share one copy of the optimizer states and, if there are several copies, of
+    the ranks that hold the same shard.
 
-    A reduce group of 8 ranks with shards = 4: 0 1 2 3 | 4 5 6 7 share a copy, 0-4 1-5 2-6 3-7 hold the same shard. shards:
-    divides the size of every reduce group; None for all of it.
+    For a reduce group of 8 ranks and shards = 4, the ranks 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the
+    same shard. shards: a divisor of the size of every reduce group, or None for that size.
     """
     for axis in reduce_groups(topology):
         groups = list(topology.partition(axis))
-        count = shards or topology.size_of(axis)
-        together = tuple(ranks[at : at + count] for ranks in groups for at in range(0, len(ranks), count))
-        yield ProcessGroupRecord(shards_axis(axis), together, (SUMS, WEIGHTS), attaches=True)
-        if count < topology.size_of(axis):
-            alike = tuple(ranks[place::count] for ranks in groups for place in range(count))
-            yield ProcessGroupRecord(copies_axis(axis), alike, attaches=True)
+        num_shards = shards or topology.size_of(axis)
+        ranks_per_copy = tuple(
+            ranks[start : start + num_shards] for ranks in groups for start in range(0, len(ranks), num_shards)
+        )
+        yield ProcessGroupRecord(shards_axis(axis), ranks_per_copy, (SUMS, WEIGHTS), attaches=True)
+        if num_shards < topology.size_of(axis):
+            ranks_per_shard = tuple(ranks[shard::num_shards] for ranks in groups for shard in range(num_shards))
+            yield ProcessGroupRecord(copies_axis(axis), ranks_per_shard, attaches=True)

@@ -1,12 +1,12 @@
-"""Sums buckets of gradients over their reduce group: exactly, in bf16, or so that each rank keeps a part.
+"""Sums buckets of gradients over their reduce group.
 
-    Exact       all-reduce in place
-    Narrow      all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
-    ShardSums   reduce-scatter over the ranks that share a copy ──> all-reduce over those that hold the same part
+    ExactSums   all-reduce in place
+    Bf16Sums    all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
+    ShardSums   reduce-scatter over the ranks that share a copy ──> all-reduce over the ranks that hold the same shard
 
-An all-reduce of bf16 tensors, which gloo and NCCL also offer, adds in bf16: every rank rounds once more, and a sum stops
-growing after 256 equal terms. `Narrow` rounds each term once and the sum once, however many ranks there are, for the same bytes
-sent, and all ranks hold the same bits.
+An all-reduce of bf16 tensors in gloo or NCCL adds in bf16. Then every rank adds a rounding error, and a sum stops growing after
+256 equal terms. `Bf16Sums` sends as many bytes, but rounds each term once and the sum once, however many ranks there are. All
+ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -26,204 +26,213 @@ if TYPE_CHECKING:
     from sley_core.api.comm import Group, Groups, SentBytes, Transport, Work
     from sley_core.api.parts import GradientBuffer
 
-WIRE = torch.bfloat16
 MAX_ACTIVE = 2
-"""Sums in flight at a time if they need scratch memory: while one is gathered, the next is exchanged."""
+"""The limit of sums in flight that need scratch memory. One is gathered while the next is exchanged."""
 
 
-class Exact(Sums):
-    """All-reduces in place, in the gradients' dtype, by the transport of the group."""
+class ExactSums(Sums):
+    """All-reduces buffers in place, in the gradients' dtype."""
 
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
         self._works: list[Work] = []
-        self._moving: list[Work] = []
+        self._unfinished: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        # Over the bucket's reduce group, whose ranks start their buckets in one order.
-        work = group.transport().all_reduce(buffer.data, what=described(buffer), contents=buffer.contents)
+        # Over the bucket's reduce group, whose ranks start their buckets in the same order.
+        work = group.transport().all_reduce(buffer.data, what=describe_bucket(buffer), contents=buffer.contents)
         self.sent.add(buffer.data, group, passes=2)
         self._works.append(work)
-        self._moving = [other for other in (*self._moving, work) if not other.test()]
+        self._unfinished = [work for work in (*self._unfinished, work) if not work.test()]  # `test` advances the sums
 
     def finish(self) -> None:
         for work in self._works:
             work.wait()
-        # After all sums: a peer that is slow to read one must not delay the others.
+        # Only after all sums are complete, so that a peer that reads slowly does not delay them.
         for work in self._works:
             work.wait_sent()
         self._works.clear()
-        self._moving.clear()
+        self._unfinished.clear()
 
     def forget(self) -> None:
         self.finish()
 
 
-class Narrow(Sums):
-    """Sums in bf16 on the wire; advances earlier sums in an order that is equal on all ranks of their groups."""
+class Bf16Sums(Sums):
+    """Sends gradients and sums in bf16, and advances earlier sums in the same order on all ranks of their groups."""
 
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
-        self._active: deque[_NarrowSum] = deque()
-        self._scratches = [torch.empty(0, dtype=WIRE)] * MAX_ACTIVE
+        self._sums: deque[_Bf16Sum] = deque()
+        self._scratch_buffers = [torch.empty(0, dtype=torch.bfloat16)] * MAX_ACTIVE
         self._num_started = 0
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Copies `buffer` to bf16 and starts its exchange; first waits for the oldest sum if MAX_ACTIVE are in flight."""
-        if len(self._active) == MAX_ACTIVE:
-            self._active.popleft().finish()
-        for earlier in self._active:
-            earlier.gather()
-        started = _NarrowSum(buffer, group, self._wire(buffer, group))
-        self.sent.add(started.sent, group, passes=2)  # an all-to-all and an all-gather
-        self._active.append(started)
+        """Copies `buffer` to bf16 and starts its exchange. First waits for the oldest sum if MAX_ACTIVE are in flight."""
+        if len(self._sums) == MAX_ACTIVE:
+            self._sums.popleft().finish()
+        for earlier_sum in self._sums:
+            earlier_sum.gather()
+        new_sum = _Bf16Sum(buffer, group, self._scratch_rows(buffer, group))
+        self.sent.add(new_sum.send_row, group, passes=2)  # an all-to-all and an all-gather
+        self._sums.append(new_sum)
 
     def finish(self) -> None:
-        for active in self._active:
-            active.gather()
-        while self._active:
-            self._active.popleft().finish()
+        for bucket_sum in self._sums:
+            bucket_sum.gather()
+        while self._sums:
+            self._sums.popleft().finish()
 
     def forget(self) -> None:
-        while self._active:
-            self._active.popleft().pending.wait()
+        while self._sums:
+            self._sums.popleft().pending.wait()
 
     def trim(self) -> int:
-        num_bytes = sum(scratch.nbytes for scratch in self._scratches)
-        self._scratches = [torch.empty(0, dtype=WIRE)] * MAX_ACTIVE
+        num_bytes = sum(scratch.nbytes for scratch in self._scratch_buffers)
+        self._scratch_buffers = [torch.empty(0, dtype=torch.bfloat16)] * MAX_ACTIVE
         return num_bytes
 
     def messages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of the send and receive buffers."""
-        yield from ((f"wire.{at}", scratch) for at, scratch in enumerate(self._scratches))
+        """Yields the name and the tensor of each scratch buffer."""
+        yield from ((f"wire.{index}", scratch) for index, scratch in enumerate(self._scratch_buffers))
 
-    def _wire(self, buffer: GradientBuffer, group: Group) -> Tensor:
-        """Returns rows to send and to receive, in memory that is used in turn, with room for one even slice per rank."""
-        at = self._num_started % MAX_ACTIVE
+    def _scratch_rows(self, buffer: GradientBuffer, group: Group) -> Tensor:
+        """Returns scratch rows to send and to receive: bf16 [2, columns], columns a multiple of the number of ranks."""
+        index = self._num_started % MAX_ACTIVE
         self._num_started += 1
         num_columns = round_up(buffer.data.numel(), group.size)
-        if self._scratches[at].numel() < 2 * num_columns:
-            self._scratches[at] = torch.zeros(2 * num_columns, dtype=WIRE, device=buffer.data.device)
-        return self._scratches[at][: 2 * num_columns].view(2, num_columns)
+        if self._scratch_buffers[index].numel() < 2 * num_columns:
+            new_scratch = torch.zeros(2 * num_columns, dtype=torch.bfloat16, device=buffer.data.device)
+            self._scratch_buffers[index] = new_scratch
+        return self._scratch_buffers[index][: 2 * num_columns].view(2, num_columns)
 
 
-class _NarrowSum:
-    """Sums one bucket: the exchange starts when it is made; `gather` and `finish` follow. wire: bf16 [2, columns]."""
+class _Bf16Sum:
+    """Sums one bucket. The constructor starts the exchange; `gather` and `finish` follow.
 
-    def __init__(self, buffer: GradientBuffer, group: Group, wire: Tensor) -> None:
+    scratch_rows: bf16 [2, columns], the row to send and the row to receive.
+    """
+
+    def __init__(self, buffer: GradientBuffer, group: Group, scratch_rows: Tensor) -> None:
         self.buffer = buffer
         self.group = group
-        self.sent, self.received = wire
-        self.sent[: buffer.data.numel()].copy_(buffer.data)
-        self._is_gathered = False
-        # Over the bucket's reduce group, whose ranks start their buckets in one order.
-        self.pending: Pending = all_to_all(self.received, self.sent, group, what=described(buffer))
+        self.send_row, self.receive_row = scratch_rows
+        self.send_row[: buffer.data.numel()].copy_(buffer.data)
+        self._has_gathered = False
+        # Over the bucket's reduce group, whose ranks start their buckets in the same order.
+        self.pending: Pending = all_to_all(self.receive_row, self.send_row, group, what=describe_bucket(buffer))
 
     def gather(self) -> None:
-        """Waits for the exchange, adds this rank's slice in fp32 and starts the all-gather; a second call does nothing."""
-        if self._is_gathered:
+        """Waits for the exchange, adds this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
+        if self._has_gathered:
             return
-        self._is_gathered = True
+        self._has_gathered = True
         self.pending.wait()
-        wide = torch.promote_types(self.buffer.data.dtype, torch.float32)
-        own = self.received.view(self.group.size, -1).sum(0, dtype=wide).to(WIRE)  # [columns / ranks]
-        # Over the same group; all its ranks get here between the same two starts, or after the last start.
-        self.pending = all_gather(self.sent, own, self.group, what=described(self.buffer))
+        dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
+        local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
+        # Over the same group. All its ranks call this between the same two starts, or after the last start.
+        self.pending = all_gather(self.send_row, local_slice, self.group, what=describe_bucket(self.buffer))
 
     def finish(self) -> None:
         """Waits for the all-gather and writes the sum into the buffer."""
         self.pending.wait()
-        self.buffer.data.copy_(self.sent[: self.buffer.data.numel()])
+        self.buffer.data.copy_(self.send_row[: self.buffer.data.numel()])
 
 
 class ShardSums(Sums):
-    """Sums cut buffers over the ranks that share a copy, each into this rank's part of it.
+    """Sums each buffer over the ranks that share a copy, into this rank's shard of the buffer.
 
-    is_async: whether the device runs ahead of the host. Then second halves start in `finish`, at one place on all ranks.
+    is_async: whether the device runs ahead of the host. If so, the all-reduces over copies start only in `finish`, in the same
+    order on all ranks.
     """
 
     def __init__(self, groups: Groups, *, is_async: bool) -> None:
         self._groups = groups
         self._is_async = is_async
         self._sums: list[_ShardSum] = []
-        self._scratches: list[tuple[Tensor, _ShardSum]] = []
+        self._scratch_users: list[tuple[Tensor, _ShardSum]] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`; from now on only this rank's part of it is defined. group: the ranks that share a copy."""
+        """Starts to sum `buffer`. Only this rank's shard of it is defined from now on.
+
+        group: the ranks that share a copy.
+        """
         transport = group.transport(SUMS)
-        copies = self._groups.get(copies_axis(buffer.reduce_group))
-        scratch = self._scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
-        # Over the ranks that share a copy, on a separate lane; they start their buckets in one order.
-        work = transport.reduce_scatter([buffer.data], [scratch], what=described(buffer), contents=buffer.contents)
-        self._sums.append(_ShardSum(buffer, work, copies.transport if copies else None))
+        copies_group = self._groups.get(copies_axis(buffer.reduce_group))
+        scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
+        # Over the ranks that share a copy, on a separate lane. They start their buckets in the same order.
+        work = transport.reduce_scatter([buffer.data], [scratch], what=describe_bucket(buffer), contents=buffer.contents)
+        self._sums.append(_ShardSum(buffer, work, copies_group.transport if copies_group else None))
         if scratch.numel():
-            self._scratches.append((scratch, self._sums[-1]))
+            self._scratch_users.append((scratch, self._sums[-1]))
         if not self._is_async:
-            # The oldest first, up to one whose second half may not start yet: these start in one order on all ranks.
-            all(active.advance() for active in self._sums)
+            # From the oldest sum to the first with an incomplete reduce-scatter, so that all ranks use the same order.
+            all(bucket_sum.advance() for bucket_sum in self._sums)
 
     def finish(self) -> None:
-        """Blocks until this rank's part of every started buffer holds the sum, and its padding zeros."""
-        for active in self._sums:
-            active.reduce_copies()
-        for active in self._sums:
-            active.wait()
-        # After all sums: a peer that is slow to read one must not delay the others.
-        for active in self._sums:
-            active.wait_sent()
+        """Blocks until this rank's shard of every started buffer holds the sum, with zeros in its padding."""
+        for bucket_sum in self._sums:
+            bucket_sum.reduce_copies()
+        for bucket_sum in self._sums:
+            bucket_sum.wait()
+        # Only after all sums are complete, so that a peer that reads slowly does not delay them.
+        for bucket_sum in self._sums:
+            bucket_sum.wait_sent()
         self._sums.clear()
-        self._scratches.clear()
+        self._scratch_users.clear()
 
     def forget(self) -> None:
         self.finish()
 
-    def _scratch(self, like: GradientBuffer, numel: int) -> Tensor:
-        """Returns `numel` elements of the dtype of `like`, for data from peers. If MAX_ACTIVE sums in flight have some, waits
-        for the oldest of these and takes over its memory if that is large enough.
+    def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> Tensor:
+        """Returns `numel` elements of scratch memory for data from peers, of the dtype of `buffer`.
+
+        If MAX_ACTIVE sums in flight use scratch memory, waits for the oldest and reuses its memory if that is large enough.
         """
-        if numel and len(self._scratches) == MAX_ACTIVE:
-            scratch, oldest = self._scratches.pop(0)
-            for active in self._sums[: self._sums.index(oldest) + 1]:
-                active.reduce_copies()
-            oldest.scatter.wait_sent()
+        if numel and len(self._scratch_users) == MAX_ACTIVE:
+            scratch, oldest_sum = self._scratch_users.pop(0)
+            for bucket_sum in self._sums[: self._sums.index(oldest_sum) + 1]:
+                bucket_sum.reduce_copies()
+            oldest_sum.scatter.wait_sent()
             if scratch.numel() >= numel:
                 return scratch[:numel]
-        return torch.empty(numel, dtype=like.data.dtype, device=like.data.device)
+        return torch.empty(numel, dtype=buffer.data.dtype, device=buffer.data.device)
 
 
 class _ShardSum:
-    """Sums one bucket: a reduce-scatter, then an all-reduce over `copies`, the ranks that hold the same part, if there are
-    others.
+    """Sums one bucket with a reduce-scatter and, if other ranks hold the same shard, an all-reduce over these ranks.
+
+    copies_transport: returns the transport of that all-reduce, or None if there is only one copy.
     """
 
-    def __init__(self, buffer: GradientBuffer, scatter: Work, copies: Callable[[], Transport] | None) -> None:
+    def __init__(self, buffer: GradientBuffer, scatter: Work, copies_transport: Callable[[], Transport] | None) -> None:
         self.buffer = buffer
         self.scatter = scatter
-        self._copies = copies
+        self._copies_transport = copies_transport
         self._reduction: Work | None = None
-        self._is_scattered = False
+        self._has_scattered = False
 
     def advance(self) -> bool:
-        """Advances without waiting; returns whether the second half has begun, so that the next sum's may."""
-        if not self._is_scattered and self.scatter.test():
+        """Advances without waiting. Returns whether the reduce-scatter is complete, so that the next sum may advance."""
+        if not self._has_scattered and self.scatter.test():
             self.reduce_copies()
         if self._reduction is not None:
             self._reduction.test()
-        return self._is_scattered
+        return self._has_scattered
 
     def reduce_copies(self) -> None:
-        """Waits for the reduce-scatter and starts the all-reduce of this rank's part, if one is needed."""
-        if self._is_scattered:
+        """Waits for the reduce-scatter and starts the all-reduce over copies, if there are several."""
+        if self._has_scattered:
             return
-        self._is_scattered = True
+        self._has_scattered = True
         self.scatter.wait()
-        if self._copies is not None:
-            buffer = self.buffer
-            # Over the ranks that hold the same part; they get here in the order in which the buckets were started.
-            self._reduction = self._copies().all_reduce(buffer.own, what=described(buffer), contents=buffer.contents)
+        if self._copies_transport is not None:
+            shard, contents = self.buffer.own, self.buffer.contents
+            # Over the ranks that hold the same shard. They call this in the order in which the buckets were started.
+            self._reduction = self._copies_transport().all_reduce(shard, what=describe_bucket(self.buffer), contents=contents)
 
     def wait(self) -> None:
-        """Blocks until this rank's part holds the sum."""
+        """Blocks until this rank's shard holds the sum."""
         if self._reduction is not None:
             self._reduction.wait()
         self.buffer.zero_padding()
@@ -235,6 +244,6 @@ class _ShardSum:
             self._reduction.wait_sent()
 
 
-def described(buffer: GradientBuffer) -> str:
-    """Returns the name of a bucket for the error of a failed collective."""
+def describe_bucket(buffer: GradientBuffer) -> str:
+    """Returns a description of a bucket for the error of a failed collective."""
     return f"the bucket of {buffer.params[0].name}"

@@ -1,11 +1,11 @@
-"""Embeddings whose tables are cut by columns: each rank of `wp` looks up its part of every rank's tokens.
+"""Embeddings sharded by columns: each rank of `wp` looks up its columns for the tokens of all ranks.
 
-    forward    ids [n] ──all_gather──> [wp n] ──own columns──> [wp, n, h / wp] ──all_to_all──> vectors of own tokens [n, h]
-    backward   g [n, h] ──all_to_all, in the background──> own columns' g [wp n, h / wp] ──summed by id──> store
+    forward    ids [n] ──all_gather──> [wp n] ──local columns──> [wp, n, h / wp] ──all_to_all──> local tokens' vectors [n, h]
+    backward   g [n, h] ──all_to_all, in the background──> local columns' g [wp n, h / wp] ──summed by id──> store
 
-No table is gathered and no gradient of one is reduced, nor does either exist in full: the exchanges are as large as the tokens'
-vectors, once in each direction. The sum over all tokens of `wp` is already the sum over `wp`, so the store needs no other
-reduction. The number of tokens may differ between ranks: they are padded to the largest.
+Tables are not gathered and their gradients are not reduced, so neither exists in full. The exchanges are as large as the
+vectors of the tokens, once in each direction. The sum over all tokens of `wp` is already the sum over `wp`, so the store needs
+no other reduction. Ranks may have different numbers of tokens, which are padded to the largest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from sley_core.api.comm import Work
 from sley_core.api.weights import StandIn, no_view
 from sley_core.errors import PlanError
-from sley_isp.sharded_module import is_plain, is_summed, shard_in
+from sley_isp.sharded_module import get_shard, is_shardable, needs_shard_gradients
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group
@@ -33,55 +33,55 @@ if TYPE_CHECKING:
 
 
 class TokenGather:
-    """Gathers tokens, and tensors of tokens, over `group`, whose ranks must run the same micro-batches in the same order."""
+    """Gathers tensors of tokens over `group`, whose ranks must run the same micro-batches in the same order."""
 
     def __init__(self, group: Group, device: Device, counters: Counters) -> None:
         self.group = group
         self.device = device
         self.counters = counters
 
-    def largest(self, num_tokens: int) -> int:
-        """Returns the largest `num_tokens` of any rank; blocks, as sizes must be known before tokens are sent."""
+    def max_tokens(self, num_tokens: int) -> int:
+        """Returns the largest `num_tokens` of all ranks. Blocks, since sizes must be known before tokens are sent."""
         counts = torch.empty(self.group.size, dtype=torch.int64, device=self.device.torch_device)
-        own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.device.torch_device)
-        self.gather([counts], [own], "numbers of tokens")
+        local_count = torch.full((1,), num_tokens, dtype=torch.int64, device=self.device.torch_device)
+        self.gather([counts], [local_count], "numbers of tokens")
         return int(self.device.read(counts.max(), [num_tokens])[0])
 
-    def all_tokens(self, own: Sequence[Tensor], fills: Sequence[int], what: str) -> list[Tensor]:
-        """Returns every rank's tensors `own` [n, ...], padded with `fills`, in the order of the group: [size x largest n, ...].
+    def gather_padded(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
+        """Returns the concatenated `tensors` [n, ...] of all ranks, [size x largest n, ...], padded with `fill_values`.
 
         Blocks on two gathers.
         """
-        length = self.largest(len(own[0]))
-        padded = [pad_tokens(tensor, length, fill) for tensor, fill in zip(own, fills, strict=True)]
+        length = self.max_tokens(len(tensors[0]))
+        padded = [pad_tokens(tensor, length, value) for tensor, value in zip(tensors, fill_values, strict=True)]
         full = [tensor.new_empty((self.group.size * length, *tensor.shape[1:])) for tensor in padded]
-        self.gather(full, padded, what)
+        self.gather(full, padded, label)
         return full
 
-    def gather(self, full: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
-        """Fills each of `full` [size x n, ...] with the ranks' `own` [n, ...]; blocks until it is complete on both sides."""
-        work = self.group.transport("gather").all_gather(full, own, what=what)
+    def gather(self, full: Sequence[Tensor], tensors: Sequence[Tensor], label: str) -> None:
+        """Fills each of `full` [size x n, ...] with the `tensors` [n, ...] of all ranks. Blocks until sends are complete."""
+        work = self.group.transport("gather").all_gather(full, tensors, what=label)
         for tensor in full:
             self.counters.sent.add(tensor, self.group, passes=1)
         work.wait()
         work.wait_sent()
 
 
-def pad_tokens(tensor: Tensor, length: int, fill: int = 0) -> Tensor:
-    """Returns `tensor` [n, ...] extended with `fill` to [length, ...], contiguous; itself if it is already."""
+def pad_tokens(tensor: Tensor, length: int, fill_value: int = 0) -> Tensor:
+    """Returns a contiguous [length, ...] from `tensor` [n, ...], padded with `fill_value`, or the tensor itself."""
     if len(tensor) == length:
         return tensor.contiguous()
     padded = tensor.new_empty((length, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
-    padded[len(tensor) :] = fill
+    padded[len(tensor) :] = fill_value
     return padded
 
 
-class ColumnTable:
-    """Replaces the forward of embedding `module`, in layer `layer`, whose weight is `param`."""
+class ColumnEmbedding:
+    """Replaces the forward of the embedding `module` in the layer `layer`. param: the table, sharded by columns."""
 
-    def __init__(self, tables: ColumnTables, name: str, layer: str, module: nn.Embedding, param: Param) -> None:
-        self.tables = tables
+    def __init__(self, owner: ColumnEmbeddings, name: str, layer: str, module: nn.Embedding, param: Param) -> None:
+        self.owner = owner
         self.name = name
         self.layer = layer
         self.module = module
@@ -90,156 +90,157 @@ class ColumnTable:
     @property
     def shard(self) -> Tensor:
         """This rank's columns of the table."""
-        shard = shard_in(self.module, "weight")
+        shard = get_shard(self.module, "weight")
         assert shard is not None, self.name
         return shard
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes the embedding while the run is open; exchanges over `wp`."""
-        if type(self.module._parameters["weight"]) is not StandIn:  # another tensor, by `torch.func.functional_call`
+        """Computes the embedding while the run is open, with exchanges over `wp`."""
+        if type(self.module._parameters["weight"]) is not StandIn:  # `torch.func.functional_call` replaced the weight
             return nn.Embedding.forward(self.module, input)
-        self.tables.before(self.layer)
+        self.owner.prepare_lookup(self.layer)
         if not torch.is_grad_enabled():
             return self.look_up(input)[0]
-        out: Tensor = _LookUp.apply(input, self.shard, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _Lookup.apply(input, self.shard, self)  # type: ignore[no-untyped-call]  # torch's
         return out
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the vectors [..., h] of `tokens` [...], and all ranks' tokens [size x n]; blocks on both exchanges."""
-        size, hidden = self.tables.tokens.group.size, self.param.shape[1]
-        (ids,) = self.tables.tokens.all_tokens([tokens.reshape(-1)], [0], f"the tokens of {self.name}")
-        self.tables.count_bytes(ids)
-        sent = F.embedding(ids, self.shard.detach()).view(size, len(ids) // size, -1)
-        received = torch.empty_like(sent)
-        work = self.tables.all_to_all(received, sent, "gather", f"the vectors of {self.name}")
+        """Returns the vectors [..., h] of `tokens` [...], and all ranks' tokens [size x n]. Blocks on both exchanges."""
+        size, hidden = self.owner.token_gather.group.size, self.param.shape[1]
+        (ids,) = self.owner.token_gather.gather_padded([tokens.reshape(-1)], [0], f"the tokens of {self.name}")
+        self.owner.count_bytes(ids)
+        columns = F.embedding(ids, self.shard.detach()).view(size, len(ids) // size, -1)
+        received = torch.empty_like(columns)
+        work = self.owner.all_to_all(received, columns, "gather", f"the vectors of {self.name}")
         work.wait()
         work.wait_sent()
         return join_columns(received, tokens.numel(), hidden).view(*tokens.shape, hidden), ids
 
 
-class ColumnTables:
-    """Makes the exchanges of all tables of a rank over `wp`, the group of `tokens`.
+class ColumnEmbeddings:
+    """Makes the exchanges of all embeddings of a rank that are sharded by columns, over the group of `token_gather`.
 
-    All its ranks run the same actions on the same layers in one order, forward and backward, and so make the same exchanges.
-    before: called with the name of a table's layer before it is read. is_overlapping: returns whether the exchanges of
-    gradients may outlive the call that started them.
+    All ranks of the group run the same actions on the same layers in the same order, and so make the same exchanges.
+    prepare_lookup: called with the name of an embedding's layer before its table is read. can_overlap: returns whether the
+    exchanges of gradients may outlive the call that starts them.
     """
 
     def __init__(
         self,
-        tokens: TokenGather,
+        token_gather: TokenGather,
         store: GradientStore,
         queue: WeightQueue,
-        before: Callable[[str], None],
-        is_overlapping: Callable[[], bool],
+        prepare_lookup: Callable[[str], None],
+        can_overlap: Callable[[], bool],
     ) -> None:
-        self.tokens = tokens
+        self.token_gather = token_gather
         self.store = store
         self.queue = queue
-        self.before = before
-        self.is_overlapping = is_overlapping
-        self.tables: list[ColumnTable] = []
-        self._in_flight: deque[_Gradient] = deque()
+        self.prepare_lookup = prepare_lookup
+        self.can_overlap = can_overlap
+        self.embeddings: list[ColumnEmbedding] = []
+        self._in_flight: deque[_GradientExchange] = deque()
         self._num_new = 0
-        self._deferred: list[_Gradient] = []
+        self._deferred: list[_GradientExchange] = []
 
-    def add(self, name: str, layer: str, module: nn.Embedding, param: Param) -> ColumnTable:
-        """Adds an embedding, whose forward is to be replaced by that of the result."""
-        self.tables.append(ColumnTable(self, name, layer, module, param))
-        self.tokens.counters.add("embedding_exchanges", 0)
-        return self.tables[-1]
+    def add(self, name: str, layer: str, module: nn.Embedding, param: Param) -> ColumnEmbedding:
+        """Adds an embedding. The caller replaces its forward by that of the result."""
+        self.embeddings.append(ColumnEmbedding(self, name, layer, module, param))
+        self.token_gather.counters.add("embedding_exchanges", 0)
+        return self.embeddings[-1]
 
-    def all_to_all(self, received: Tensor, sent: Tensor, lane: str, what: str) -> Work:
-        """Starts an all-to-all over `wp` on `lane`, and counts it."""
-        self.tokens.counters.add("embedding_exchanges", 1)
+    def all_to_all(self, received: Tensor, tensor: Tensor, lane: str, label: str) -> Work:
+        """Starts an all-to-all of `tensor` over `wp` on `lane`, and counts it."""
+        self.token_gather.counters.add("embedding_exchanges", 1)
         self.count_bytes(received)
-        self.tokens.counters.sent.add(sent, self.tokens.group, passes=1)
-        return self.tokens.group.transport(lane).all_to_all(received, sent, what=what)
+        self.token_gather.counters.sent.add(tensor, self.token_gather.group, passes=1)
+        return self.token_gather.group.transport(lane).all_to_all(received, tensor, what=label)
 
     def count_bytes(self, received: Tensor) -> None:
-        """Counts the part of a tensor that peers sent."""
-        size = self.tokens.group.size
-        self.tokens.counters.add("embedding_bytes", received.nbytes * (size - 1) // size)
+        """Counts the bytes of `received` that peers sent."""
+        size = self.token_gather.group.size
+        self.token_gather.counters.add("embedding_bytes", received.nbytes * (size - 1) // size)
 
-    def take_gradient(self, table: ColumnTable, gradient: Tensor, ids: Tensor) -> None:
-        """Starts the exchange of the gradient of the vectors; the table's gradient is in the store after `leave`.
+    def start_gradient(self, embedding: ColumnEmbedding, gradient: Tensor, ids: Tensor) -> None:
+        """Starts the exchange of the gradient of the vectors of `ids`.
 
-        If the exchange may not overlap, it is in the store on return; within an I it is there once the W has run.
+        The table's gradient is in the store after `finish_action`. Within an I it is there once the W has run, and if the
+        exchange may not overlap, on return.
         """
-        self.store.check_open(table.param)  # before anything is sent
-        started = _Gradient(table, gradient, ids)
+        self.store.check_open(embedding.param)  # before anything is sent
+        exchange = _GradientExchange(embedding, gradient, ids)
         if self.queue.is_collecting:
-            self._deferred.append(started)
-            self.queue.put(partial(self._finish_deferred, started))
-        elif self.is_overlapping():
-            self._in_flight.append(started)
+            self._deferred.append(exchange)
+            self.queue.put(partial(self._finish_deferred, exchange))
+        elif self.can_overlap():
+            self._in_flight.append(exchange)
             self._num_new += 1
         else:
-            started.finish()
+            exchange.finish()
 
-    def _finish_deferred(self, gradient: _Gradient) -> None:
-        self._deferred.remove(gradient)
-        gradient.finish()
+    def _finish_deferred(self, exchange: _GradientExchange) -> None:
+        self._deferred.remove(exchange)
+        exchange.finish()
 
-    def leave(self, *, everything: bool) -> None:
-        """Ends an action: finishes the exchanges that were in flight when it began, or all if `everything`."""
-        at_most = 0 if everything else self._num_new
+    def finish_action(self, *, is_drain: bool) -> None:
+        """Finishes the exchanges that were in flight at the start of the action, or all if `is_drain`."""
+        num_remaining = 0 if is_drain else self._num_new
         self._num_new = 0
-        while len(self._in_flight) > at_most:
+        while len(self._in_flight) > num_remaining:
             self._in_flight.popleft().finish()
 
     def discard(self) -> None:
-        """Waits for all exchanges and discards their results, after a failed step."""
-        for gradient in (*self._in_flight, *self._deferred):
-            gradient.work.wait_sent()
+        """Waits for all exchanges of a failed step and discards their results."""
+        for exchange in (*self._in_flight, *self._deferred):
+            exchange.work.wait_sent()
         self._in_flight.clear()
         self._deferred.clear()
         self._num_new = 0
 
 
-class _Gradient:
-    """The gradient of a table's vectors, in flight to the ranks that have their columns."""
+class _GradientExchange:
+    """Sends the gradient of an embedding's vectors to the ranks that hold their columns. Starts at construction."""
 
-    def __init__(self, table: ColumnTable, gradient: Tensor, ids: Tensor) -> None:
-        size = table.tables.tokens.group.size
+    def __init__(self, embedding: ColumnEmbedding, gradient: Tensor, ids: Tensor) -> None:
+        size = embedding.owner.token_gather.group.size
         vectors = gradient.reshape(-1, gradient.shape[-1])
-        self._table = table
+        self._embedding = embedding
         self._ids = ids
-        self._sent = split_columns(vectors, size, len(ids) // size, table.shard.shape[1])
-        self._received = torch.empty_like(self._sent)
-        what = f"the gradient of the vectors of {table.name}"
-        self.work = table.tables.all_to_all(self._received, self._sent, "reduce", what)
+        self._columns = split_columns(vectors, size, len(ids) // size, embedding.shard.shape[1])
+        self._received = torch.empty_like(self._columns)
+        label = f"the gradient of the vectors of {embedding.name}"
+        self.work = embedding.owner.all_to_all(self._received, self._columns, "reduce", label)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the exchange and adds each token's gradient to its row of the table's, without a shard-sized temporary."""
+        """Waits for the exchange and adds each token's gradient to its row in the store, without a shard-sized temporary."""
         self.work.wait()
         rows = self._received.flatten(0, 1)
-        padding = self._table.module.padding_idx
+        padding = self._embedding.module.padding_idx
         if padding is not None:
             rows.masked_fill_((self._ids == padding).unsqueeze(1), 0.0)
-        self._table.tables.store.add_rows(self._table.param, self._ids, rows)
+        self._embedding.owner.store.add_rows(self._embedding.param, self._ids, rows)
         self.work.wait_sent()
 
 
-class _LookUp(torch.autograd.Function):
-    """Makes the lookup differentiable; the shard is an input, with None as its gradient, as in any sharded module."""
+class _Lookup(torch.autograd.Function):
+    """Makes the lookup differentiable. The shard is an input, whose gradient is None, as in any sharded module."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, table: ColumnTable) -> Tensor:
-        """Saves all ranks' tokens if the table is trained."""
-        vectors, ids = table.look_up(tokens)
-        ctx.table = table
-        ctx.save_for_backward(ids if table.param.trainable else None)
+    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, embedding: ColumnEmbedding) -> Tensor:
+        """Saves the tokens of all ranks if the table is trainable."""
+        vectors, ids = embedding.look_up(tokens)
+        ctx.embedding = embedding
+        ctx.save_for_backward(ids if embedding.param.trainable else None)
         return no_view(vectors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        if ctx.table.param.trainable and is_summed(ctx):
-            assert ids is not None, f"{ctx.table.name} was unfrozen between a forward and its backward"
-            ctx.table.tables.take_gradient(ctx.table, gradient, ids)
+        if ctx.embedding.param.trainable and needs_shard_gradients(ctx):
+            assert ids is not None, f"{ctx.embedding.name} was unfrozen between a forward and its backward"
+            ctx.embedding.owner.start_gradient(ctx.embedding, gradient, ids)
         return None, None, None
 
 
@@ -250,31 +251,31 @@ def join_columns(parts: Tensor, num_tokens: int, hidden: int) -> Tensor:
 
 
 def split_columns(vectors: Tensor, size: int, length: int, width: int) -> Tensor:
-    """Undoes `join_columns`: returns [size, length, width], contiguous, padded with zeros."""
+    """Reverses `join_columns`: returns a contiguous [size, length, width], padded with zeros."""
     if vectors.shape[1] != size * width:
         vectors = F.pad(vectors, (0, size * width - vectors.shape[1]))
     return pad_tokens(vectors, length).view(length, size, width).transpose(0, 1).contiguous()
 
 
-def check_tables(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "embedding-hidden" unless there is a plain embedding and only such modules hold these tables.
+def check_embeddings(layers: Sequence[Layer]) -> None:
+    """Raises PlanError "embedding-hidden" if there is no plain embedding, or if another module holds the table of one.
 
-    A head that is tied to a table needs full rows of it.
+    For example, a head that is tied to a table needs its full rows.
     """
     tables: dict[int, str] = {}
-    others: dict[int, str] = {}
+    other_parameters: dict[int, str] = {}
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             for attribute, parameter in module._parameters.items():
-                is_table = type(module) is nn.Embedding and is_plain(module, attribute)
-                (tables if is_table else others).setdefault(id(parameter), name)
+                is_table = type(module) is nn.Embedding and is_shardable(module, attribute)
+                (tables if is_table else other_parameters).setdefault(id(parameter), name)
     if not tables:
-        raise _refused("no layer has a plain nn.Embedding, whose table could be cut along its hidden dim", "leave it out")
+        raise _embedding_error("no layer has a plain nn.Embedding, whose table could be sharded by columns", "remove the key")
     for table, name in tables.items():
-        if table in others:
-            message = f"`{others[table]}` holds the table of `{name}` too, and needs full rows of it"
-            raise _refused(message, "give it a weight of its own (`models.llama`: `tie_embeddings = false`)")
+        if table in other_parameters:
+            message = f"`{other_parameters[table]}` also holds the table of `{name}`, and needs its full rows"
+            raise _embedding_error(message, "use a separate weight there (`models.llama`: `tie_embeddings = false`)")
 
 
-def _refused(message: str, hint: str) -> PlanError:
-    return PlanError("embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}; or `embedding = "gather"`')
+def _embedding_error(message: str, hint: str) -> PlanError:
+    return PlanError("embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}, or `embedding = "gather"`')

@@ -1,17 +1,17 @@
-"""The two exchanges of an attention over slices, as autograd functions: the backward of each is the other.
+"""The two exchanges of an attention over slices, as autograd functions. Each is the backward of the other.
 
     scatter_heads   [b, s/n, h, d] -> [b, s, h/n, d]      a slice of every head  ->  the full sequence of some heads
     gather_heads    [b, s, h/n, d] -> [b, s/n, h, d]      and back
 
-Ulysses (Jacobs et al. 2023, arXiv 2309.14509, section 3.1). Each is one all-to-all of one buffer, in which the tensors lie side
-by side; w counts the elements that one position has for one rank:
+They follow Ulysses (Jacobs et al. 2023, arXiv 2309.14509, section 3.1). Each exchange is one all-to-all of one buffer, in which
+the tensors are side by side. w is the number of elements of a position for one rank:
 
     by heads       [b, s/n, ..., h, d]  ──>  buffer [n, b, s/n, w]    row i: the heads of rank i
     by positions   [b, s, ..., h/n, d]  ──>  buffer [n, b, s/n, w]    row i: the positions of slice i
 
-After the all-to-all row i is what rank i sent: a buffer that was packed by heads is unpacked by positions, and the other way
-round. All ranks of a group run the same layers of the same micro-batch, forward and backward, so they come here in one order;
-each says what it exchanges for which attention, and one that says something else is an error on all of them.
+After the all-to-all, row i comes from rank i. So a buffer packed by heads is unpacked by positions, and one packed by positions
+is unpacked by heads. All ranks of a group run the same layers of the same micro-batch, so their exchanges have the same order.
+A label and a checksum identify each exchange, and ranks that differ in them all raise an error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sley_core.api.comm import Group
 
 
 def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
-    """Exchanges tensors [b, s/n, ..., h, d] of one dtype for this rank's heads over the full sequence: [b, s, ..., h', d].
+    """Exchanges tensors [b, s/n, ..., h, d] of one dtype for this rank's heads over the full sequence, [b, s, ..., h', d].
 
-    h' = lcm(h, n) / n: if h is not a multiple of n, several ranks get the same head, and its gradient is the sum of
-    theirs. For b = 1 the results are views of one buffer. contents: a checksum that says for which attention, compared
-    between ranks. Blocks.
+    h' is lcm(h, n) / n. If h is not a multiple of n, several ranks get the same head, and its gradient is the sum of theirs.
+    For b = 1 the results are views of one buffer. contents: a checksum of the attention, which must be equal on all ranks.
+    Blocks.
     """
     full: tuple[Tensor, ...] = _ScatterHeads.apply(group, contents, *tensors)  # type: ignore[no-untyped-call]  # torch's
     return full
 
 
 def gather_heads(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
-    """Exchanges a tensor [b, s, ..., h/n, d] for this rank's slice with the heads of all ranks: [b, s/n, ..., h, d].
+    """Exchanges a tensor [b, s, ..., h/n, d] for this rank's slice with the heads of all ranks, [b, s/n, ..., h, d].
 
     contents: as in `scatter_heads`. Blocks.
     """
@@ -74,52 +74,52 @@ class _GatherHeads(torch.autograd.Function):
         return None, None, _scatter(ctx.group, (gradient,), "the gradient of the context", ctx.contents)[0]
 
 
-def _scatter(group: Group, tensors: Sequence[Tensor], what: str, contents: int) -> list[Tensor]:
+def _scatter(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
     shapes = [(*tensor.shape[2:-2], tensor.shape[-2] // group.size, tensor.shape[-1]) for tensor in tensors]
-    return unpack_positions(_all_to_all(pack_heads(tensors, group.size), group, what, contents), shapes)
+    return unpack_positions(_all_to_all(pack_heads(tensors, group.size), group, label, contents), shapes)
 
 
-def _gather(group: Group, tensors: Sequence[Tensor], what: str, contents: int) -> list[Tensor]:
+def _gather(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
     shapes = [tensor.shape[2:] for tensor in tensors]
-    return unpack_heads(_all_to_all(pack_positions(tensors, group.size), group, what, contents), shapes)
+    return unpack_heads(_all_to_all(pack_positions(tensors, group.size), group, label, contents), shapes)
 
 
-def _all_to_all(buffer: Tensor, group: Group, what: str, contents: int) -> Tensor:
+def _all_to_all(buffer: Tensor, group: Group, label: str, contents: int) -> Tensor:
     received = torch.empty_like(buffer)
-    # Over the ranks that hold the slices of the same samples; the module's docstring says why their order agrees.
-    group.transport().all_to_all(received, buffer, what=what, contents=contents).wait_sent()
+    # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
+    group.transport().all_to_all(received, buffer, what=label, contents=contents).wait_sent()
     return received
 
 
 def pack_heads(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Returns the buffer [n, b, s/n, w] of tensors [b, s/n, ..., h, d]; every h is a multiple of n."""
-    return _side_by_side([torch.unflatten(tensor, -2, (num_ranks, -1)).movedim(-3, 0) for tensor in tensors])
+    """Packs tensors [b, s/n, ..., h, d], whose h are multiples of n, into a buffer [n, b, s/n, w]."""
+    return _concatenate([torch.unflatten(tensor, -2, (num_ranks, -1)).movedim(-3, 0) for tensor in tensors])
 
 
 def pack_positions(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Returns the buffer [n, b, s/n, w] of tensors [b, s, ..., h/n, d]; s is a multiple of n."""
-    return _side_by_side([torch.unflatten(tensor, 1, (num_ranks, -1)).movedim(1, 0) for tensor in tensors])
+    """Packs tensors [b, s, ..., h/n, d], whose s is a multiple of n, into a buffer [n, b, s/n, w]."""
+    return _concatenate([torch.unflatten(tensor, 1, (num_ranks, -1)).movedim(1, 0) for tensor in tensors])
 
 
 def unpack_positions(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns the tensors [b, s, ..., h/n, d] of a buffer whose rows are the slices of a sequence.
+    """Unpacks tensors [b, s, ..., h/n, d] from a buffer whose rows are the slices of a sequence.
 
-    shapes: of each tensor per position, (..., h/n, d). For b = 1 they are views of the buffer.
+    shapes: the shape of each tensor at one position, (..., h/n, d). For b = 1 the results are views of the buffer.
     """
     return [part.movedim(0, 1).flatten(1, 2) for part in _split(buffer, shapes)]
 
 
 def unpack_heads(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns the tensors [b, s/n, ..., h, d] of a buffer whose rows are the heads of each rank. shapes: as above."""
+    """Unpacks tensors [b, s/n, ..., h, d] from a buffer whose rows are the heads of each rank. shapes: as above."""
     return [part.movedim(0, -3).flatten(-3, -2) for part in _split(buffer, shapes)]
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Returns tensors [n, b, s/n, ...] as one [n, b, s/n, w]; each is copied once."""
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenates tensors [n, b, s/n, ...] to a new [n, b, s/n, w], with one copy of each."""
     widths = [math.prod(part.shape[3:]) for part in parts]
     buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
-    for place, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
-        torch.unflatten(place, -1, part.shape[3:]).copy_(part)
+    for target, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
+        torch.unflatten(target, -1, part.shape[3:]).copy_(part)
     return buffer
 
 
@@ -129,17 +129,16 @@ def _split(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
-    """Returns [b, s, ..., h, d] with each head repeated until all ranks get equally many: lcm(h, n) heads.
+    """Repeats each head of [b, s, ..., h, d], so that there are lcm(h, n) heads and all ranks get equally many.
 
-    Copies of a head are adjacent, so query heads still match theirs: with g query heads per head before, g / copies
-    after, in the same order.
+    Copies of a head are adjacent, so query heads still match theirs, with fewer query heads per copy in the same order.
     """
-    copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
-    return tensor if copies == 1 else tensor.repeat_interleave(copies, dim=-2)
+    num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
+    return tensor if num_copies == 1 else tensor.repeat_interleave(num_copies, dim=-2)
 
 
 def sum_copies(gradient: Tensor, num_heads: int) -> Tensor:
-    """Returns the gradient of `repeat_heads`: [b, s, ..., copies x h, d] -> [b, s, ..., h, d], copies summed."""
+    """Returns the gradient of `repeat_heads`, [b, s, ..., copies x h, d] -> [b, s, ..., h, d], with copies summed."""
     if gradient.shape[-2] == num_heads:
         return gradient
     return torch.sum(torch.unflatten(gradient, -2, (num_heads, -1)), dim=-2)

@@ -1,7 +1,7 @@
-"""A parameter group: sharded weights that are all-gathered together into one flat buffer, as FSDP2's `FSDPParamGroup`.
+"""A parameter group: sharded weights that are all-gathered together into one flat buffer, like FSDP2's `FSDPParamGroup`.
 
 flat buffer   | query.weight, full  | key.weight, full  | query.bias, full  | ...       aligned, padding rows included
-                own rows copied, peers' rows received straight into their places
+                local rows are copied, peers' rows are received directly into their positions
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def shard_of(param: Param) -> Shard:
-    """Returns the shard of a parameter that is cut along dim 0; asserts that it is."""
+    """Returns the shard of `param`, which must be sharded along dim 0."""
     shard = param.shard
     assert shard is not None, f"{param.name} is not sharded"
-    assert shard.dim == 0, f"{param.name} is cut along dim {shard.dim}"
+    assert shard.dim == 0, f"{param.name} is sharded along dim {shard.dim}"
     return shard
 
 
@@ -37,16 +37,16 @@ def padded_shape(param: Param) -> tuple[int, ...]:
     return (shard.count * shard.size, *shard.shape[1:])
 
 
-def without_padding(full: Tensor, param: Param) -> Tensor:
-    """Returns the rows of `full`, of shape `padded_shape(param)`, that are the parameter's: a view, or `full` itself."""
+def remove_padding(full: Tensor, param: Param) -> Tensor:
+    """Returns `full`, of shape `padded_shape(param)`, without its padding rows, as a view or itself."""
     return full if len(full) == param.shape[0] else full[: param.shape[0]]
 
 
 @dataclass(eq=False)
 class ParamGroup:
-    """The sharded parameters of layer `layer`, or of one of its modules; a tied parameter is there once.
+    """Holds the sharded parameters of the layer `layer` or of one of its modules, tied parameters only once.
 
-    has_linear: whether a linear uses them, whose backward may need the weights; the backward of an embedding does not.
+    has_linear: whether a linear uses them. Its backward needs the weights, unlike that of an embedding.
     """
 
     name: str
@@ -56,29 +56,29 @@ class ParamGroup:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The shards, the same objects for the whole run."""
+        """The shards, which are the same objects throughout the run."""
         return [param.parameter for param in self.params]
 
     @cached_property
     def layout(self) -> tuple[list[tuple[int, ...]], list[int], int]:
-        """The shapes and offsets of the full parameters in a flat buffer, padding included, and its size, in elements."""
+        """The padded shapes and the offsets of the full parameters in a flat buffer, and its size in elements."""
         shapes = [padded_shape(param) for param in self.params]
         return shapes, *offsets(shapes, ALIGNMENT_BYTES // self.parameters[0].dtype.itemsize)
 
     @property
     def version(self) -> int:
-        """A number that changes with every write to one of the shards."""
+        """A number that changes with every write to a shard."""
         return sum(parameter._version for parameter in self.parameters)
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name})"
 
 
-class Unsharded:
-    """The full weights of `group`, in flight until `wait`, in a buffer that is leased from `pool` until `reshard`.
+class UnshardedGroup:
+    """Holds the full weights of `group`, which are complete after `wait`, in a buffer leased from `pool` until `reshard`.
 
-    source: gathers them, over `size` ranks. num_bytes: of the buffer. num_received_bytes: the part that peers send. The shards
-    must not be written until `wait_sent`.
+    source: gathers the weights over `size` ranks. num_bytes: the size of the buffer. num_received_bytes: the size of the shards
+    from peers. The local shards must not be written until `wait_sent` returns.
     """
 
     def __init__(self, group: ParamGroup, pool: MemoryPool, source: Transport | Published, size: int) -> None:
@@ -90,10 +90,10 @@ class Unsharded:
             flat = lease.enter_context(pool.lease((numel,), shards[0].dtype, shards[0].device))
             views = views_of(flat, starts, shapes)
             self.num_bytes = flat.nbytes
-            # Over `wp`, whose ranks gather the same groups in one order, each with its parameters in the group's order.
+            # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
             self._work = source.all_gather(views, shards, what=f"the weights of {group.name}")
-            self._lease = lease.pop_all()  # not if the all-gather could not start
-        self._full = {param: without_padding(view, param) for param, view in zip(group.params, views, strict=True)}
+            self._lease = lease.pop_all()  # unless the all-gather could not start
+        self._full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
 
     def is_stale(self, params: Iterable[Param]) -> bool:
         """Returns whether the shard of one of `params` was written since the all-gather started."""
@@ -103,53 +103,53 @@ class Unsharded:
         """Blocks until the full weights are in the buffer."""
         self._work.wait()
 
-    def full(self, param: Param) -> Tensor:
-        """Returns the full parameter, without padding; valid from `wait` until `reshard`."""
-        return self._full[param]
+    def full_tensor(self, param: Param) -> Tensor:
+        """Returns the full parameter without padding, which is valid from `wait` until `reshard`."""
+        return self._full_tensors[param]
 
     def reshard(self) -> None:
-        """Returns the buffer to the pool, once nothing is received into it any more."""
+        """Returns the buffer to the pool, after the receives into it are complete."""
         self._work.release()
         self._lease.close()
-        self._full = {}
+        self._full_tensors = {}
 
     def wait_sent(self) -> None:
-        """Blocks until every peer has this rank's shards; they may be written after that."""
+        """Blocks until every peer has received this rank's shards, which may be written then."""
         self._work.wait_sent()
 
 
 class PublishedShards:
-    """The shards that peers may read during a step without a message for each all-gather.
+    """Publishes the shards that peers may read during a step without a message for each all-gather.
 
-    is_due: returns whether something must still be waited for before a layer's weights are used. resharded: weights that are
-    no longer used, while peers may still be receiving this rank's shards of them.
+    is_due: returns whether a layer's weights must be waited for. resharded: resharded groups whose shards peers may still be
+    receiving from this rank.
     """
 
     def __init__(self, group: Group, is_due: Callable[[str], bool]) -> None:
-        self.resharded: list[Unsharded] = []
+        self.resharded: list[UnshardedGroup] = []
         self._group = group
         self._is_due = is_due
         self._published: Published | None = None
         self._versions: dict[ParamGroup, int] = {}
 
-    def begin(self, groups: Sequence[ParamGroup]) -> None:
-        """Publishes the shards without a pending wait; the others are sent in each all-gather."""
+    def publish(self, groups: Sequence[ParamGroup]) -> None:
+        """Publishes the shards of all `groups` except those that must be waited for, which each all-gather sends."""
         self._versions = {group: group.version for group in groups if not self._is_due(group.layer)}
         if self._versions:
-            due = ", ".join(group.name for group in groups if group not in self._versions)
+            due_names = ", ".join(group.name for group in groups if group not in self._versions)
             shards = [parameter.detach() for group in self._versions for parameter in group.parameters]
             # A collective over `wp`, before the first gather of a step or an evaluation, which all its ranks begin together.
-            what = f"the weights but for {due}" if due else "the weights"
-            self._published = self._group.transport("gather").publish(shards, what=what)
+            label = f"the weights except {due_names}" if due_names else "the weights"
+            self._published = self._group.transport("gather").publish(shards, what=label)
 
     def source(self, group: ParamGroup) -> Transport | Published:
-        """Returns the published shards if they are unchanged, else the transport; the same on all ranks of `wp`."""
+        """Returns the published shards if those of `group` are unchanged, or the transport. Equal on all ranks of `wp`."""
         if self._published is not None and self._versions.get(group) == group.version:
             return self._published
         return self._group.transport("gather")
 
-    def end(self) -> None:
-        """Waits until all peers have this rank's shards, which may change from now on."""
+    def finish(self) -> None:
+        """Blocks until all peers have received this rank's shards, which may be written then."""
         for unsharded in self.resharded:
             unsharded.wait_sent()
         self.resharded.clear()
@@ -158,5 +158,5 @@ class PublishedShards:
             self._published = None
 
     def discard(self) -> None:
-        """Drops the shards that a failed step has published: they would keep a communicator whose threads must end."""
+        """Drops the shards that a failed step has published, since they would keep the threads of a communicator alive."""
         self._published = None

@@ -1,12 +1,12 @@
-"""Reduce-scatter of weight gradients, from full size to shards: buckets that are being filled, and those in flight.
+"""Reduce-scatter of weight gradients, from full tensors to shards.
 
-lease ──> products written ──> sent and received ──> own rows summed ──> store.add ──> lease back
-            `add`                in the background     `advance`, when all is here     `finish`, when the bound or
-                                                                                       the end of a pass asks
+lease ──> products written ──> sent and received ──> local rows summed ──> store.add ──> lease ends
+          `add`                in the background     `advance`             `finish`, at the limit of reductions in flight
+                                                                           or at the end of a pass
 
-A bucket has the gradients of one parameter group. Once per micro-batch it leaves when the backward has moved on to another
-group. Once per step it stays, at full size, until the last action that can add to it: fewer exchanges, for the memory of all
-full-size gradients.
+A bucket holds the gradients of one parameter group. With one reduction per micro-batch, it is sent when the backward continues
+with another group. With one reduction per step, it is sent after the last action that can add to it, which saves exchanges but
+needs memory for all full gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sley_core.api.comm import checksum
 from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
-from sley_isp.param_group import padded_shape, shard_of, without_padding
+from sley_isp.param_group import padded_shape, remove_padding, shard_of
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Work
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from sley_isp.param_group import ParamGroup
 
 Write = Callable[[Tensor, bool], None]
-"""Writes a gradient into a tensor of the store's dtype, or adds it if the flag is set."""
+"""Writes a gradient into a tensor of the store's dtype, or adds it to the tensor if the flag is true."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Names parameters whose gradients are reduced in one exchange.
+    """Describes parameters whose gradients are reduced in one exchange.
 
-    number: counts buckets in the order of their layers. group: of the parameters. chunks: those of all of its parameters, if it
-    is reduced once per step. users: by parameter, the groups whose backward adds to it.
+    number: the bucket's index in layer order. group: the group of the parameters. chunks: the chunks of the parameters, for
+    one reduction per step. users: for each parameter, the groups whose backwards add to its gradient.
     """
 
     number: int
@@ -50,19 +50,24 @@ class Bucket:
 
 
 @dataclass(eq=False)
-class Filling:
-    """A bucket being filled. full: full gradients, padded. written: parameters whose memory holds a gradient already."""
+class OpenBucket:
+    """Holds the gradients of a bucket until its reduction starts.
+
+    full_gradients: the full gradients with padding. written_params: the parameters whose full gradients have been written.
+    """
 
     bucket: Bucket
-    full: dict[Param, Tensor]
+    full_gradients: dict[Param, Tensor]
     lease: ExitStack
-    written: set[Param] = field(default_factory=set)
+    written_params: set[Param] = field(default_factory=set)
 
 
 @dataclass(eq=False)
-class InFlight:
-    """A bucket in flight. rows: this rank's rows of each full gradient, which hold the sum once `works` are done; if the
-    order of sums is fixed, those of each rank, [size, ...], for the micro-batches `micros`.
+class Reduction:
+    """Holds the reduction of a bucket that is in flight.
+
+    rows: this rank's rows of each gradient, which hold the sum once `works` are done. If the order of sums is fixed, they are
+    instead the rows of each rank, [size, ...], for the micro-batches `micros`.
     """
 
     bucket: Bucket
@@ -73,187 +78,185 @@ class InFlight:
 
 
 class GradientReducer:
-    """Reduces full-size gradients over `group` and adds this rank's rows to `store`, with at most `bound` buckets in flight.
+    """Reduces full gradients over `group` and adds this rank's rows to `store`.
 
-    bound: 0 waits for each at once. once: buckets wait for the last action of the step that can add to them; `bound` then
-    limits those that were sent. A parameter of several groups is then in the bucket of the first one, and else in one of each.
+    max_in_flight: the limit of reductions in flight, or 0 to wait for each at once. per_step: whether to reduce once per step,
+    after the last action that can add to a bucket. Then a parameter of several groups is in the bucket of the first group.
+    Otherwise it is in a bucket of each group.
     """
 
     def __init__(
-        self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, counters: Counters, *, once: bool
+        self, max_in_flight: int, store: GradientStore, pool: MemoryPool, group: Group, counters: Counters, *, per_step: bool
     ) -> None:
-        self.bound = bound
-        self.once = once
+        self.max_in_flight = max_in_flight
+        self.per_step = per_step
         self.store = store
         self.pool = pool
         self.group = group
         self.counters = counters
-        self._homes: dict[Param, ParamGroup] = {}
+        self._group_of_param: dict[Param, ParamGroup] = {}
         self._buckets: dict[tuple[ParamGroup, frozenset[int]], Bucket] = {}
-        self._filling: dict[Bucket, Filling] = {}
-        self._in_flight: deque[InFlight] = deque()
+        self._open_buckets: dict[Bucket, OpenBucket] = {}
+        self._reductions: deque[Reduction] = deque()
         self._current: ParamGroup | None = None
-        self._passed: set[ParamGroup] = set()
+        self._passed_groups: set[ParamGroup] = set()
 
     def register(self, group: ParamGroup, params: Sequence[Param]) -> None:
-        """Assigns `params` of `group` to buckets; called for all modules before the first `add`."""
+        """Assigns `params` of `group` to buckets. Called for all modules before the first `add`."""
         for param in params:
-            home = self._homes.setdefault(param, group) if self.once else group
-            key = home, param.chunks if self.once else frozenset()
-            bucket = self._buckets.setdefault(key, Bucket(len(self._buckets), home, param.chunks))
+            bucket_group = self._group_of_param.setdefault(param, group) if self.per_step else group
+            key = bucket_group, param.chunks if self.per_step else frozenset()
+            bucket = self._buckets.setdefault(key, Bucket(len(self._buckets), bucket_group, param.chunks))
             bucket.users.setdefault(param, set()).add(group)
 
     def add(self, group: ParamGroup, param: Param, write: Write) -> None:
-        """Adds a contribution to the gradient of `param`, from a backward of `group`; may start or finish earlier reductions.
+        """Adds a contribution of a backward of `group` to the gradient of `param`. May start or finish earlier reductions.
 
-        write: writes or adds it into a full-size tensor. All ranks must go from group to group in the same order; which modules
-        of a group contribute may depend on the data, and so says nothing about when a bucket is complete.
+        write: writes the contribution to the full gradient, or adds it. All ranks must pass the groups in the same order. The
+        modules of a group that contribute may depend on the data, so they do not tell when a bucket is complete.
         """
         self.advance()
         if group is not self._current:
-            # By the group, not the bucket: a weight tied to another layer's is in that layer's bucket, and how often a backward
-            # alternates between the two may depend on its data.
+            # Compares groups, not buckets. A tied weight may be in the bucket of another layer, and the number of times that a
+            # backward alternates between the two layers may depend on its data.
             if self._current is not None:
-                self._passed.add(self._current)
+                self._passed_groups.add(self._current)
             self._current = group
-            for filling in self._in_order():
-                if not self.once or (self._is_last(filling.bucket) and self._is_complete(filling)):
-                    self._start(filling)
-        bucket = self._buckets[(self._homes[param], param.chunks) if self.once else (group, frozenset())]
-        filling = self._filling.get(bucket) or self._open(bucket)
-        write(without_padding(filling.full[param], param), param in filling.written)
-        filling.written.add(param)
+            for open_bucket in self._ordered_buckets():
+                if not self.per_step or (self._is_last_action(open_bucket.bucket) and self._is_complete(open_bucket)):
+                    self._start_reduction(open_bucket)
+        bucket = self._buckets[(self._group_of_param[param], param.chunks) if self.per_step else (group, frozenset())]
+        open_bucket = self._open_buckets.get(bucket) or self._open(bucket)
+        write(remove_padding(open_bucket.full_gradients[param], param), param in open_bucket.written_params)
+        open_bucket.written_params.add(param)
 
-    def flush(self, *, everything: bool = False) -> None:
-        """Starts the reduction of every bucket to which no later action can add; called at the end of an action.
+    def flush(self, *, all_buckets: bool = False) -> None:
+        """Starts the reduction of every bucket to which no later action can add. Called at the end of an action.
 
-        everything: of all buckets; used outside of a step, where no contribution is known to be the last.
+        all_buckets: whether to reduce all buckets, for a backward outside of a step, whose last contribution is not known.
         """
-        for filling in self._in_order():
-            if everything or not self.once or self._is_last(filling.bucket):
-                self._start(filling)
+        for open_bucket in self._ordered_buckets():
+            if all_buckets or not self.per_step or self._is_last_action(open_bucket.bucket):
+                self._start_reduction(open_bucket)
         self._current = None
-        self._passed.clear()
+        self._passed_groups.clear()
 
     def advance(self) -> None:
-        """Sums the reductions that have arrived, oldest first. Never blocks.
+        """Sums the reductions that have arrived, so that faster peers do not wait for this rank. Never blocks.
 
-        So a faster peer need not wait for this rank. The result is added to the store only in `finish`, at the same point on
-        all ranks, because the store may then start other collectives.
+        Only `finish` adds the sums to the store, since the store may start collectives, which need the same order on all ranks.
         """
-        for reduction in self._in_flight:
-            are_done = [work.test() for work in reduction.works]  # each of them, so that each is moved on
+        for reduction in self._reductions:
+            are_done = [work.test() for work in reduction.works]  # a list, since `test` advances each of them
             if all(are_done):
                 for work in reduction.works:
                     work.wait()
 
-    def finish(self, at_most: int = 0) -> None:
-        """Waits for the oldest reductions until `at_most` are in flight, and adds each result to the store."""
-        while len(self._in_flight) > at_most:
-            reduction = self._in_flight.popleft()
+    def finish(self, max_remaining: int = 0) -> None:
+        """Waits for the oldest reductions until `max_remaining` are in flight, and adds each sum to the store."""
+        while len(self._reductions) > max_remaining:
+            reduction = self._reductions.popleft()
             for work in reduction.works:
-                work.wait()  # if this fails, a peer may still read the buffer, so it is not returned to the pool
+                work.wait()  # if this raises, a peer may still read the buffer, so the lease does not end
             try:
                 for param, rows in reduction.rows.items():
                     if reduction.micros is None:
                         self.store.add(param, rows)
                     else:
-                        by_micro = dict(zip(reduction.micros, rows, strict=True))
-                        self.store.add_of_micros(param, by_micro, reduction.bucket.group.layer)
+                        rows_by_micro = dict(zip(reduction.micros, rows, strict=True))
+                        self.store.add_of_micros(param, rows_by_micro, reduction.bucket.group.layer)
             finally:
-                self._end(reduction)
+                self._release(reduction)
 
     def discard(self) -> None:
-        """Waits for all reductions and discards the results, after a failed step."""
-        for filling in self._filling.values():
-            filling.lease.close()
-        self._filling.clear()
+        """Waits for all reductions of a failed step and discards their sums."""
+        for open_bucket in self._open_buckets.values():
+            open_bucket.lease.close()
+        self._open_buckets.clear()
         self._current = None
-        self._passed.clear()
-        while self._in_flight:
-            self._end(self._in_flight.popleft())
+        self._passed_groups.clear()
+        while self._reductions:
+            self._release(self._reductions.popleft())
 
-    def _in_order(self) -> list[Filling]:
-        """Returns the buckets being filled, those of later layers first: which came first may depend on the data."""
-        return sorted(self._filling.values(), key=lambda filling: -filling.bucket.number)
+    def _ordered_buckets(self) -> list[OpenBucket]:
+        """Returns the open buckets, later layers first. The order in which they were opened may depend on the data."""
+        return sorted(self._open_buckets.values(), key=lambda open_bucket: -open_bucket.bucket.number)
 
-    def _is_last(self, bucket: Bucket) -> bool:
+    def _is_last_action(self, bucket: Bucket) -> bool:
         """Returns whether no later action of this list can add to `bucket`."""
         return self.store.state.last_of_list(bucket.chunks)
 
-    def _is_complete(self, filling: Filling) -> bool:
-        """Returns whether the current action has passed every group that adds to a trained parameter of the bucket."""
-        return all(filling.bucket.users[param] <= self._passed for param in filling.full)
+    def _is_complete(self, open_bucket: OpenBucket) -> bool:
+        """Returns whether the current action has passed every group that adds to the bucket's gradients."""
+        return all(open_bucket.bucket.users[param] <= self._passed_groups for param in open_bucket.full_gradients)
 
-    def _open(self, bucket: Bucket) -> Filling:
-        """Leases full-size memory for a bucket; first waits for older ones if the bound asks for it. Contents are undefined."""
-        if not self.once:
-            self.finish(max(0, self.bound - 1))
+    def _open(self, bucket: Bucket) -> OpenBucket:
+        """Leases memory for the full gradients of a bucket, with undefined contents, within the limit of reductions."""
+        if not self.per_step:
+            self.finish(max(0, self.max_in_flight - 1))
         params = [param for param in bucket.users if param.trainable]
         lease = ExitStack()
-        full = dict(zip(params, self._lease([padded_shape(param) for param in params], lease), strict=True))
-        self.counters.hold("full_gradients", len(full))
-        lease.callback(self.counters.hold, "full_gradients", -len(full))
-        for param, tensor in full.items():
-            if len(tensor) > param.shape[0]:
-                tensor[param.shape[0] :].zero_()
-        filling = self._filling[bucket] = Filling(bucket, full, lease)
-        return filling
+        gradients = dict(zip(params, self._lease([padded_shape(param) for param in params], lease), strict=True))
+        self.counters.change("full_gradients", len(gradients))
+        lease.callback(self.counters.change, "full_gradients", -len(gradients))
+        for param, gradient in gradients.items():
+            if len(gradient) > param.shape[0]:
+                gradient[param.shape[0] :].zero_()
+        open_bucket = self._open_buckets[bucket] = OpenBucket(bucket, gradients, lease)
+        return open_bucket
 
-    def _start(self, filling: Filling) -> None:
-        """Starts the reduction of a bucket; all its parameters are sent on every rank, with zeros for those not written."""
-        del self._filling[filling.bucket]
-        if self.once:
-            self.finish(max(0, self.bound - 1))
-        for param in filling.full.keys() - filling.written:
-            filling.full[param].zero_()  # another rank may have used it, in a forward that depends on its data
-        # In the order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers. If the data
-        # decides which modules run, and a bucket is less than a layer, ranks detect it by the checksum of names.
+    def _start_reduction(self, open_bucket: OpenBucket) -> None:
+        """Starts the reduction of a bucket, with zeros for the gradients that this rank has not written."""
+        del self._open_buckets[open_bucket.bucket]
+        if self.per_step:
+            self.finish(max(0, self.max_in_flight - 1))
+        for param in open_bucket.full_gradients.keys() - open_bucket.written_params:
+            open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on its data
+        # Over `wp`, in the order of backwards. All its ranks run the same actions on the same layers. If the data decides which
+        # modules run, and a bucket is smaller than a layer, ranks detect a difference by the checksum of names.
         micros = self.store.reduction.micros_beside(self.group)
-        reduction = self._start_reduce_scatter(filling) if micros is None else self._start_all_to_all(filling, micros)
-        self._in_flight.append(reduction)
+        reduction = self._start_reduce_scatter(open_bucket) if micros is None else self._start_all_to_all(open_bucket, micros)
+        self._reductions.append(reduction)
         self.counters.add("reductions", 1)
-        for tensor in filling.full.values():
-            self.counters.add("reduced_bytes", tensor.nbytes * (self.group.size - 1) // self.group.size)
-            self.counters.sent.add(tensor, self.group, passes=1)
-        self.finish(self.bound)
+        for gradient in open_bucket.full_gradients.values():
+            self.counters.add("reduced_bytes", gradient.nbytes * (self.group.size - 1) // self.group.size)
+            self.counters.sent.add(gradient, self.group, passes=1)
+        self.finish(self.max_in_flight)
 
-    def _start_reduce_scatter(self, filling: Filling) -> InFlight:
-        full, bucket, coord = filling.full, filling.bucket, self.group.coord
+    def _start_reduce_scatter(self, open_bucket: OpenBucket) -> Reduction:
+        gradients, bucket, coord = open_bucket.full_gradients, open_bucket.bucket, self.group.coord
         transport = self.group.transport("reduce")
-        scratch = [(transport.num_scratch_rows(shard_of(param).size), *param.shape[1:]) for param in full]
-        received = self._lease(scratch, filling.lease)
-        what, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in full)
-        work = transport.reduce_scatter(list(full.values()), received, what=what, contents=contents)
-        rows = {param: tensor.chunk(self.group.size)[coord] for param, tensor in full.items()}
-        return InFlight(bucket, [work], rows, filling.lease)
+        scratch_shapes = [(transport.num_scratch_rows(shard_of(param).size), *param.shape[1:]) for param in gradients]
+        scratch = self._lease(scratch_shapes, open_bucket.lease)
+        label, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in gradients)
+        work = transport.reduce_scatter(list(gradients.values()), scratch, what=label, contents=contents)
+        rows = {param: gradient.chunk(self.group.size)[coord] for param, gradient in gradients.items()}
+        return Reduction(bucket, [work], rows, open_bucket.lease)
 
-    def _start_all_to_all(self, filling: Filling, micros: range) -> InFlight:
-        """Exchanges rows in place of their sums, whose order is fixed: each rank gets its rows of every rank's gradient, of
-        `micros`.
-        """
-        transport = self.group.transport("reduce")
-        shapes = [(self.group.size, shard_of(param).size, *param.shape[1:]) for param in filling.full]
-        rows = dict(zip(filling.full, self._lease(shapes, filling.lease), strict=True))
+    def _start_all_to_all(self, open_bucket: OpenBucket, micros: range) -> Reduction:
+        """Starts to receive this rank's rows of every rank's gradients, which the store sums in a fixed order."""
+        transport, gradients = self.group.transport("reduce"), open_bucket.full_gradients
+        shapes = [(self.group.size, shard_of(param).size, *param.shape[1:]) for param in gradients]
+        rows = dict(zip(gradients, self._lease(shapes, open_bucket.lease), strict=True))
         works = [
-            transport.all_to_all(rows[param], tensor.view(rows[param].shape), what=f"the gradient of {param.name}")
-            for param, tensor in filling.full.items()
+            transport.all_to_all(rows[param], gradient.view(rows[param].shape), what=f"the gradient of {param.name}")
+            for param, gradient in gradients.items()
         ]
-        return InFlight(filling.bucket, works, rows, filling.lease, micros)
+        return Reduction(open_bucket.bucket, works, rows, open_bucket.lease, micros)
 
     def _lease(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
-        """Leases one buffer of the pool until `lease` closes; returns views of these shapes, of the store's dtype."""
+        """Leases one buffer of the store's dtype until `lease` closes, and returns views of these shapes."""
         dtype, device = self.store.dtype, self.store.device
         starts, numel = offsets(shapes, ALIGNMENT_BYTES // dtype.itemsize)
         if not numel:
             return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         flat = lease.enter_context(self.pool.lease((numel,), dtype, device))
-        self.counters.hold("full_gradient_bytes", flat.nbytes)
-        lease.callback(self.counters.hold, "full_gradient_bytes", -flat.nbytes)
+        self.counters.change("full_gradient_bytes", flat.nbytes)
+        lease.callback(self.counters.change, "full_gradient_bytes", -flat.nbytes)
         return views_of(flat, starts, shapes)
 
-    def _end(self, reduction: InFlight) -> None:
-        """Waits until the peers have received this rank's data, then returns the buffer to the pool."""
+    def _release(self, reduction: Reduction) -> None:
+        """Waits until peers have received this rank's data, and returns the buffer to the pool."""
         for work in reduction.works:
             work.wait_sent()
         reduction.lease.close()

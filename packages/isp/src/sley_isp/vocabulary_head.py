@@ -1,14 +1,14 @@
-"""Vocabulary-parallel head: each rank of `wp` multiplies the tokens of all ranks by its own rows of the weight.
+"""Vocabulary-parallel head: each rank of `wp` multiplies the tokens of all ranks by its rows of the weight.
 
-    forward    x [n, h] ──all_gather──> [wp n, h] ──own rows──> logits [wp n, v / wp] ──statistics, gathered──> losses [n]
+    forward    x [n, h] ──all_gather──> [wp n, h] ──local rows──> logits [wp n, v / wp] ──statistics, gathered──> losses [n]
     backward   logits become their gradient P, in place;   P W ──reduce_scatter──> dx [n, h]   while   P^T [wp n, h] ──> store
 
-The head's weight is not gathered and its gradient not reduced: the exchanges are as large as the tokens, twice. The logits
-take as much memory as a rank's own would, once: their gradient overwrites them.
+The head's weight is not gathered and its gradient is not reduced. Instead, there are two exchanges as large as the tokens. The
+logits need as much memory as those of a rank's tokens over the full vocabulary, and their gradient overwrites them.
 
-Megatron-LM computes the same cross-entropy with three all-reduces, of maxima, targets and sums (Shoeybi et al. 2019, section 3;
-megatron/core/tensor_parallel/cross_entropy.py). Here one gather has every slice's log of its sum, its target and its sum, and
-waits for no maximum. Logits are processed in chunks, so the extra memory is one chunk.
+Megatron-LM computes the same cross-entropy with three all-reduces of maxima, targets and sums (Shoeybi et al. 2019, section 3;
+megatron/core/tensor_parallel/cross_entropy.py). This module needs only one gather of the statistics of each slice, without a
+maximum of all slices. It processes logits in chunks, so the extra memory is one chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sley_core.errors import PlanError, RunError
 from sley_core.protocols import SplitLogits
 from sley_isp.embedding_columns import TokenGather
 from sley_isp.param_group import shard_of
-from sley_isp.sharded_module import ShardedModule, as_autocast, is_plain, is_summed
+from sley_isp.sharded_module import ShardedModule, autocast_input, is_shardable, needs_shard_gradients
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer
@@ -36,60 +36,63 @@ if TYPE_CHECKING:
     from sley_core.protocols import MemoryPool
 
 NO_TARGET = -(1 << 62)
-"""The target of a token whose label is ignored; no label has this value, so that a wrong label is not ignored too."""
+"""The target of a token with an ignored label. It equals no label, so that an invalid label is not ignored too."""
 
 
 def find_head(layers: Sequence[Layer]) -> str:
-    """Returns the name, within the last of the model's `layers`, of its one plain linear.
+    """Returns the name of the only plain linear in the last layer, within that layer.
 
-    Raises PlanError "head-vocabulary" if there is none, or several, or if a module that needs the full weight holds it
-    too. The first forward checks that the layer returns the linear's output.
+    Raises PlanError "head-vocabulary" if there is none or several, or if a module that needs the full weight also holds it. The
+    first forward checks that the layer returns the linear's output.
     """
     last = layers[-1]
     linears: dict[str, nn.Linear] = {name: module for name, module in last.module.named_modules() if type(module) is nn.Linear}
     if len(linears) != 1:
         names = ", ".join(f"`{name}`" for name in linears) or "none"
-        message = f"the last layer `{last.name}` needs one plain nn.Linear whose vocabulary can be sharded; it has: {names}"
-        raise _refused(message, "give the head a layer of its own")
+        message = (
+            f"the last layer `{last.name}` must have one plain nn.Linear, whose vocabulary can be sharded, but has {names}"
+        )
+        raise _head_error(message, "use a separate layer for the head")
     ((path, head),) = linears.items()
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             for attribute, parameter in module._parameters.items():
-                if parameter is head.weight and not is_plain(module, attribute):
-                    message = f"`{name}` holds the head's weight too, and is no plain linear or embedding"
-                    raise _refused(message, "copy the weight there, or call a linear")
+                if parameter is head.weight and not is_shardable(module, attribute):
+                    message = f"`{name}` also holds the head's weight, but is no plain linear or embedding"
+                    raise _head_error(message, "use a copy of the weight or a linear there")
     return path
 
 
-def _refused(message: str, hint: str) -> PlanError:
-    return PlanError("head-vocabulary", message, path=("weights", "head"), hint=f'{hint}; or `head = "gather"`')
+def _head_error(message: str, hint: str) -> PlanError:
+    return PlanError("head-vocabulary", message, path=("weights", "head"), hint=f'{hint}, or `head = "gather"`')
 
 
 class VocabularyHead:
-    """Replaces the forward of the linear of `module`. All ranks of `wp` run the same micro-batches in the same order, and so
-    call its exchanges alike.
+    """Replaces the forward of the linear of `module`.
+
+    All ranks of `wp` run the same micro-batches in the same order, and so make the same exchanges.
     """
 
-    def __init__(self, module: ShardedModule, tokens: TokenGather, parts: Parts, pool: MemoryPool) -> None:
+    def __init__(self, module: ShardedModule, token_gather: TokenGather, parts: Parts, pool: MemoryPool) -> None:
         assert module.weight is not None, f"{module.name} is not sharded"
         shard = shard_of(module.weight)
         self.module = module
-        self.tokens = tokens
-        self.group = tokens.group
+        self.token_gather = token_gather
+        self.group = token_gather.group
         self.store = parts.store
         self.pool = pool
-        self.classes = Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
+        self.classes = ClassRange(shard.index * shard.size, shard.own_size, shard.shape[0])
         self.sink = Handover(self._accumulate, parts.queue)
 
     def forward(self, input: Tensor) -> Tensor | LazyLogits:
-        """Returns `LazyLogits`, which only the loss computes; outside an action full logits, with the weight gathered."""
+        """Returns `LazyLogits` for the loss, or outside of an action full logits, with the weight gathered."""
         module = self.module
         if module.is_replaced or not module.communicator.is_running:
             return module.forward(input)
         if not torch.is_autocast_enabled(input.device.type):
-            with torch.no_grad():  # torch's own error here, and not in the loss, if dtypes or widths differ
+            with torch.no_grad():  # so that torch raises here, and not in the loss, if dtypes or widths differ
                 F.linear(input.new_empty((0, input.shape[-1])), self.shard, module.shard("bias"))
-        return LazyLogits(self, as_autocast(input))
+        return LazyLogits(self, autocast_input(input))
 
     @property
     def shard(self) -> Tensor:
@@ -98,28 +101,28 @@ class VocabularyHead:
         assert shard is not None, self.module.name
         return shard
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """Returns this rank's logits [n, rows of a shard]; `own` removes the columns of padding rows."""
+    def padded_logits(self, inputs: Tensor) -> Tensor:
+        """Returns this rank's logits [n, rows of a shard], which include the columns of padding rows."""
         bias = self.module.shard("bias")
         return F.linear(inputs, self.shard.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
-    def own(self, logits: Tensor) -> Tensor:
-        """Returns the columns of real classes, a view."""
+    def remove_padding(self, logits: Tensor) -> Tensor:
+        """Returns a view of the columns that are not padding."""
         return logits[:, : self.classes.size]
 
     def gather_statistics(self, statistics: Tensor) -> Tensor:
-        """Returns every slice's `statistics` [k, n], in the order of the group: [size, k, n]; blocks."""
-        every = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
-        self.tokens.gather([every], [statistics], "statistics of logits")
-        return every.view(self.group.size, *statistics.shape)
+        """Returns the `statistics` [k, n] of all slices, [size, k, n], in the order of the group. Blocks."""
+        gathered = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
+        self.token_gather.gather([gathered], [statistics], "statistics of logits")
+        return gathered.view(self.group.size, *statistics.shape)
 
     def full_logits(self, x: Tensor) -> Tensor:
-        """Returns all classes' logits [n, classes] of this rank's `x` [n, h]; blocks."""
-        (inputs,) = self.tokens.all_tokens([x], [0], "the head's inputs")
-        own = self.logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
-        received = torch.empty_like(own)
-        work = self.group.transport("reduce").all_to_all(received, own, what="logits")
-        self.tokens.counters.sent.add(own, self.group, passes=1)
+        """Returns the logits of all classes, [n, classes], for this rank's `x` [n, h]. Blocks."""
+        (inputs,) = self.token_gather.gather_padded([x], [0], "the head's inputs")
+        logits = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
+        received = torch.empty_like(logits)
+        work = self.group.transport("reduce").all_to_all(received, logits, what="logits")
+        self.token_gather.counters.sent.add(logits, self.group, passes=1)
         work.wait()
         work.wait_sent()
         return received.transpose(0, 1).flatten(1)[: len(x), : self.classes.total]
@@ -128,26 +131,26 @@ class VocabularyHead:
     def reduce_input_gradient(self, gradient: Tensor, num_tokens: int) -> Iterator[list[Tensor]]:
         """Reduce-scatters the logits' gradient [size x n, rows] times the weight, by tokens, while the block runs.
 
-        Yields a list, which after the block has the gradient of this rank's tokens [num_tokens, h], in its own memory.
+        Yields a list to which the end of the block adds the gradient of this rank's tokens, a new [num_tokens, h].
         """
-        result: list[Tensor] = []
-        own_tokens = len(gradient) // self.group.size
+        results: list[Tensor] = []
+        tokens_per_rank = len(gradient) // self.group.size
         transport = self.group.transport("reduce")
-        shape = (len(gradient) + transport.num_scratch_rows(own_tokens), self.shard.shape[1])
+        shape = (len(gradient) + transport.num_scratch_rows(tokens_per_rank), self.shard.shape[1])
         with self.pool.lease(shape, gradient.dtype, gradient.device) as buffer:
             full = buffer[: len(gradient)]
             torch.mm(gradient, self.shard.to(gradient.dtype), out=full)
             work = transport.reduce_scatter([full], [buffer[len(gradient) :]], what="the head's input gradient")
-            self.tokens.counters.sent.add(full, self.group, passes=1)
-            yield result
+            self.token_gather.counters.sent.add(full, self.group, passes=1)
+            yield results
             work.wait()
-            result.append(full.narrow(0, self.group.coord * own_tokens, num_tokens).clone())
+            results.append(full.narrow(0, self.group.coord * tokens_per_rank, num_tokens).clone())
             work.wait_sent()
 
     @torch.no_grad()
     def _accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the shards' gradients to the store; they are summed over all tokens of `wp` already."""
-        for param in self.module.trained:
+        """Adds the shards' gradients, which include all tokens of `wp`, to the store."""
+        for param in self.module.trainable_params:
             if param is self.module.bias:
                 self.store.add(param, gradient.sum(0, dtype=self.store.dtype))
             else:
@@ -155,7 +158,7 @@ class VocabularyHead:
 
 
 class LazyLogits(SplitLogits):
-    """Stands for logits that are not computed yet: the loss computes its sum of losses from `x` [..., h]."""
+    """Represents the logits of `x` [..., h], which only the loss computes."""
 
     def __init__(self, head: VocabularyHead, x: Tensor) -> None:
         self.head = head
@@ -163,7 +166,7 @@ class LazyLogits(SplitLogits):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the full logits would have."""
+        """The shape of the full logits."""
         return (*self.x.shape[:-1], self.head.classes.total)
 
     @property
@@ -171,9 +174,9 @@ class LazyLogits(SplitLogits):
         return self.x.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of this rank's losses, a scalar; gathers over `wp`, so all its ranks must call it.
+        """Returns the sum of this rank's losses, a scalar. A collective over `wp`.
 
-        labels: of this rank's tokens, shaped as `x` without its last dim.
+        labels: the labels of this rank's tokens, with the shape of `x` without its last dim.
         """
         module = self.head.module
         rows = self.x.reshape(-1, self.x.shape[-1])
@@ -183,92 +186,94 @@ class LazyLogits(SplitLogits):
         return total
 
     def logits(self) -> Tensor:
-        """Returns this rank's full logits, [..., classes], without a graph; a collective of `wp`."""
+        """Returns the full logits of this rank's tokens, [..., classes], without a graph. A collective over `wp`."""
         with torch.no_grad():
             return self.head.full_logits(self.x.detach().reshape(-1, self.x.shape[-1])).view(self.shape)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises RunError `logits-split` for the methods of a tensor, which do not exist here."""
+        """Raises RunError `logits-split` for all methods of a tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _split(name)
+        raise _split_error(name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises RunError `logits-split` for every torch function."""
-        raise _split(getattr(function, "__name__", str(function)))
+        raise _split_error(getattr(function, "__name__", str(function)))
 
 
-def _split(name: str) -> RunError:
+def _split_error(name: str) -> RunError:
     return RunError(
         "logits-split",
-        f"`{name}` of logits that are split over ranks: the last layer must return its linear's result unchanged",
+        f"`{name}` is called on logits that are split over ranks, but the last layer must return them unchanged",
         path=("weights", "head"),
         hint='use `head = "gather"` for a model or a loss that does something with its logits',
     )
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(self: LazyLogits, *args: Any) -> Any:
-        raise _split(name)
+def _raising_method(name: str) -> Callable[..., Any]:
+    def method(self: LazyLogits, *args: Any) -> Any:
+        raise _split_error(name)
 
-    return refuse
+    return method
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg", "matmul", "getitem", "len", "iter"):
-    setattr(LazyLogits, f"__{_name}__", _refuse(_name))
+    setattr(LazyLogits, f"__{_name}__", _raising_method(_name))
 
 
 class _LossSum(torch.autograd.Function):
-    """Makes the sum of this rank's losses differentiable; the shards are inputs, with None as their gradients."""
+    """Makes the sum of this rank's losses differentiable. The shards are inputs, whose gradients are None."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, targets: Tensor, head: VocabularyHead, smoothing: float
     ) -> Tensor:
-        """Gathers all tokens of `wp` and the slices' statistics; saves the logits, which the backward overwrites."""
-        inputs, all_targets = head.tokens.all_tokens([x, targets], [0, NO_TARGET], "the head's inputs")
-        logits = head.logits(inputs)
-        combined = combine(head.gather_statistics(statistics(head.own(logits), all_targets, head.classes, smoothing)))
-        first = head.group.coord * (len(inputs) // head.group.size)
+        """Gathers all tokens of `wp` and the slices' statistics. Saves the logits, which the backward overwrites."""
+        inputs, all_targets = head.token_gather.gather_padded([x, targets], [0, NO_TARGET], "the head's inputs")
+        logits = head.padded_logits(inputs)
+        slice_statistics = logit_statistics(head.remove_padding(logits), all_targets, head.classes, smoothing)
+        statistics = combine_statistics(head.gather_statistics(slice_statistics))
+        start = head.group.coord * (len(inputs) // head.group.size)
         ctx.head, ctx.smoothing, ctx.num_tokens = head, smoothing, len(x)
-        ctx.save_for_backward(logits, inputs if head.module.trained else None, all_targets, combined.log_sum)
-        return losses(combined, all_targets, head.classes.total, smoothing)[first : first + len(x)].sum()
+        ctx.save_for_backward(logits, inputs if head.module.trainable_params else None, all_targets, statistics.log_sum)
+        return token_losses(statistics, all_targets, head.classes.total, smoothing)[start : start + len(x)].sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        """Turns the logits into their gradient in place; the input's gradient is reduced while the weight's is computed."""
+        """Overwrites the logits with their gradient. Reduces the input's gradient while it computes the weight's."""
         head: VocabularyHead = ctx.head
         logits, inputs, targets, log_sum = ctx.saved_tensors
-        to_gradient(head.own(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
+        logits_to_gradient(head.remove_padding(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
         logits[:, head.classes.size :].zero_()
 
         def accumulate() -> None:
-            if head.module.trained and is_summed(ctx):
+            if head.module.trainable_params and needs_shard_gradients(ctx):
                 assert inputs is not None, f"{head.module.name} was unfrozen between a forward and its backward"
                 head.sink(logits, inputs)
 
         if not ctx.needs_input_grad[0]:
             accumulate()
             return None, None, None, None, None, None
-        with head.reduce_input_gradient(logits, ctx.num_tokens) as result:
+        with head.reduce_input_gradient(logits, ctx.num_tokens) as results:
             accumulate()
-        return result[0], None, None, None, None, None
+        return results[0], None, None, None, None, None
 
 
-class Classes(NamedTuple):
-    """Names the classes of a slice: `size` from `first` on, of `total`. The last slices may be empty."""
+class ClassRange(NamedTuple):
+    """The classes of a slice: `size` classes from `start` on, of `total`. The last slices may be empty."""
 
-    first: int
+    start: int
     size: int
     total: int
 
 
-class Combined(NamedTuple):
-    """Holds per token [n]: the log of the sum of all exponentials, the target's logit, and the sum of all logits or None.
+class Statistics(NamedTuple):
+    """Holds the log of the sum of all exponentials, the target's logit, and the sum of all logits or None, each [n].
 
-    A target that no slice has is -inf: the loss is then infinite, which ends the run without a device synchronisation here.
+    The logit of a target that no slice has is -inf. It makes the loss infinite, which ends the run without a device
+    synchronisation here.
     """
 
     log_sum: Tensor
@@ -276,10 +281,10 @@ class Combined(NamedTuple):
     logit_sum: Tensor | None
 
 
-def statistics(logits: Tensor, targets: Tensor, classes: Classes, smoothing: float) -> Tensor:
-    """Returns what peers need of a slice's `logits` [n, size]: [3, n] with smoothing, else [2, n]; fp32 at least.
+def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
+    """Returns the `Statistics` of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, at least in fp32.
 
-    targets: int64 [n], of all classes, or NO_TARGET.
+    targets: int64 [n], indices of all classes or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -287,53 +292,55 @@ def statistics(logits: Tensor, targets: Tensor, classes: Classes, smoothing: flo
     result[2:] = 0.0
     if not classes.size:
         return result
-    inside, local = _local(targets, classes)
+    is_local, indices = _local_targets(targets, classes)
     for rows in chunks(logits):
-        part = logits[rows].to(result.dtype)
-        torch.logsumexp(part, -1, out=result[0, rows])
-        result[1, rows] = torch.where(inside[rows], part.gather(-1, local[rows]).squeeze(-1), -torch.inf)
+        chunk = logits[rows].to(result.dtype)
+        torch.logsumexp(chunk, -1, out=result[0, rows])
+        result[1, rows] = torch.where(is_local[rows], chunk.gather(-1, indices[rows]).squeeze(-1), -torch.inf)
         if smoothing:
-            torch.sum(part, -1, out=result[2, rows])
+            torch.sum(chunk, -1, out=result[2, rows])
     return result
 
 
-def combine(parts: Tensor) -> Combined:
-    """Combines the `statistics` of all slices, [slices, k, n]."""
-    logit_sum = parts[:, 2].sum(0) if parts.shape[1] == 3 else None
-    return Combined(parts[:, 0].logsumexp(0), parts[:, 1].amax(0), logit_sum)
+def combine_statistics(slice_statistics: Tensor) -> Statistics:
+    """Combines the statistics of all slices, [slices, 2 or 3, n]."""
+    logit_sum = slice_statistics[:, 2].sum(0) if slice_statistics.shape[1] == 3 else None
+    return Statistics(slice_statistics[:, 0].logsumexp(0), slice_statistics[:, 1].amax(0), logit_sum)
 
 
-def losses(combined: Combined, targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Returns the cross-entropy of every token against its smoothed target, [n]; 0 for a token without a target.
+def token_losses(statistics: Statistics, targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """Returns the cross-entropy [n] of every token with label smoothing, or 0 for a token without a target.
 
-    A share `smoothing` of the target is spread evenly: log_sum - (1 - smoothing) target - smoothing mean.
+    It is log_sum - (1 - smoothing) target - smoothing mean.
     """
-    result = combined.log_sum - (1.0 - smoothing) * combined.target
-    if combined.logit_sum is not None:
-        result -= smoothing / num_classes * combined.logit_sum
+    result = statistics.log_sum - (1.0 - smoothing) * statistics.target
+    if statistics.logit_sum is not None:
+        result -= smoothing / num_classes * statistics.logit_sum
     return torch.where(targets == NO_TARGET, 0.0, result)
 
 
-def to_gradient(logits: Tensor, targets: Tensor, classes: Classes, log_sum: Tensor, scale: Tensor, smoothing: float) -> None:
+def logits_to_gradient(
+    logits: Tensor, targets: Tensor, classes: ClassRange, log_sum: Tensor, scale: Tensor, smoothing: float
+) -> None:
     """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`.
 
-    It is softmax minus the smoothed target; 0 for a token without a target.
+    The gradient is the softmax minus the smoothed target, or 0 for a token without a target.
     """
     if not classes.size:
         return
-    inside, local = _local(targets, classes)
-    of_target = torch.where(inside, log_sum.new_full((), smoothing - 1.0), 0.0).unsqueeze(-1)
+    is_local, indices = _local_targets(targets, classes)
+    target_terms = torch.where(is_local, log_sum.new_full((), smoothing - 1.0), 0.0).unsqueeze(-1)
     scales = torch.where(targets == NO_TARGET, 0.0, scale.to(log_sum.dtype)).unsqueeze(-1)
     for rows in chunks(logits):
-        part = (logits[rows] - log_sum[rows].unsqueeze(-1)).exp_()
+        chunk = (logits[rows] - log_sum[rows].unsqueeze(-1)).exp_()
         if smoothing:
-            part -= smoothing / classes.total
-        part.scatter_add_(-1, local[rows], of_target[rows])
-        torch.mul(part, scales[rows], out=logits[rows])
+            chunk -= smoothing / classes.total
+        chunk.scatter_add_(-1, indices[rows], target_terms[rows])
+        torch.mul(chunk, scales[rows], out=logits[rows])
 
 
-def _local(targets: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """Returns whether the slice has each target [n], and its index there [n, 1]; some valid index if not."""
-    local = targets - classes.first
-    inside = (local >= 0) & (local < classes.size)
-    return inside, local.clamp(0, classes.size - 1).unsqueeze(-1)
+def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor]:
+    """Returns whether the slice has each target [n], and the target's index there [n, 1], clamped to a valid index."""
+    indices = targets - classes.start
+    is_local = (indices >= 0) & (indices < classes.size)
+    return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The table of `models.llama`."""
+"""The plan table of `models.llama`."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ FFN_MULTIPLE = 64
 
 
 def default_ffn_hidden(hidden: int) -> int:
-    """Returns 8/3 of `hidden`, rounded up to a multiple of 64: SwiGLU's three matrices then have the size of two of 4 x hidden
-    (Shazeer 2020).
+    """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
+
+    Then the three matrices of SwiGLU are as large as two matrices of hidden x 4 hidden (Shazeer 2020).
     """
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
-def _default_kv_heads(chosen: dict[str, Any]) -> int:
-    return int(chosen["heads"])
+def _default_kv_heads(values: dict[str, Any]) -> int:
+    return int(values["heads"])
 
 
-def _default_head_dim(chosen: dict[str, Any]) -> float:
-    """Returns `hidden / heads`; a float if that is not a whole number, which `_head_dim_is_whole` refuses."""
-    hidden, heads = chosen["hidden"], chosen["heads"]
+def _default_head_dim(values: dict[str, Any]) -> float:
+    """Returns `hidden / heads`, as a float if it is no whole number, which `_check_whole_head_dim` refuses."""
+    hidden, heads = values["hidden"], values["heads"]
     return float(hidden / heads) if hidden % heads else int(hidden // heads)
 
 
-def _default_ffn_hidden(chosen: dict[str, Any]) -> int:
-    return default_ffn_hidden(chosen["hidden"])
+def _default_ffn_hidden(values: dict[str, Any]) -> int:
+    return default_ffn_hidden(values["hidden"])
 
 
 class RopeScaling(Table):
-    """How Llama 3.1 slows rotary positions down for longer contexts (`rope_type` "llama3"); names are Hugging Face's."""
+    """Slows rotary positions down for longer contexts, as in Llama 3.1 (`rope_type` "llama3"). Names are Hugging Face's."""
 
     factor: PositiveFloat
-    """Divisor of the slow frequencies."""
+    """The divisor of the slow frequencies."""
 
     low_freq_factor: PositiveFloat
-    """A channel that turns less often than this within the original context is slow."""
+    """The number of turns within the original context below which a channel is slow."""
 
     high_freq_factor: PositiveFloat
-    """A channel that turns more often than this is fast, and stays as it is."""
+    """The number of turns above which a channel is fast, and does not change."""
 
     original_max_position_embeddings: Positive
-    """Tokens of the context that the model was first trained on."""
+    """The length of the original context in tokens."""
 
     @field_validator("high_freq_factor")
     @classmethod
-    def _high_is_above_low(cls, high: float, info: ValidationInfo) -> float:
+    def _check_high_freq_factor(cls, high: float, info: ValidationInfo) -> float:
         """Raises ValueError unless `high_freq_factor` is above `low_freq_factor`."""
         low = info.data.get("low_freq_factor")
         if low is not None and high <= low:
@@ -59,40 +60,40 @@ class RopeScaling(Table):
         return high
 
 
-def _sizes_or_weights(schema: dict[str, Any]) -> None:
-    """Declares in the JSON Schema that sizes may be left out if there is `weights`."""
+def _require_sizes_or_weights(schema: dict[str, Any]) -> None:
+    """Changes the JSON Schema so that it requires either `weights` or the sizes."""
     schema["anyOf"] = [{"required": ["weights"]}, {"required": schema.pop("required")}]
 
 
-class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
-    """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; Qwen2 and Qwen3 by options.
+class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
+    """A Llama decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, or by options a Qwen2 or Qwen3.
 
-    Keys that `weights` determines may be left out if it is given, and must otherwise agree with it.
+    With `weights`, keys that the weights determine may be left out, and must otherwise agree with them.
     """
 
     weights: PlanPath | None = None
-    """A folder with a Hugging Face Llama, Qwen2 or Qwen3 to start from: `config.json` and safetensors files."""
+    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files."""
 
     num_layers: Positive
-    """Decoder blocks."""
+    """The number of decoder blocks."""
 
     hidden: Positive
-    """Width of the residual stream."""
+    """The width of the residual stream."""
 
     heads: Positive
-    """Query heads of a block's attention; they divide `hidden`, unless there is a `head_dim`."""
+    """The number of query heads of each attention; a divisor of `hidden` if `head_dim` is left out."""
 
     kv_heads: Positive = Field(default_factory=_default_kv_heads)
-    """Key and value heads, each shared by `heads / kv_heads` query heads; left out, as many as `heads`."""
+    """The number of key and value heads, each shared by `heads / kv_heads` query heads; `heads` if left out."""
 
     head_dim: Positive = Field(default_factory=_default_head_dim, validate_default=True)
-    """Width of one head, an even number; left out, `hidden / heads`."""
+    """The width of a head, an even number; `hidden / heads` if left out."""
 
     ffn_hidden: Positive = Field(default_factory=_default_ffn_hidden)
-    """Width inside the feed-forward part; left out, 8/3 of `hidden` rounded up to a multiple of 64."""
+    """The inner width of the feed-forward layers; 8/3 of `hidden`, rounded up to a multiple of 64, if left out."""
 
     vocab_size: Positive | None = None
-    """Rows of the embedding and of the head; left out, as many as the data has token ids."""
+    """The number of rows of embedding and head; the number of token ids of the data if left out."""
 
     tie_embeddings: bool = False
     """Whether head and embedding share one matrix."""
@@ -104,51 +105,51 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     """Whether queries and keys are normalised per head before rotation, as in Qwen3."""
 
     rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
+    """The base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """Slower rotary positions for longer contexts, as in Llama 3.1; left out, none."""
+    """The scaling of rotary positions for longer contexts, as in Llama 3.1; none if left out."""
 
     norm_eps: PositiveFloat = 1e-5
-    """What RMSNorm adds to the mean square."""
+    """The number that RMSNorm adds to the mean square."""
 
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Standard deviation of the initial weights; divided by sqrt(2 x blocks) for weights that add to the residual stream."""
+    """The standard deviation of initial weights; divided by sqrt(2 x blocks) for projections into the residual stream."""
 
     @model_validator(mode="before")
     @classmethod
-    def _filled_from_weights(cls, given: Any, info: ValidationInfo) -> Any:
-        """Fills in keys that are left out from the `config.json` of `weights`.
+    def _fill_from_weights(cls, values: Any, info: ValidationInfo) -> Any:
+        """Fills in missing keys from the `config.json` of `weights`.
 
-        If the folder has no such file but all sizes are given, as in the resolved plan of a finished run, those are used: only
-        a run needs the files, and its check reports that they are missing.
+        If the folder lacks that file but all sizes are present, as in the resolved plan of a finished run, changes nothing.
+        Only a run needs the files, and its check reports that they are missing.
         """
-        if not isinstance(given, dict) or not isinstance(given.get("weights"), str | Path):
-            return given
-        folder = Path((info.context or {}).get("folder") or "", given["weights"])
-        if not (folder / CONFIG).exists() and {"num_layers", "hidden", "heads"} <= given.keys():
-            return given
+        if not isinstance(values, dict) or not isinstance(values.get("weights"), str | Path):
+            return values
+        folder = Path((info.context or {}).get("folder") or "", values["weights"])
+        if not (folder / CONFIG).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
+            return values
         sizes = read_config(folder).keys
-        return {**{key: value for key, value in sizes.items() if value is not None}, **given}
+        return {**{key: value for key, value in sizes.items() if value is not None}, **values}
 
     @field_validator("*")
     @classmethod
-    def _agrees_with_weights(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raises ValueError for a value that differs from what the `config.json` of `weights` says."""
+    def _check_against_weights(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raises ValueError if the value of a key differs from that in the `config.json` of `weights`."""
         folder, key = info.data.get("weights"), info.field_name or ""
         if folder is None or not (folder / CONFIG).exists():
             return value
-        known = read_config(folder)
-        if key in known.keys and key in known.names:
-            plain = value.model_dump() if isinstance(value, Table) else value
-            if plain != known.keys[key]:
-                theirs = f"`{folder / CONFIG}` has {known.names[key]} = {known.said(key)}"
-                raise ValueError(f"{plain} is not what the weights need: {theirs}")
+        hf_config = read_config(folder)
+        if key in hf_config.keys and key in hf_config.names:
+            plain_value = value.model_dump() if isinstance(value, Table) else value
+            if plain_value != hf_config.keys[key]:
+                source = f"`{folder / CONFIG}` has {hf_config.names[key]} = {hf_config.source_value(key)}"
+                raise ValueError(f"{plain_value} does not fit the weights, since {source}")
         return value
 
     @field_validator("kv_heads")
     @classmethod
-    def _kv_heads_divide_heads(cls, kv_heads: int, info: ValidationInfo) -> int:
+    def _check_kv_heads(cls, kv_heads: int, info: ValidationInfo) -> int:
         """Raises ValueError unless `kv_heads` divides `heads`."""
         heads = info.data.get("heads")
         if heads is not None and heads % kv_heads:
@@ -157,7 +158,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
 
     @field_validator("head_dim", mode="before")
     @classmethod
-    def _head_dim_is_whole(cls, head_dim: Any, info: ValidationInfo) -> Any:
+    def _check_whole_head_dim(cls, head_dim: Any, info: ValidationInfo) -> Any:
         """Raises ValueError if the default, `hidden / heads`, is not a whole number."""
         hidden, heads = info.data.get("hidden"), info.data.get("heads")
         if isinstance(head_dim, float) and hidden is not None and heads and head_dim == hidden / heads:
@@ -166,10 +167,10 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
 
     @field_validator("head_dim")
     @classmethod
-    def _head_dim_is_even(cls, head_dim: int, info: ValidationInfo) -> int:
-        """Raises ValueError for an odd `head_dim`: rotary positions rotate pairs of channels."""
+    def _check_even_head_dim(cls, head_dim: int, info: ValidationInfo) -> int:
+        """Raises ValueError for an odd `head_dim`, since rotary positions rotate pairs of channels."""
         if head_dim % 2:
             hidden, heads = info.data.get("hidden"), info.data.get("heads")
             origin = f" = hidden / heads = {hidden} / {heads}" if head_dim * (heads or 0) == hidden else ""
-            raise ValueError(f"head_dim{origin} = {head_dim} is odd; rotary positions turn pairs of channels")
+            raise ValueError(f"head_dim{origin} = {head_dim} is odd, but rotary positions rotate pairs of channels")
         return head_dim

@@ -1,4 +1,4 @@
-"""A run of `models.llama` as transformers reads it: its names, its `config.json`, and the tokenizer of the data."""
+"""Exports a run of `models.llama` for transformers: weights under its names, `config.json`, and the tokenizer of the data."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def export_hugging_face(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> list[str]:
-    """Writes the weights in `source`, by names of the registry, as transformers' Llama, Qwen2 or Qwen3 into the new folder
-    `out`.
+    """Writes the weights in `source`, under registry names, as a Llama, Qwen2 or Qwen3 of transformers to the new folder `out`.
 
-    Returns the names of its files of weights. Raises UsageError "export-format" for another model than `models.llama`, or one
-    with options that no such model has; RunError "weights-mismatch" if the weights are not the plan's.
+    Returns the names of the weight files. Raises UsageError "export-format" for options that no such model has, and RunError
+    "weights-mismatch" if the weights do not fit the plan.
     """
     config = plan.model.config
     assert isinstance(config, LlamaConfig), config
-    known = {ours: theirs for ours, theirs in hf.names(config) if ours != hf.HEAD or not config.tie_embeddings}
-    hf.check_names(source.names, known, optional=set())
+    hf_names = {name: hf_name for name, hf_name in hf.name_pairs(config) if name != hf.HEAD or not config.tie_embeddings}
+    hf.check_names(source.names, hf_names, optional=set())
     dtype, (vocab_size, _) = source.kind(hf.EMBEDDING)
     try:
         content = to_hf_config(config, vocab_size)
     except ValueError as error:
         raise UsageError("export-format", str(error)) from None
-    wanted = hf.shapes(config, vocab_size)
-    if wrong := [name for name in known if source.kind(name).shape != wanted[known[name]]]:
-        shapes = f"{list(source.kind(wrong[0]).shape)} and not {list(wanted[known[wrong[0]]])}"
-        raise RunError("weights-mismatch", f"{wrong[0]!r} of the run's weights is {shapes}, as its plan says")
-    # transformers 4 reads the older of both names
-    content |= {"torch_dtype": _DTYPES[dtype], "dtype": _DTYPES[dtype], **_known_of_run(plan, config)}
-    return write_tensors(out, source, known.items(), max_file_bytes, partial(_write_more, plan, content))
+    shapes = hf.shapes(config, vocab_size)
+    for name, hf_name in hf_names.items():
+        shape = source.kind(name).shape
+        if shape != shapes[hf_name]:
+            message = f"{name!r} must have the shape {list(shapes[hf_name])} by the plan, but has {list(shape)}"
+            raise RunError("weights-mismatch", message)
+    # transformers 4 reads `torch_dtype`, transformers 5 reads `dtype`
+    content |= {"torch_dtype": _DTYPES[dtype], "dtype": _DTYPES[dtype], **_data_keys(plan, config)}
+    return write_tensors(out, source, hf_names.items(), max_file_bytes, partial(_write_other_files, plan, content))
 
 
-def _known_of_run(plan: Plan, config: LlamaConfig) -> dict[str, Any]:
-    """Returns the longest sequence and the ids of special tokens: of the model that the run started from, else of its data."""
+def _data_keys(plan: Plan, config: LlamaConfig) -> dict[str, Any]:
+    """Returns the maximal sequence length and the ids of special tokens, from the run's first weights or from its data."""
     keys: dict[str, Any] = dict.fromkeys(IDS)
     data = plan.data.config
     sequence = getattr(data, "sequence", None)
@@ -62,28 +63,28 @@ def _known_of_run(plan: Plan, config: LlamaConfig) -> dict[str, Any]:
     elif isinstance(end, int):
         keys["eos_token_id"] = end
     if config.weights is not None and (config.weights / CONFIG).is_file():
-        rest = read_config(config.weights).rest
-        keys |= {name: rest[name] for name in IDS if rest.get(name) is not None}
-        before = rest.get("max_position_embeddings")
-        if before is not None:
-            keys["max_position_embeddings"] = max(before, sequence or 0)
+        content = read_config(config.weights).content
+        keys |= {name: content[name] for name in IDS if content.get(name) is not None}
+        max_positions = content.get("max_position_embeddings")
+        if max_positions is not None:
+            keys["max_position_embeddings"] = max(max_positions, sequence or 0)
     return keys
 
 
 def _token_id(path: Path, token: str) -> int | None:
-    """Returns the id of `token` in a `tokenizer.json`; None if that cannot be read any more."""
+    """Returns the id of `token` in a `tokenizer.json`, or None if the file cannot be read any more."""
     try:
         content = json.loads((path / TOKENIZER[0] if path.is_dir() else path).read_text("utf-8"))
-        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
+        added_ids = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
         vocabulary = content["model"]["vocab"]
-        known = vocabulary if isinstance(vocabulary, dict) else {entry[0]: at for at, entry in enumerate(vocabulary)}
-        return added.get(token, known.get(token))
+        ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: index for index, entry in enumerate(vocabulary)}
+        return added_ids.get(token, ids.get(token))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write_more(plan: Plan, content: dict[str, Any], folder: Path) -> None:
-    """Writes `config.json`, and copies the tokenizer, which then makes the tokens that training had."""
+def _write_other_files(plan: Plan, content: dict[str, Any], folder: Path) -> None:
+    """Writes `config.json` and copies the tokenizer, changed so that it makes the tokens of training."""
     with appearing(folder / CONFIG) as config:
         config.write(json.dumps(content, indent=2).encode() + b"\n")
     for file, name in _tokenizer_files(plan):
@@ -96,12 +97,12 @@ def _write_more(plan: Plan, content: dict[str, Any], folder: Path) -> None:
 
 
 def _tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
-    """Yields the tokenizer's files with their names: of the data; of the first weights, where the data are tokens already."""
-    data, start = plan.data.config, plan.model.config.weights
+    """Yields the files of the data's tokenizer with their names, or if the data are tokens, those of the first weights."""
+    data, weights = plan.data.config, plan.model.config.weights
     tokenizer = getattr(data, "tokenizer", None)
     if tokenizer is not None and tokenizer.is_file():
         yield tokenizer, TOKENIZER[0]
-    folder = tokenizer or (None if hasattr(data, "tokenizer") else start)
+    folder = tokenizer or (None if hasattr(data, "tokenizer") else weights)
     yield from ((folder / name, name) for name in TOKENIZER if folder is not None and (folder / name).is_file())
-    if start is not None and (start / GENERATION).is_file():
-        yield start / GENERATION, GENERATION
+    if weights is not None and (weights / GENERATION).is_file():
+        yield weights / GENERATION, GENERATION

@@ -1,12 +1,12 @@
-"""Maps the weights of `models.llama` to the names of Hugging Face's Llama, Qwen2 and Qwen3, and back.
+"""Maps the parameter names of `models.llama` to those of Hugging Face's Llama, Qwen2 and Qwen3. Imports no torch.
 
-Only names differ: rotary pairs, head order and matrices are laid out alike. A tied head has no tensor of its own there, as in
-the files that `save_pretrained` writes. Imports no torch.
+Only the names differ, since rotary pairs, heads and matrices have the same layout. A tied head has no separate tensor there, as
+in the files that `save_pretrained` writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.errors import KeyPath, RunError
@@ -22,7 +22,7 @@ _OUTER = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-_IN_BLOCK = {
+_BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.query.weight": "self_attn.q_proj.weight",
     "attention.key.weight": "self_attn.k_proj.weight",
@@ -34,29 +34,29 @@ _IN_BLOCK = {
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
-_BIASES = {f"attention.{ours}.bias": f"self_attn.{theirs}.bias" for ours, theirs in _PROJECTIONS.items()}
-_NORMS = {f"attention.{ours}_norm.weight": f"self_attn.{ours[0]}_norm.weight" for ours in ("query", "key")}
+_BIASES = {f"attention.{name}.bias": f"self_attn.{hf_name}.bias" for name, hf_name in _PROJECTIONS.items()}
+_NORMS = {f"attention.{name}_norm.weight": f"self_attn.{name[0]}_norm.weight" for name in ("query", "key")}
 EMBEDDING = "embed.tokens.weight"
 HEAD = "head.output.weight"
-THEIR_HEAD = _OUTER[HEAD]
+HF_HEAD = _OUTER[HEAD]
 
 
-def names(config: LlamaConfig) -> Iterator[tuple[str, str]]:
-    """Yields (our name, Hugging Face's) for every parameter of the model; a tied head comes last, with the embedding's."""
-    for ours, theirs in _OUTER.items():
-        if ours != HEAD:
-            yield ours, theirs
-    in_block = {**_IN_BLOCK, **(_BIASES if config.qkv_bias else {}), **(_NORMS if config.qk_norm else {})}
+def name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
+    """Yields every parameter's name with its Hugging Face name. A tied head comes last, with the name of the embedding."""
+    for name, hf_name in _OUTER.items():
+        if name != HEAD:
+            yield name, hf_name
+    block_names = {**_BLOCK, **(_BIASES if config.qkv_bias else {}), **(_NORMS if config.qk_norm else {})}
     for block in range(config.num_layers):
-        for ours, theirs in in_block.items():
-            yield f"blocks.{block}.{ours}", f"model.layers.{block}.{theirs}"
+        for name, hf_name in block_names.items():
+            yield f"blocks.{block}.{name}", f"model.layers.{block}.{hf_name}"
     yield HEAD, _OUTER["embed.tokens.weight" if config.tie_embeddings else HEAD]
 
 
 def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter by Hugging Face's name; a tied head has none of its own."""
+    """Returns the shapes of all parameters by their Hugging Face names, without a tied head."""
     hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    in_block = {
+    block_shapes = {
         "attention.query.weight": (queries, hidden),
         "attention.key.weight": (keys, hidden),
         "attention.value.weight": (keys, hidden),
@@ -70,76 +70,75 @@ def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
         "feed_forward.up.weight": (config.ffn_hidden, hidden),
         "feed_forward.down.weight": (hidden, config.ffn_hidden),
     }
-    outer = {"embed.tokens.weight": (vocab_size, hidden), HEAD: (vocab_size, hidden)}
+    outer_shapes = {"embed.tokens.weight": (vocab_size, hidden), HEAD: (vocab_size, hidden)}
     return {
-        theirs: outer.get(ours) or in_block.get(ours.split(".", 2)[-1], (hidden,))
-        for ours, theirs in names(config)
-        if not (config.tie_embeddings and ours == HEAD)
+        hf_name: outer_shapes.get(name) or block_shapes.get(name.split(".", 2)[-1], (hidden,))
+        for name, hf_name in name_pairs(config)
+        if not (config.tie_embeddings and name == HEAD)
     }
 
 
-def check_names(state: Collection[str], known: Mapping[str, str], optional: set[str]) -> None:
-    """Raises RunError "weights-mismatch" if names of `known` are missing from `state`, apart from `optional`, or if it has
-    others.
-    """
-    missing = [name for name in known if name not in state and name not in optional]
-    unknown = [name for name in state if name not in known]
-    if missing or unknown:
-        what = [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in unknown]
-        more = f", and {len(what) - 4} more" if len(what) > 4 else ""
+def check_names(names: Collection[str], expected: Collection[str], optional: set[str]) -> None:
+    """Raises RunError "weights-mismatch" if `names` lacks names in `expected` but not in `optional`, or has unknown names."""
+    problems = [f"{name!r} is missing" for name in expected if name not in names and name not in optional]
+    problems += [f"{name!r} is unknown" for name in names if name not in expected]
+    if problems:
         raise RunError(
             "weights-mismatch",
-            f"these are not the weights of this Llama: {', '.join(what[:4])}{more}",
-            hint="compare num_layers and tie_embeddings with the model that the weights come from",
+            f"these are not the weights of this Llama: {_join_problems(problems)}",
+            hint="use the num_layers and tie_embeddings of the model that the weights come from",
         )
+
+
+def _join_problems(problems: Sequence[str]) -> str:
+    """Returns the first problems and the number of the others."""
+    text = ", ".join(problems[:_MAX_PROBLEMS])
+    return f"{text}, and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else text
 
 
 PATH: KeyPath = ("model", "weights")
 
-_IGNORED = ".rotary_emb.inv_freq"
-"""Suffix of a buffer that old files have for each block; transformers computes it instead, too."""
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""The suffix of a buffer that old files have for each block, and that transformers ignores too."""
 
-_SHOWN = 4
+_MAX_PROBLEMS = 4
 
 
 def check_model(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem if `[model] weights` has no files, or files of another model. Reads headers, no values."""
+    """Yields a problem if `[model] weights` has no files or files of another model. Reads only their headers."""
     config = plan.model.config
     if not isinstance(config, LlamaConfig) or config.weights is None:
         return
-    from sley_core.api.files import WeightFiles  # no other plan needs the library
+    from sley_core.api.files import WeightFiles  # other plans do not need the library
     from sley_models.hf_config import read_config
 
     try:
         read_config(config.weights)
         files = WeightFiles(config.weights)
     except ValueError as error:
-        yield Problem(PATH, str(error), "the folder of `save_pretrained` has it", "model-weights")
+        yield Problem(PATH, str(error), "use a folder that `save_pretrained` wrote", "model-weights")
     except RunError as error:
         yield Problem(PATH, error.diagnostics[0].message, error.diagnostics[0].hint, "model-weights")
     else:
         for message in check_files(files, config):
-            yield Problem(PATH, message, "`config.json` and the files belong to different models", "model-weights")
+            yield Problem(PATH, message, "use a `config.json` and weight files of the same model", "model-weights")
 
 
 def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
-    """Returns at most one message: which tensors are missing, unknown, of another shape, or of a dtype from which no run can
-    start.
-    """
+    """Returns a message that lists missing and unknown tensors and wrong shapes and dtypes, or an empty list."""
     from sley_core.api.files import FLOATS
 
-    assert config.vocab_size is not None, "`weights` says the size of the vocabulary"
+    assert config.vocab_size is not None, "`weights` sets the size of the vocabulary"
     expected = shapes(config, config.vocab_size)
-    spare = {THEIR_HEAD} if config.tie_embeddings else set()
-    wrong = [f"{name!r} is missing" for name in expected if name not in files.stored]
-    for name, kind in files.stored.items():
-        if name in expected and kind.shape != expected[name]:
-            wrong.append(f"{name!r} is {list(kind.shape)} and not {list(expected[name])}")
-        elif name in expected and kind.dtype not in FLOATS:
-            wrong.append(f"{name!r} is {kind.dtype}, none of {', '.join(FLOATS)}")
-        elif name not in expected and name not in spare and not name.endswith(_IGNORED):
-            wrong.append(f"{name!r} is unknown")
-    if not wrong:
+    optional = {HF_HEAD} if config.tie_embeddings else set()
+    problems = [f"{name!r} is missing" for name in expected if name not in files.stored]
+    for name, tensor in files.stored.items():
+        if name in expected and tensor.shape != expected[name]:
+            problems.append(f"{name!r} is {list(tensor.shape)} and not {list(expected[name])}")
+        elif name in expected and tensor.dtype not in FLOATS:
+            problems.append(f"{name!r} is {tensor.dtype}, none of {', '.join(FLOATS)}")
+        elif name not in expected and name not in optional and not name.endswith(_IGNORED_SUFFIX):
+            problems.append(f"{name!r} is unknown")
+    if not problems:
         return []
-    more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return [f"the files in `{config.weights}` are not the weights of this model: {', '.join(wrong[:_SHOWN])}{more}"]
+    return [f"the files in `{config.weights}` are not the weights of this model: {_join_problems(problems)}"]

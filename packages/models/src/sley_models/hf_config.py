@@ -1,6 +1,6 @@
-"""Translates Hugging Face's `config.json` of a Llama, Qwen2 or Qwen3 into the keys of `models.llama`, and back. No torch.
+"""Converts Hugging Face's `config.json` of a Llama, Qwen2 or Qwen3 to the keys of `models.llama`, and back. Imports no torch.
 
-Refuses by name what `models.llama` cannot compute, so that no model is trained as a different one.
+Refuses options that `models.llama` does not support, so that no model is trained as a different one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-_MOST_BYTES = 1 << 22
+_MAX_BYTES = 1 << 22
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -27,130 +27,126 @@ _SIZES = {
     "ffn_hidden": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Holds the content of a `config.json`. keys: those of `models.llama`. names: Hugging Face's name of each. rest: all of
-    it, as read.
+    """Holds the content of a `config.json`.
+
+    keys: the values by keys of `models.llama`. names: the Hugging Face name of each key. content: the unchanged content.
     """
 
     keys: Mapping[str, Any]
     names: Mapping[str, str]
-    rest: Mapping[str, Any] = field(repr=False)
+    content: Mapping[str, Any] = field(repr=False)
 
-    def said(self, key: str) -> Any:
-        """Returns the file's value that decides `key`."""
-        return self.rest.get("model_type") if self.names[key] == "model_type" else self.keys[key]
+    def source_value(self, key: str) -> Any:
+        """Returns the value in the file that determines `key`."""
+        return self.content.get("model_type") if self.names[key] == "model_type" else self.keys[key]
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read, or describes what `models.llama` cannot
-    compute.
-    """
+    """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read or `models.llama` does not support it."""
     path = folder / CONFIG
     try:
         state = path.stat()
     except OSError as error:
-        why = f"{error.strerror} (nothing is downloaded: `weights` is a folder, and no name on a hub)"
-        raise ValueError(f"cannot read `{path}`: {why}") from None
-    return _read(path, state.st_mtime_ns, state.st_size)
+        message = f"{error.strerror} (`weights` must be a local folder, since no model is downloaded from a hub)"
+        raise ValueError(f"cannot read `{path}`: {message}") from None
+    return _read_file(path, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, _changed: int, size: int) -> HFConfig:
-    """Reads and parses the file; cached by path, time of change (ns) and size (bytes). Raises ValueError."""
-    if size > _MOST_BYTES:
-        raise ValueError(f"`{path}` has more than {_MOST_BYTES >> 20} MB")
+def _read_file(path: Path, _mtime_ns: int, num_bytes: int) -> HFConfig:
+    """Reads and parses a file, cached by path, modification time and size. Raises ValueError."""
+    if num_bytes > _MAX_BYTES:
+        raise ValueError(f"`{path}` has more than {_MAX_BYTES >> 20} MB")
     try:
-        given = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read `{path}`: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"`{path}` is no table")
     try:
-        return from_hf_config(given)
+        return from_hf_config(content)
     except ValueError as error:
         raise ValueError(f"`{path}`: {error}") from None
 
 
-def from_hf_config(given: Mapping[str, Any]) -> HFConfig:
-    """Returns the keys of `models.llama` for the content of a `config.json`. Raises ValueError for what `models.llama` cannot
-    compute.
-    """
-    kind = given.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"model_type = {kind!r} is not one of {', '.join(ARCHITECTURES)}")
-    _check_kept(given, str(kind))
+def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
+    """Converts the content of a `config.json`. Raises ValueError if `models.llama` does not support it."""
+    model_type = content.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"model_type = {model_type!r} is not one of {', '.join(ARCHITECTURES)}")
+    _check_supported(content, str(model_type))
     names = {**_SIZES, "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
-    missing = [theirs for theirs in _SIZES.values() if given.get(theirs) is None]
-    # transformers' defaults for these differ between models, and are not in the file
-    needed = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
-    missing += [name for name in needed[str(kind)] if given.get(name) is None]
+    # transformers has other defaults for these in other models, and does not write them to the file
+    required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
+    missing = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
     if missing:
-        raise ValueError(f"it does not say {', '.join(missing)}")
-    keys: dict[str, Any] = {ours: given[theirs] for ours, theirs in _SIZES.items()}
-    keys["kv_heads"] = given.get("num_key_value_heads") or given["num_attention_heads"]
-    keys["head_dim"] = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
-    keys["tie_embeddings"] = given.get("tie_word_embeddings", False)
-    keys["norm_eps"] = given.get("rms_norm_eps", 1e-6)
-    keys["qkv_bias"], keys["qk_norm"] = kind == "qwen2", kind == "qwen3"
-    keys["rope_theta"], keys["rope_scaling"] = _rope(given)
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    keys: dict[str, Any] = {key: content[name] for key, name in _SIZES.items()}
+    keys["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
+    keys["head_dim"] = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
+    keys["tie_embeddings"] = content.get("tie_word_embeddings", False)
+    keys["norm_eps"] = content.get("rms_norm_eps", 1e-6)
+    keys["qkv_bias"], keys["qk_norm"] = model_type == "qwen2", model_type == "qwen3"
+    keys["rope_theta"], keys["rope_scaling"] = _rope_keys(content)
     names |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "qkv_bias": "model_type"}
     names |= {"qk_norm": "model_type", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling"}
-    if 0 < (std := given.get("initializer_range") or 0) <= 1:
-        keys["init_std"] = std  # shown only, since nothing is drawn; not in `names`, since the plan need not agree with it
-    return HFConfig(keys, names, given)
+    if 0 < (std := content.get("initializer_range") or 0) <= 1:
+        keys["init_std"] = std  # only for display; not in `names`, since the plan need not agree with it
+    return HFConfig(keys, names, content)
 
 
-def _check_kept(given: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError, naming it, for the first thing in `given` that `models.llama` does not compute."""
-    layer_types = set(given.get("layer_types") or ["full_attention"])
-    refused = {
-        "hidden_act": given.get("hidden_act", "silu") not in ("silu", "swish"),
-        "attention_dropout": bool(given.get("attention_dropout")),
-        "attention_bias": bool(given.get("attention_bias")),
-        "mlp_bias": bool(given.get("mlp_bias")),
-        "use_sliding_window": bool(given.get("use_sliding_window")),
-        "sliding_window": kind == "llama" and given.get("sliding_window") is not None,
+def _check_supported(content: Mapping[str, Any], model_type: str) -> None:
+    """Raises ValueError for the first option in `content` that `models.llama` does not support."""
+    layer_types = set(content.get("layer_types") or ["full_attention"])
+    unsupported = {
+        "hidden_act": content.get("hidden_act", "silu") not in ("silu", "swish"),
+        "attention_dropout": bool(content.get("attention_dropout")),
+        "attention_bias": bool(content.get("attention_bias")),
+        "mlp_bias": bool(content.get("mlp_bias")),
+        "use_sliding_window": bool(content.get("use_sliding_window")),
+        "sliding_window": model_type == "llama" and content.get("sliding_window") is not None,
         "layer_types": layer_types != {"full_attention"},
-        "quantization_config": bool(given.get("quantization_config")),
-        "num_experts": bool(given.get("num_experts")),
-        "partial_rotary_factor": _rope_table(given).get("partial_rotary_factor", 1) != 1
-        or given.get("partial_rotary_factor", 1) != 1,
+        "quantization_config": bool(content.get("quantization_config")),
+        "num_experts": bool(content.get("num_experts")),
+        "partial_rotary_factor": _rope_table(content).get("partial_rotary_factor", 1) != 1
+        or content.get("partial_rotary_factor", 1) != 1,
     }
-    for name, is_refused in refused.items():
-        if is_refused:
-            value = given.get(name, _rope_table(given).get(name))
-            raise ValueError(f"`models.llama` cannot keep {name} = {value!r}")
+    for name, is_unsupported in unsupported.items():
+        if is_unsupported:
+            value = content.get(name, _rope_table(content).get(name))
+            raise ValueError(f"`models.llama` does not support {name} = {value!r}")
 
 
-def _rope_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the table of rotary positions: `rope_parameters` since transformers 5, `rope_scaling` before."""
-    table = given.get("rope_parameters") or given.get("rope_scaling") or {}
+def _rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the table of rotary positions, which is `rope_parameters` since transformers 5 and `rope_scaling` before."""
+    table = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
         raise ValueError(f"rope_scaling = {table!r} is no table")
-    if any(isinstance(inner, Mapping) for inner in table.values()):
-        raise ValueError(f"`models.llama` cannot keep rotary positions that differ by layer: {', '.join(table)}")
+    if any(isinstance(value, Mapping) for value in table.values()):
+        raise ValueError(f"`models.llama` does not support rotary positions that differ by layer: {', '.join(table)}")
     return table
 
 
-def _rope(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Returns `rope_theta` and `rope_scaling`. Raises ValueError for a scaling other than Llama 3's."""
-    table = _rope_table(given)
-    theta = table.get("rope_theta", given.get("rope_theta", 10000.0))
-    kind = table.get("rope_type", table.get("type", "default"))
-    if kind == "default":
+def _rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Returns `rope_theta` and `rope_scaling`. Raises ValueError for any scaling except Llama 3's."""
+    table = _rope_table(content)
+    theta = table.get("rope_theta", content.get("rope_theta", 10000.0))
+    rope_type = table.get("rope_type", table.get("type", "default"))
+    if rope_type == "default":
         return theta, None
-    if kind != "llama3":
-        raise ValueError(f"`models.llama` cannot keep the rotary positions of rope_type = {kind!r}")
-    if missing := [name for name in _SCALING if table.get(name) is None]:
-        raise ValueError(f"rope_scaling does not say {', '.join(missing)}")
-    return theta, {name: table[name] for name in _SCALING}
+    if rope_type != "llama3":
+        raise ValueError(f"`models.llama` does not support the rotary positions of rope_type = {rope_type!r}")
+    if missing := [name for name in _SCALING_KEYS if table.get(name) is None]:
+        raise ValueError(f"rope_scaling lacks {', '.join(missing)}")
+    return theta, {name: table[name] for name in _SCALING_KEYS}
 
 
-def model_type(config: LlamaConfig) -> str:
+def hf_model_type(config: LlamaConfig) -> str:
     """Returns "llama", "qwen2" or "qwen3". Raises ValueError for a combination of options that none of them has."""
     if config.qkv_bias and config.qk_norm:
         raise ValueError("no model of transformers has both biases (`qkv_bias`) and norms (`qk_norm`) of queries and keys")
@@ -158,15 +154,15 @@ def model_type(config: LlamaConfig) -> str:
 
 
 def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the content of a `config.json` for `config`, in a form that transformers 4 and 5 both read. Raises ValueError as
-    `model_type`.
+    """Returns the content of a `config.json` for `config` that both transformers 4 and 5 can read.
 
-    The caller adds what only the run knows: the dtype, the longest sequence, ids of special tokens.
+    The caller adds the dtype, the maximal sequence length and the ids of special tokens. Raises the same errors as
+    `hf_model_type`.
     """
-    kind = model_type(config)
+    model_type = hf_model_type(config)
     keys = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
         "vocab_size": vocab_size,
         "hidden_size": config.hidden,
         "intermediate_size": config.ffn_hidden,
@@ -184,6 +180,6 @@ def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
     }
     if config.rope_scaling is not None:
         keys["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling.model_dump()}
-    if kind == "qwen2":
+    if model_type == "qwen2":
         return keys
-    return keys | {"attention_bias": False, **({"mlp_bias": False} if kind == "llama" else {})}
+    return keys | {"attention_bias": False, **({"mlp_bias": False} if model_type == "llama" else {})}

@@ -1,13 +1,13 @@
-"""The reference decoder, `models.llama`: the architecture of Touvron et al. 2023 (LLaMA) with grouped-query attention.
+"""The reference decoder `models.llama`, the architecture of LLaMA (Touvron et al. 2023) with grouped-query attention.
 
-Options make it Qwen2 (biases of queries, keys and values) or Qwen3 (normed queries and keys).
+Options make it Qwen2 (biases of queries, keys and values) or Qwen3 (normalised queries and keys).
 
     embed ──> blocks.0 ──> ... ──> blocks.n-1 ──> head ──> logits [b, s, v]
 
     block:  x + attention(norm(x)),  then  x + feed_forward(norm(x))
 
-Weights are laid out as in Hugging Face's Llama (`hf.py`). Rotary tables are fp32, and so is what torch's RMSNorm (Zhang
-and Sennrich 2019) computes inside, whatever it is given.
+Weights have the layout of Hugging Face's Llama (`hf.py`). Rotary tables and the inner computations of torch's RMSNorm (Zhang
+and Sennrich 2019) are at least fp32, whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ if TYPE_CHECKING:
 
 
 def layers(config: LlamaConfig, data: DataInfo) -> Model:
-    """Builds the layers `embed`, `blocks.0` ... and `head`.
+    """Returns the model with the layers `embed`, `blocks.0` ... and `head`.
 
-    A rank makes its own layers alone. The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and
-    `cu_seqlens` [b, n + 1] if the data has them. With `weights`, parameters have the values of these files, of which a rank
-    reads those of its layers. Raises PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's,
-    "model-weights" for files that cannot be read or are not this model's.
+    A rank builds only its layers. The first layer reads the field `tokens` [b, s]. Blocks read `positions` [b, s] and
+    `cu_seqlens` [b, n + 1] if the data has them. With `weights`, a rank reads the values of its layers from these files. Raises
+    PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's, and "model-weights" if the files
+    cannot be read or belong to another model.
     """
     vocab_size = _vocab_size(config, data)
     builders: Any = [
-        ("embed", partial(_without_values, Embed, vocab_size, config.hidden)),
-        ("blocks", partial(_without_values, Block, config), config.num_layers),
-        ("head", partial(_without_values, Head, config, vocab_size)),
+        ("embed", partial(_build_on_meta, Embed, vocab_size, config.hidden)),
+        ("blocks", partial(_build_on_meta, Block, config), config.num_layers),
+        ("head", partial(_build_on_meta, Head, config, vocab_size)),
     ]
     ties = [("embed.tokens.weight", "head.output.weight")] if config.tie_embeddings else []
     if config.weights is None:
-        return Model(builders, _Normal(config), ties=ties)
-    from sley_models.from_files import FromFiles  # only `weights` needs them
+        return Model(builders, _NormalInitializer(config), ties=ties)
+    from sley_models.from_files import FileInitializer  # only `weights` needs its libraries
 
-    return Model(builders, FromFiles(config), ties=ties)
+    return Model(builders, FileInitializer(config), ties=ties)
 
 
-def _without_values(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Returns a layer with parameters on meta, since `init_weights` sets all of them."""
+def _build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Returns a layer with parameters on meta, since the model's initializer sets all of them."""
     with torch.device("meta"):
-        return make(*args)
+        return layer_class(*args)
 
 
 def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
-    """Returns the plan's vocabulary size, else the data's; raises PlanError "model-vocabulary"."""
+    """Returns the vocabulary size of the plan, or of the data if the plan has none. Raises PlanError "model-vocabulary"."""
     path = ("model", "vocab_size")
     if config.vocab_size is None:
         if data.vocab_size is None:
             raise PlanError(
-                "model-vocabulary", "the data does not say how many token ids it has", path=path, hint="set vocab_size"
+                "model-vocabulary", "the data has no number of token ids", path=path, hint="set vocab_size in the plan"
             )
         return data.vocab_size
     if data.vocab_size is not None and config.vocab_size < data.vocab_size:
         message = f"vocab_size = {config.vocab_size} is less than the {data.vocab_size} token ids of the data"
-        raise PlanError("model-vocabulary", message, path=path, hint="leave it out to take the data's")
+        raise PlanError("model-vocabulary", message, path=path, hint="remove it to use the data's")
     return config.vocab_size
 
 
-class _Normal:
-    """Initialises all weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
+class _NormalInitializer:
+    """Draws normal weights, with a smaller deviation for projections into the residual stream (Radford et al. 2019, 2.3).
 
-    Each block adds two projections to the stream; at std / sqrt(2 x blocks) its variance does not grow with the depth.
+    Each block adds two projections to the stream. With std / sqrt(2 x blocks) its variance does not grow with the depth.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -84,8 +84,8 @@ class _Normal:
 
     def __call__(self, module: nn.Module, name: str) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            into_residual = name.endswith((".attention.output", ".feed_forward.down"))
-            nn.init.normal_(module.weight, std=self.residual_std if into_residual else self.std)
+            is_residual = name.endswith((".attention.output", ".feed_forward.down"))
+            nn.init.normal_(module.weight, std=self.residual_std if is_residual else self.std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, nn.RMSNorm):
@@ -93,7 +93,7 @@ class _Normal:
 
 
 class Embed(nn.Module):
-    """Looks up a row of the table for each token: [b, s] -> [b, s, hidden]."""
+    """The token embedding, [b, s] -> [b, s, hidden]."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
@@ -101,12 +101,12 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [b, s, hidden] of token ids [b, s]."""
-        embedded: Tensor = self.tokens(tokens)
-        return embedded
+        embeddings: Tensor = self.tokens(tokens)
+        return embeddings
 
 
 class Block(nn.Module):
-    """One decoder block: [b, s, hidden] -> [b, s, hidden]."""
+    """A decoder block, [b, s, hidden] -> [b, s, hidden]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -116,14 +116,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Returns [b, s, hidden]; positions: [b, s], cu_seqlens: [b, n + 1] document bounds, as `Attention` takes them."""
+        """Returns [b, s, hidden]. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1], as in `Attention`."""
         hidden = hidden + self.attention(self.attention_norm(hidden), positions, cu_seqlens)
-        out: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
-        return out
+        output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        return output
 
 
 class Head(nn.Module):
-    """Applies the last norm and computes the score of every token id: [b, s, hidden] -> [b, s, v]."""
+    """The last norm and the projection to logits, [b, s, hidden] -> [b, s, v]."""
 
     def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class SelfAttention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        """Creates the projections; key and value have `kv_heads` heads. Norms of queries and keys run over one head."""
+        """Creates the projections, with `kv_heads` heads for keys and values, and norms over each head."""
         super().__init__()
         self.head_dim = config.head_dim
         self.attention_width = config.heads * config.head_dim  # counted by `model_flops`
@@ -154,12 +154,12 @@ class SelfAttention(nn.Module):
         self.core = Attention()
 
     def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns [b, s, hidden] for x [b, s, hidden]; attends only within documents if `cu_seqlens` is given."""
+        """Returns [b, s, hidden] for x [b, s, hidden]. With `cu_seqlens`, attends only within documents."""
         q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value))
         q, k = self.rotary(self.query_norm(q), self.key_norm(k), positions)
         context = self.core(q, k, v, cu_seqlens=cu_seqlens)
-        out: Tensor = self.output(context.flatten(-2))
-        return out
+        output: Tensor = self.output(context.flatten(-2))
+        return output
 
 
 class FeedForward(nn.Module):
@@ -173,62 +173,64 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [b, s, hidden] for x [b, s, hidden]."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return output
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position.
+    """Rotates pairs of channels by an angle that grows with the position (RoPE).
 
-    Channel i of the first half is rotated with channel i of the second by position / theta^(2 i / head_dim), or as
-    `scaling` changes these frequencies.
+    Rotates channel i of the first half with channel i of the second half by position / theta^(2 i / head_dim). `scaling`
+    changes these frequencies.
     """
 
     frequencies: Tensor
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        # On the host, since blocks are made on meta.
+        # On the host, since blocks are built on meta.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / theta**exponents
+        if scaling is not None:
+            frequencies = scale_frequencies(frequencies, scaling)
         self.key = head_dim, theta, scaling
-        self.register_buffer("frequencies", frequencies if scaling is None else scaled(frequencies, scaling), persistent=False)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns q and k, rotated, in their shapes and dtypes.
+        """Returns the rotated q and k, in their shapes and dtypes.
 
-        q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0.
+        q, k: [b, s, heads, d]. positions: [b, s] integers, or None to count each row from 0.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         if positions is None:
             cos, sin = self._tables(torch.arange(q.shape[1], device=q.device, dtype=dtype)[None], dtype)
-        else:
-            fixed = positions  # the tables are shared by all blocks of a forward
-            cos, sin = once_per_field(fixed, ("rotary", dtype, *self.key), lambda: self._tables(fixed, dtype))
-        return _turned(q, cos, sin), _turned(k, cos, sin)
+        else:  # all blocks of a forward share the tables
+            make_tables = partial(self._tables, positions, dtype)
+            cos, sin = once_per_field(positions, ("rotary", dtype, *self.key), make_tables)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines, the sines of the first half negative: [b, s, 1, d] of `dtype`, which is fp32, or
-        fp64 for a model in fp64.
-        """
+        """Returns cosines and sines, [b, s, 1, d] of `dtype`, with negative sines in the first half."""
         angles = (positions[:, :, None].to(dtype) * self.frequencies.to(dtype))[:, :, None]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
-def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns the frequencies of Llama 3.1: slow ones divided by `factor`, fast ones unchanged, those between interpolated.
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Returns the frequencies of Llama 3.1: slow ones divided by `factor`, fast ones unchanged, and others interpolated.
 
-    Slow and fast refers to how often a channel turns within the context on which the model was first trained.
+    The number of turns of a channel within the original context determines whether it is slow or fast.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    weight = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    weight = weight.clamp(0, 1)
+    return weight * frequencies + (1 - weight) * frequencies / scaling.factor
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x [b, s, heads, d], rotated: all channels at once, with two thirds of the kernels that halves take. A small
-    model is as slow as the host that starts its kernels.
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns the rotated x [b, s, heads, d].
+
+    Rotates all channels at once, which needs two thirds of the kernels of a rotation by halves. The host that launches kernels
+    limits the speed of a small model.
     """
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)

@@ -13,104 +13,106 @@ from sley_core.errors import PlanError
 from sley_pp.config import BalancedConfig, ExplicitConfig, MeasuredConfig, UniformConfig
 
 Boundaries = tuple[int, ...]
-"""`num_positions + 1` ascending numbers from 0 to the number of layers; every position has a layer or more."""
+"""`num_positions + 1` strictly ascending numbers from 0 to the number of layers."""
 
 
-def check_enough(num_layers: int, num_positions: int) -> None:
+def check_num_layers(num_layers: int, num_positions: int) -> None:
     """Raises PlanError "partition-empty" if there are fewer layers than positions."""
     if num_layers < num_positions:
-        message = f"{num_layers} layers cannot be cut into {num_positions} parts, as each needs a layer"
-        hint = f"use at most {num_layers} stages x chunks" if num_layers else "the model has no layers"
+        message = f"{num_layers} layers cannot be cut into {num_positions} parts, since each part needs a layer"
+        hint = f"use at most {num_layers} stages x chunks" if num_layers else "use a model with layers"
         raise PlanError("partition-empty", message, path=("parallel", "pp"), hint=hint)
 
 
 def uniform(num_layers: int, num_positions: int) -> Boundaries:
-    """Returns boundaries of positions whose numbers of layers differ by at most one. The larger ones lie in the middle.
+    """Returns boundaries of positions whose numbers of layers differ by at most one. The larger positions are in the middle.
 
-    The first and last layers, embedding and head, usually cost more than a block, so the ends are kept small. Raises
-    PlanError "partition-empty" if there are fewer layers than positions.
+    The first and last positions are small, since embedding and head usually cost more than a block. Raises PlanError
+    "partition-empty" if there are fewer layers than positions.
     """
-    check_enough(num_layers, num_positions)
-    size, larger = divmod(num_layers, num_positions)
-    first = (num_positions - larger) // 2
+    check_num_layers(num_layers, num_positions)
+    size, num_larger = divmod(num_layers, num_positions)
+    first_larger = (num_positions - num_larger) // 2
     boundaries = [0]
     for position in range(num_positions):
-        boundaries.append(boundaries[-1] + size + (first <= position < first + larger))
+        boundaries.append(boundaries[-1] + size + (first_larger <= position < first_larger + num_larger))
     return tuple(boundaries)
 
 
-PATH = ("partition", "layers")
+_LAYERS_PATH = ("partition", "layers")
 
 
 def explicit(layers: Sequence[int], num_layers: int, num_positions: int) -> Boundaries:
-    """Returns the boundaries in which position i has `layers[i]` layers.
+    """Returns the boundaries that give position i `layers[i]` layers.
 
-    Raises PlanError: "partition-length" if there are not as many numbers as positions, "partition-layers" if their sum
-    is not the model's number of layers, "partition-empty" for a position without one.
+    Raises PlanError "partition-length" if the number of parts is not `num_positions`, "partition-layers" if their sum is not
+    `num_layers`, and "partition-empty" if a part has no layer.
     """
     if len(layers) != num_positions:
-        message = f"`layers` has {len(layers)} numbers, but there are {num_positions} parts (stages x chunks)"
-        raise PlanError("partition-length", message, path=PATH)
+        message = f"`layers` must have {num_positions} numbers (stages x chunks), but has {len(layers)}"
+        raise PlanError("partition-length", message, path=_LAYERS_PATH)
     if min(layers) < 1:
-        raise PlanError("partition-empty", f"part {layers.index(min(layers))} has no layer", path=PATH)
+        raise PlanError("partition-empty", f"part {layers.index(min(layers))} has no layer", path=_LAYERS_PATH)
     if sum(layers) != num_layers:
-        message = f"`layers` adds up to {sum(layers)}, but the model has {num_layers} layers"
-        raise PlanError("partition-layers", message, path=PATH)
+        message = f"`layers` must add up to the model's {num_layers} layers, but adds up to {sum(layers)}"
+        raise PlanError("partition-layers", message, path=_LAYERS_PATH)
     return (0, *accumulate(layers))
 
 
 def balanced(costs: Sequence[float], num_positions: int) -> Boundaries:
-    """Returns the boundaries with the lightest heaviest position; among equal ones, the most even.
+    """Returns the boundaries that minimise the cost of the heaviest position. Breaks ties by the least sum of squares.
 
-    costs: one per layer, none negative. Raises PlanError "partition-empty" if there are fewer layers than positions.
+    costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions.
 
-    For k positions over the first n layers, lightest(k, n) = min over m of max(lightest(k - 1, m), cost of layers m .. n - 1).
-    As m grows one term rises and the other falls, so the best m is where they cross, and it only increases with n: the whole
-    table takes O(layers x positions).
+    The minimum for k positions over the first n layers is min over m of max(minimum(k - 1, m), cost of layers m .. n - 1). As m
+    grows, one term rises and the other falls, so the best m is at their crossing. It only increases with n, so the table takes
+    O(layers x positions).
 
-    Many cuts have the same lightest maximum. Among them this takes one with the least sum of squares, so that the other
-    positions are even too: a second table, over cuts in which no position is heavier than the first table allows.
+    Many cuts have the same heaviest position. A second table finds the one with the least sum of squares, so that the other
+    positions are even too.
     """
-    check_enough(len(costs), num_positions)
-    before = [0.0, *accumulate(costs)]
-    return _most_even(before, num_positions, _lightest_maximum(before, num_positions))
+    check_num_layers(len(costs), num_positions)
+    prefix_sums = [0.0, *accumulate(costs)]
+    return _most_even_cut(prefix_sums, num_positions, _minimal_maximum(prefix_sums, num_positions))
 
 
-def _lightest_maximum(before: Sequence[float], num_positions: int) -> float:
-    """Returns the cost of the heaviest position of the best cut. before: prefix sums of the layers' costs, [layers + 1]."""
-    num_layers = len(before) - 1
-    row = list(before)
-    for done in range(1, num_positions):
-        following = [inf] * (num_layers + 1)
-        cut = done
-        for end in range(done + 1, num_layers + 1):
-            while cut + 1 < end and row[cut] < before[end] - before[cut]:
+def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
+    """Returns the cost of the heaviest position of the best cut. prefix_sums: those of the layers' costs, [layers + 1]."""
+    num_layers = len(prefix_sums) - 1
+    row = list(prefix_sums)
+    for position in range(1, num_positions):
+        next_row = [inf] * (num_layers + 1)
+        cut = position
+        for end in range(position + 1, num_layers + 1):
+            while cut + 1 < end and row[cut] < prefix_sums[end] - prefix_sums[cut]:
                 cut += 1
-            # The crossing lies between the last two cuts looked at.
-            following[end] = min(max(row[at], before[end] - before[at]) for at in (cut, cut - 1) if at >= done)
-        row = following
+            # The crossing is between the last two cuts.
+            next_row[end] = min(
+                max(row[start], prefix_sums[end] - prefix_sums[start]) for start in (cut, cut - 1) if start >= position
+            )
+        row = next_row
     return row[num_layers]
 
 
-def _most_even(before: Sequence[float], num_positions: int, most: float) -> Boundaries:
-    """Returns the cut with the least sum of squares among those in which no position costs more than `most`."""
-    num_layers = len(before) - 1
+def _most_even_cut(prefix_sums: Sequence[float], num_positions: int, max_cost: float) -> Boundaries:
+    """Returns the cut with the least sum of squares in which no position costs more than `max_cost`."""
+    num_layers = len(prefix_sums) - 1
     squares = [0.0] + [inf] * num_layers
-    begins: list[list[int]] = []
-    for done in range(num_positions):
-        following, begin = [inf] * (num_layers + 1), [0] * (num_layers + 1)
-        for end in range(done + 1, num_layers + 1):
-            for first in range(end - 1, done - 1, -1):
-                load = before[end] - before[first]
-                if load > most:
+    all_starts: list[list[int]] = []
+    for position in range(num_positions):
+        next_squares, starts = [inf] * (num_layers + 1), [0] * (num_layers + 1)
+        for end in range(position + 1, num_layers + 1):
+            for start in range(end - 1, position - 1, -1):
+                cost = prefix_sums[end] - prefix_sums[start]
+                if cost > max_cost:
                     break
-                if squares[first] + load * load < following[end]:
-                    following[end], begin[end] = squares[first] + load * load, first
-        squares = following
-        begins.append(begin)
+                if squares[start] + cost * cost < next_squares[end]:
+                    next_squares[end], starts[end] = squares[start] + cost * cost, start
+        squares = next_squares
+        all_starts.append(starts)
     boundaries = [num_layers]
-    for begin in reversed(begins):
-        boundaries.append(begin[boundaries[-1]])
+    for starts in reversed(all_starts):
+        boundaries.append(starts[boundaries[-1]])
     return tuple(reversed(boundaries))
 
 
@@ -118,26 +120,26 @@ Partition = Callable[[Sequence[float], int], Boundaries]
 
 
 def build_uniform(config: UniformConfig) -> Partition:
-    """Returns the partitioner with equal numbers of layers."""
+    """Returns a partitioner into equal numbers of layers."""
     return lambda costs, num_positions: uniform(len(costs), num_positions)
 
 
 def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
-    """Returns the partitioner by the table's costs, or else by those given.
+    """Returns a partitioner that balances the costs of the table, or those of its argument if the table has none.
 
-    It raises PlanError "partition-length" if the table does not have one cost per layer.
+    The partitioner raises PlanError "partition-length" if the table does not have one cost per layer.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
-        own = config.layer_costs
-        if own is not None and len(own) != len(costs):
-            message = f"`layer_costs` has {len(own)} numbers, but the model has {len(costs)} layers"
+        layer_costs = costs if config.layer_costs is None else config.layer_costs
+        if len(layer_costs) != len(costs):
+            message = f"`layer_costs` must have one number for each of the {len(costs)} layers, but has {len(layer_costs)}"
             raise PlanError("partition-length", message, path=("partition", "layer_costs"))
-        return balanced(costs if own is None else own, num_positions)
+        return balanced(layer_costs, num_positions)
 
     return partition
 
 
 def build_explicit(config: ExplicitConfig) -> Partition:
-    """Returns the partitioner with the numbers of layers in the plan."""
+    """Returns a partitioner into the plan's numbers of layers."""
     return lambda costs, num_positions: explicit(config.layers, len(costs), num_positions)

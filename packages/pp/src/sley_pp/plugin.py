@@ -38,28 +38,28 @@ def sley_records() -> list[Record]:
         _schedule(
             "one_f_one_b",
             config.OneFOneBConfig,
-            "One forward, one backward; holds at most as many micro-batches as there are stages.",
+            "Alternates forwards and backwards; holds at most as many micro-batches as there are stages.",
         ),
         _schedule("gpipe", config.GPipeConfig, "All forwards, then all backwards."),
         _schedule(
             "interleaved",
             config.InterleavedConfig,
-            "1F1B over several parts of the model per stage; a smaller bubble, more transfers.",
+            "1F1B over several model chunks per stage, with a smaller bubble and more transfers.",
         ),
         _schedule(
-            "zero_bubble_h1", config.ZeroBubbleH1Config, "1F1B with weight gradients in its bubble: a third of it is left."
+            "zero_bubble_h1", config.ZeroBubbleH1Config, "1F1B with weight gradients in its bubble, which shrinks to a third."
         ),
         _schedule(
             "zero_bubble_v",
             config.ZeroBubbleVConfig,
-            "Two parts of the model per stage in a V, weight gradients in the bubble: almost none is left.",
+            "Two model chunks per stage in a V, with weight gradients in the bubble, which almost vanishes.",
         ),
-        _schedule("csv", config.CsvConfig, "A schedule from a file, in the form of torch.distributed.pipelining."),
+        _schedule("csv", config.CsvConfig, "A schedule from a CSV file of torch.distributed.pipelining."),
         StageLinkRecord(
             name="link",
             config=config.LinkConfig,
             build="sley_pp.link:Link",
-            summary="Messages posted before they are sent, a communicator for each direction along the stages.",
+            summary="Point-to-point messages with receives posted ahead, over one communicator per direction.",
         ),
         PartitionerRecord(
             name="uniform",
@@ -71,20 +71,20 @@ def sley_records() -> list[Record]:
             name="balanced",
             config=config.BalancedConfig,
             build="sley_pp.partitioners:build_balanced",
-            summary="The heaviest part as light as can be, by parameters or by given costs.",
+            summary="The heaviest part as light as possible, by parameters or by costs in the plan.",
         ),
         PartitionerRecord(
             name="measured",
             config=config.MeasuredConfig,
             build="sley_pp.partitioners:build_balanced",
             timer="sley_estimate.calibrate.bench:layer_seconds",
-            summary="The slowest part as fast as can be, by a timed forward and backward of each layer.",
+            summary="The slowest part as fast as possible, by measured times of each layer.",
         ),
         PartitionerRecord(
             name="explicit",
             config=config.ExplicitConfig,
             build="sley_pp.partitioners:build_explicit",
-            summary="Numbers of layers as written in the plan.",
+            summary="The numbers of layers in the plan.",
         ),
     ]
 
@@ -98,7 +98,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build="sley_pp.shared:SharedModules",
             role="tie",
             takes_shards=True,
-            fixed_order=True,  # two terms, whose order does not matter: the model's check refuses more
+            fixed_order=True,  # sums have two terms, whose order does not matter; the model's check refuses more
             after=("reducer",),
             summary="Sums the gradients of parameters that several stages hold.",
         )

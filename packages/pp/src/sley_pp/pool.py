@@ -1,4 +1,4 @@
-"""Lends messages, whose buffers go back to the pool once nobody uses a tensor in them."""
+"""Lends messages, and returns their buffers to the pool when nothing uses a tensor in them."""
 
 from __future__ import annotations
 
@@ -9,59 +9,62 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sley_pp.message import Layout, Message, num_bytes_of
+from sley_pp.message import Layout, Message, message_bytes
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device
     from sley_core.protocols import MemoryPool
 
 
-class Lending:
-    """Lends messages on `device`, in buffers of `pool`; apart: as in `Message`.
+class MessagePool:
+    """Lends messages on `device`, in buffers of `pool`. separate_header: as in `Message`.
 
-        lease ──> [ the link fills or receives it ] ──> give_back ───────────────────────────────> the pool's
-                                                   └──> lend ──> views, autograd, users let go ──> the pool's
+        lease ──> [ the link fills or receives it ] ──> release ────────────────────────────────────> buffer in the pool
+                                                  └───> release_when_unused ──> views, autograd end ──> buffer in the pool
 
-    No order of events shows when a received tensor is free: a gradient may be a view of the received one, a layer may keep its
-    input. So the memory's reference counts are checked (`Message.is_shared`), whenever the next message is needed.
+    No order of events shows when a received tensor is free. For example, a gradient may be a view of the received gradient, or
+    a layer may store its input. So this checks the memory's reference counts (`Message.is_shared`) before each lease.
     """
 
-    def __init__(self, pool: MemoryPool, device: Device, *, apart: bool) -> None:
+    def __init__(self, pool: MemoryPool, device: Device, *, separate_header: bool) -> None:
         self.pool = pool
         self.device = device
-        self.apart = apart
-        self._lent: list[Message] = []
-        # A cache of laid out messages whose buffers are back in the pool, for as long as it keeps the tensor: laying one out
-        # takes as long as copying 300 KB.
-        self._laid: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
+        self.separate_header = separate_header
+        self._messages_in_use: list[Message] = []
+        # Messages by their buffers, which are back in the pool: building a message takes as long as copying 300 KB. An entry
+        # ends when the pool frees its buffer.
+        self._message_cache: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
 
     def lease(self, layout: Layout) -> Message:
-        """Returns a message of `layout` that nothing else uses; its contents are undefined."""
-        self.collect()
-        lease = self.pool.lease((num_bytes_of(layout, apart=self.apart),), torch.uint8, self.device.torch_device)
+        """Returns a message of `layout` that nothing else uses. Its contents are undefined."""
+        self.release_unused()
+        num_bytes = message_bytes(layout, separate_header=self.separate_header)
+        lease = self.pool.lease((num_bytes,), torch.uint8, self.device.torch_device)
         memory = lease.__enter__()
-        message = self._laid.pop(memory, None) or Message(memory, layout, self.device, apart=self.apart)
-        if message.layout != layout:
-            message.lay(layout)
-        message.leased = lease, memory
+        message = self._message_cache.pop(memory, None)
+        if message is None:
+            message = Message(memory, layout, self.device, separate_header=self.separate_header)
+        elif message.layout != layout:
+            message.set_layout(layout)
+        message.lease = lease, memory
         return message
 
-    def give_back(self, message: Message) -> None:
-        """Returns a leased message's buffer to the pool; no tensor of it may be in use."""
-        assert message.leased is not None, "a message is given back twice"
-        (lease, memory), message.leased = message.leased, None
-        self._laid[memory] = message
+    def release(self, message: Message) -> None:
+        """Returns the buffer of a leased message to the pool. None of its tensors may be in use."""
+        assert message.lease is not None, "a message is released twice"
+        (lease, memory), message.lease = message.lease, None
+        self._message_cache[memory] = message
         lease.__exit__(None, None, None)
 
-    def lend(self, message: Message) -> None:
-        """Marks a leased message as used by its `lent` tensors; its buffer is free once none of them is alive."""
-        self._lent.append(message)
+    def release_when_unused(self, message: Message) -> None:
+        """Lets `release_unused` release a leased message once none of its `aliases` is alive."""
+        self._messages_in_use.append(message)
 
-    def collect(self) -> None:
-        """Returns to the pool the buffers of lent messages whose tensors are all dead."""
-        lent, self._lent = self._lent, []
-        for message in lent:
+    def release_unused(self) -> None:
+        """Returns the buffers of messages to the pool whose aliases are all dead."""
+        messages, self._messages_in_use = self._messages_in_use, []
+        for message in messages:
             if message.is_shared:
-                self._lent.append(message)
+                self._messages_in_use.append(message)
             else:
-                self.give_back(message)
+                self.release(message)

@@ -160,7 +160,7 @@ def _unseen() -> dict[tuple[type, str], tuple[str, int]]:
     """Returns the verbs of sley-cma, which torch does not see: the name of each, and which argument this rank gives."""
     if find_spec("sley_cma") is None:
         return {}
-    transport, rows = import_module("sley_cma.transport").Cma, import_module("sley_cma.rows").Shared
+    transport, rows = import_module("sley_cma.transport").CmaTransport, import_module("sley_cma.rows").PublishedOffer
     return {
         (transport, "all_gather"): ("gather", 1),
         (rows, "all_gather"): ("gather", 1),

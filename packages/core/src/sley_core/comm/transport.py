@@ -5,15 +5,15 @@
 
     Direct    gloo, on the CPU    every rank sends to every other
     Backend   NCCL; gloo on CUDA  the backend's own collectives
-    Cma       CPUs of one host    ranks read each other's memory (cross-memory attach)
+    CMA       CPUs of one host    ranks read each other's memory (cross-memory attach)
     Alone     a group of one      the identity
 
 A group has one transport per lane, chosen when groups are made (`backends`). All its ranks call it in one order, with as many
-tensors of the same shapes, and say by `what`, in the same words, what is exchanged. `Direct` and `Cma` send a mark ahead, so
+tensors of the same shapes, and say by `what`, in the same words, what is exchanged. `Direct` and CMA send a mark ahead, so
 something else is an error on both sides; `Backend` notes what is exchanged, and ranks compare that before a step ends
 (`marks`). An all-reduce of gloo or NCCL does neither.
 
-A shard is summed on its own rank by `Direct` and `Cma`, own part first, then by ascending coordinate: the result depends
+A shard is summed on its own rank by `Direct` and CMA, own part first, then by ascending coordinate: the result depends
 neither on who is late nor on which of the two carried it.
 """
 

@@ -109,7 +109,7 @@ class Link:
 
     def _hear(self, piece: Tensor, peer: int) -> Tensor:
         if piece.numel():
-            what = f"what stage {self._stage} takes from stage {peer}"
+            what = f"what stage {self._stage} receives from stage {peer}"
             receive_from(piece, self._group, direction_of(peer, self._stage), peer, what=what).wait()
         return piece
 

@@ -1,0 +1,226 @@
+"""The communicators of messages between stages: one per direction, and one on the host if tensors are on a device.
+
+up    from a stage to a later one     ┐ two lanes of the group `pp`
+down  from a stage to an earlier one  ┘
+host  the group `control`; for headers and announcements if tensors are on a device, which otherwise use up and down too
+
+On a device, a stage's first walks send tensors through the host too (`via_host`). Then `connect` connects the device's
+communicators while no message is in flight. There are two reasons (docs/adr/0014). NCCL connects two ranks at their first
+message, and blocks the host of each until the other reaches that message. CUDA loads a kernel at its first launch, and waits
+until the device is idle, even if the device waits for a peer. With receives that are posted ahead, two stages would block each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sley_core.api.actions import direction_of
+from sley_core.api.comm import SentBytes, receive_from, send_to
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.api.comm import Device, Group, Groups, Pending
+
+
+def has_separate_header(device: Device) -> bool:
+    """Returns whether message headers travel on the host while their tensors travel from device to device."""
+    return device.torch_device.type != "cpu"
+
+
+class Channels:
+    """Holds the communicators of one stage to its neighbours.
+
+    separate_header: whether headers are sent on the host, separately from their tensors. via_host: whether tensors are sent
+    through the host too; equal at both ends. sent: the counter of message bytes.
+
+    Both ends must issue the headers and tensors of a communicator in the same order, which the lowered lists define.
+    """
+
+    def __init__(self, groups: Groups, *, separate_header: bool) -> None:
+        self.group = groups["pp"]
+        self.stage = self.group.coord
+        self.separate_header = separate_header
+        self.via_host = False
+        self._control = groups["control"]
+        self._connected_peers: set[int] = set()
+        # The lanes of a fake world have their own backend, so there the device of the tensors tells whether gloo would be used.
+        self._is_gloo = not separate_header or any(dist.get_backend(lane) == "gloo" for lane in self.group.lanes.values())
+        self.sent = SentBytes()
+
+    @property
+    def reports_completion(self) -> bool:
+        """Whether `is_done` of a send becomes true without a wait. With NCCL it does, with gloo it does not."""
+        return not (self.via_host or self._is_gloo)
+
+    def connect(self, peers: Iterable[int], device: Device) -> None:
+        """Exchanges a byte of `device` with each of `peers` in both directions, once per peer; later calls do nothing.
+
+        Blocks until the peers call it too. All stages call it while no message between stages is in flight. Each handles its
+        pairs in ascending order, so that stages cannot wait in a circle.
+        """
+        for peer in sorted(set(peers) - self._connected_peers, key=lambda peer: sorted((self.stage, peer))):
+            self._connected_peers.add(peer)
+            byte, label = torch.zeros(1, dtype=torch.uint8, device=device.torch_device), f"the first byte, of stage {peer}"
+            for sender, receiver in (sorted((self.stage, peer)), sorted((self.stage, peer), reverse=True)):
+                transfer = send_to if sender == self.stage else receive_from
+                transfer(byte, self.group, direction_of(sender, receiver), peer, what=label).wait()
+
+    def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
+        """Starts to send the `pieces` of a message to stage `peer`, and returns their handles in the same order.
+
+        An empty body is not sent. label: the message's description for errors. `pieces` must not be written before the handles
+        are done.
+        """
+        *headers, body = pieces
+        self.sent.add_message(sum(piece.nbytes for piece in pieces))
+        pending = [self.send_host(header, peer, label) for header in headers]
+        if body.numel():
+            pending.append(send_to(body, *self._tensor_route(self.stage, peer, peer), what=label))
+        return pending
+
+    def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
+        """Starts to receive a message that stage `peer` sends with `send`, into `pieces` of the same sizes."""
+        *headers, body = pieces
+        pending = [self.receive_host(header, peer, label) for header in headers]
+        if body.numel():
+            pending.append(receive_from(body, *self._tensor_route(peer, self.stage, peer), what=label))
+        return pending
+
+    def send_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
+        """Starts to send a host `tensor`, such as a header or an announcement, to stage `peer`."""
+        return send_to(tensor, *self._host_route(self.stage, peer, peer), what=label)
+
+    def receive_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
+        """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
+        return receive_from(tensor, *self._host_route(peer, self.stage, peer), what=label)
+
+    def _tensor_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
+        """Returns group, lane and the index of `peer` in the group, for message tensors from stage `sender` to `receiver`."""
+        if self.via_host:
+            return self._host_route(sender, receiver, peer)
+        return self.group, direction_of(sender, receiver), peer
+
+    def _host_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
+        """Returns group, lane and the index of `peer` in the group, for host tensors from stage `sender` to `receiver`."""
+        if not self.separate_header:
+            return self.group, direction_of(sender, receiver), peer
+        return self._control, "main", self._control.ranks.index(self.group.ranks[peer])
+
+
+RECORD_BYTES = 512
+_DIGEST_BYTES = 16
+
+
+class WalkCheck:
+    """Checks that neighbouring stages run the same micro-batches in a walk, which is one pass through a list of actions.
+
+    At the start of a walk each stage sends its neighbours a record of fixed size, and compares theirs with its own. Otherwise
+    stages that differ would wait for messages that nobody sends, or mistake one message for another. No step waits for the
+    delivery. number: the number of walks so far.
+    """
+
+    def __init__(self, channels: Channels) -> None:
+        self.number = 0
+        self._channels = channels
+        self._sends: dict[int, Pending] = {}
+        self._receives: dict[int, tuple[Pending, Tensor]] = {}
+        self._confirmed_peers: set[int] = set()
+
+    def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
+        """Starts to send the stages `peers` the record of a walk through micro-batches with these `keys`. Does not block."""
+        self.number += 1
+        self._record = encode_walk(self.number, keys)
+        for peer in peers:
+            label = f"the micro-batches of stage {self._channels.stage}, to stage {peer}"
+            self._sends[peer] = self._channels.send_host(self._record, peer, label)
+
+    def start_receive(self, peer: int, label: str) -> None:
+        """Starts to receive the record of `peer`, once per walk.
+
+        label: the description of the transfer that follows, for the error of a failed wait.
+        """
+        if peer not in self._receives:
+            record = torch.empty(RECORD_BYTES, dtype=torch.uint8)
+            self._receives[peer] = self._channels.receive_host(record, peer, label), record
+
+    def is_confirmed(self, peer: int) -> bool:
+        """Returns whether `confirm` has compared the record of `peer` in this walk."""
+        return peer in self._confirmed_peers
+
+    def confirm(self, peer: int, label: str) -> None:
+        """Blocks until the record of `peer` has arrived. Raises RunError `stages-differ` if it describes another walk."""
+        if peer in self._confirmed_peers:
+            return
+        if not self._channels.group.has_peers:
+            self._confirmed_peers.add(peer)
+            return
+        self.start_receive(peer, label)
+        pending, record = self._receives[peer]
+        pending.wait()
+        if not torch.equal(record, self._record):
+            self._sends[peer].wait()  # so that the peer has this stage's record and raises the same error
+            local, remote = describe_walk(self._record), describe_walk(record)
+            raise stages_differ_error(f"stage {peer} runs {remote}, but stage {self._channels.stage} runs {local}")
+        self._confirmed_peers.add(peer)
+
+    def finish(self) -> None:
+        """Blocks until the records of all peers have been compared and this stage's records are sent."""
+        for peer, pending in self._sends.items():
+            self.confirm(peer, f"the micro-batches of stage {peer}")
+            pending.wait()
+
+    def discard(self) -> None:
+        """Drops all records in flight and received, without waiting."""
+        self._sends.clear()
+        self._receives.clear()
+        self._confirmed_peers.clear()
+
+
+def stages_differ_error(fault: str) -> RunError:
+    """Returns the RunError `stages-differ` for two stages that run different steps."""
+    return RunError(
+        "stages-differ",
+        fault,
+        hint="use the same steps on all stages of a replica, with micro-batches of the same number and shapes",
+    )
+
+
+def encode_walk(number: int, keys: Sequence[Hashable]) -> Tensor:
+    """Returns the record of the walk `number` through micro-batches with `keys`: uint8 [RECORD_BYTES] on the host."""
+    record = bytearray(RECORD_BYTES)
+    digest, text = _digest_and_text(tuple(keys))
+    data = digest + number.to_bytes(4, "little") + text
+    record[: len(data)] = data
+    return torch.frombuffer(record, dtype=torch.uint8)
+
+
+def describe_walk(record: Tensor) -> str:
+    """Returns the description of a walk from its record, for error messages."""
+    data = record.numpy().tobytes()
+    number = int.from_bytes(data[_DIGEST_BYTES : _DIGEST_BYTES + 4], "little")
+    text = data[_DIGEST_BYTES + 4 :].rstrip(b"\0").decode(errors="replace")
+    return f"{text} (walk {number})"
+
+
+@lru_cache(maxsize=64)
+def _digest_and_text(keys: tuple[Hashable, ...]) -> tuple[bytes, bytes]:
+    """Returns a digest of all `keys` and a text that lists as many of them as fit into a record."""
+    runs = [f"{len(list(run))} x {key}" for key, run in groupby(map(_key_text, keys))]
+    text = f"{len(keys)} micro-batches: {', '.join(runs)}".encode()
+    return sha256("\n".join(runs).encode()).digest()[:_DIGEST_BYTES], text[: RECORD_BYTES - _DIGEST_BYTES - 4]
+
+
+def _key_text(key: Hashable) -> str:
+    """Returns `key` as text. Keys that differ only in a type, such as a tuple and torch.Size, have equal texts."""
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_key_text, key))})"
+    return str(key)
