@@ -306,26 +306,31 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
-    names = getattr(dataset, "sources", ()) if has_feed else ()
-    if names:
-        reduction = parts.store.reduction
-        executor.sources = SourceSums(names, executor.fields, executor.loss, reduction, parts.world.device)
-        stepper.update.sources = executor.sources
     slices = Slices(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
+    weighs = executor.has_loss and (whole is None or whole.counts)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
         slices,
         executor.loss,
-        weighs=executor.has_loss and (whole is None or whole.counts),
+        weighs=weighs,
         weighs_whole=whole is not None,
         weighs_micros=parts.store.reduction.fixed_order,
-        sources=names,
     )
     reads = frozenset(name for layer in model.layers for name in layer.fields)
     samples = Samples(dataset, splitter, Meter.of(plan, parts, model.layers, dataset.info), reads)
     if not has_feed:
         return samples
+    if names := getattr(dataset, "sources", ()):
+        executor.sources = stepper.update.sources = SourceSums(
+            names,
+            executor.fields,
+            executor.loss,
+            parts.store.reduction,
+            parts.world.device,
+            weighs=weighs,
+            weighs_whole=whole is not None,
+        )
     config: Any = plan.data.config
 
     def feed(of: AnyDataset, size: int, **options: bool) -> Feed:

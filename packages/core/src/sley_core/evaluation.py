@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from sley_core.comm.collectives import agree
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import sliced_info
-from sley_core.data.dataset import AnyDataset, DataContext, DataInfo, Dataset, is_stream
+from sley_core.data.dataset import SOURCE, AnyDataset, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.engine.evaluation import EvaluationFeed, Metric, Metrics, batch_size_of
 from sley_core.engine.positions import WholeSequences
@@ -56,7 +56,7 @@ def feeds_of(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[
         is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
         batch_size = size if is_fixed else batch_size_of(num_samples, size, unit)
         of_set = feed(dataset, batch_size, shuffle=one.data.config.shuffle)
-        feeds[name] = EvaluationFeed(of_set, num_samples, batch_size, of_set.rows.start)
+        feeds[name] = EvaluationFeed(of_set, num_samples, batch_size, of_set.rows.start, SOURCE in info.fields)
     if facts:
         agree(facts, parts.groups["control"])  # over all ranks; blocks
     return feeds
@@ -65,10 +65,11 @@ def feeds_of(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[
 def _opened(name: str, one: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
     """Returns the data of a set, and how many of its samples are evaluated."""
     dataset = open_dataset(one.data, DataContext(plan.run.seed, "held_out" if one.keys.split == "held_out" else "train"))
-    own, path = dataset.info.fields, one.data.path
-    if own != info.fields:
-        message = f"the set `{name}` has the fields {sorted(own)}, and [data] {sorted(info.fields)}"
-        if own.keys() == info.fields.keys():
+    path = one.data.path
+    own, wanted = ({key: each for key, each in every.fields.items() if key != SOURCE} for every in (dataset.info, info))
+    if own != wanted:
+        message = f"the set `{name}` has the fields {sorted(own)}, and [data] {sorted(wanted)}"
+        if own.keys() == wanted.keys():
             message = f"the fields of the set `{name}` are declared otherwise than those of [data]"
         raise PlanError("evaluation-set", message, path=path, hint="all samples that a model is given have one form")
     sliced_info(dataset.info, parts.topology.sp)  # may raise

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from sley_core.data.dataset import SOURCE
 from sley_core.engine.call import tensors_in
 from sley_core.errors import RunError
 from sley_core.model.tensors import version_of
@@ -156,18 +157,24 @@ class EvaluationFeed:
     """The samples of one set, the same in each evaluation.
 
     feed: gives this rank's rows, from `first` on, of batches of `batch_size`. num_samples: how many count, over all ranks. A
-    batch may have more: the feed begins again where the data end.
+    batch may have more: the feed begins again where the data end. has_source: whether batches need a field `source`, which says
+    nothing of data that are not trained on; None for the data's own.
     """
 
     feed: Feed
     num_samples: int
     batch_size: int
     first: int
+    has_source: bool | None = None
 
     def batches(self, splitter: BatchSplitter) -> Iterator[StepBatch]:
         self.feed.restore({"samples": 0})
         for done in range(0, self.num_samples, self.batch_size):
-            yield splitter.fed(self.feed.next(), self.num_samples - done - self.first)
+            batch = self.feed.next()
+            if self.has_source is not None:
+                batch.pop(SOURCE, None)
+                batch |= {SOURCE: torch.zeros(len(self.feed.rows), dtype=torch.int64)} if self.has_source else {}
+            yield splitter.fed(batch, self.num_samples - done - self.first)
         self.feed.close()
 
 

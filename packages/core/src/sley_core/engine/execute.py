@@ -258,7 +258,7 @@ class Executor:
             if self.whole is not None:
                 self.caller.seed_loss(micro)
             loss = self.loss.loss(output, fields)
-            if self.sources is not None and micro.phase is Phase.TRAIN and (self.whole is None or self.whole.counts):
+            if self.sources is not None and self.sources.weighs and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
         except Exception as error:
             note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)

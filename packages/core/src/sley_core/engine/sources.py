@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
     from sley_core.engine.reduction import Reduction
+    from sley_core.engine.step_batch import StepBatch
     from sley_core.protocols import Loss
 
 
@@ -39,27 +40,43 @@ def by_source(batch: Mapping[str, Tensor], fields: Mapping[str, Field], names: S
 
 
 class SourceSums:
-    """The sums of one step, on this rank. names: of the sources. fields: the data's declaration of a batch."""
+    """The sums of one step, on this rank.
+
+    names: of the sources. fields: the data's declaration of a batch. weighs: whether this rank computes the loss, and it counts
+    here; weighs_whole: of whole sequences.
+    """
 
     def __init__(
-        self, names: Sequence[str], fields: Mapping[str, Field], loss: Loss, reduction: Reduction, device: Device
+        self,
+        names: Sequence[str],
+        fields: Mapping[str, Field],
+        loss: Loss,
+        reduction: Reduction,
+        device: Device,
+        *,
+        weighs: bool,
+        weighs_whole: bool,
     ) -> None:
         self.names = tuple(names)
+        self.weighs = weighs
+        self.weighs_whole = weighs_whole
         self._fields = fields
         self._loss = loss
         self._reduction = reduction
         self._device = device
-        self._weights = [0.0] * len(self.names)
+        self._weights: list[list[float]] = [[] for _ in self.names]
         self._losses = torch.zeros(0)
 
-    def begin(self, weights: Sequence[float], num_micros: int, *, is_first: bool) -> None:
-        """Begins a call of the step, with this rank's loss weight by source, none without the loss. is_first: of the step."""
+    def begin(self, batch: StepBatch, *, is_first: bool) -> None:
+        """Begins a call of the step, and weighs its samples. is_first: of the step."""
         if is_first:
-            shape = (num_micros,) if self._reduction.fixed_order else ()
-            self._weights = [0.0] * len(self.names)
+            shape = (batch.num_micros,) if self._reduction.fixed_order else ()
+            self._weights = [[] for _ in self.names]
             self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
-        for source, weight in enumerate(weights):
-            self._weights[source] += weight
+        if self.weighs:
+            for piece in batch.whole if self.weighs_whole else batch.micros:
+                for source, part in by_source(piece, self._fields, self.names):
+                    self._weights[source].append(self._loss.weight(part))
 
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
@@ -107,15 +124,18 @@ class SourceSums:
 
     def terms(self) -> Tensor:
         """Returns what is to be summed over all ranks: float64 [n], on the device."""
-        weights = self._device.move(torch.tensor(self._weights, dtype=torch.float64))
-        return torch.cat([weights, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
+        terms = [term for weights in self._weights for term in self._reduction.weight_terms(weights)]
+        on_device = self._device.move(torch.tensor(terms, dtype=torch.float64))
+        return torch.cat([on_device, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
 
     def row(self, summed: Sequence[float]) -> dict[str, float]:
         """Returns `loss/NAME`, the mean over the samples of a source, and `share/NAME`, its share of the step's loss weight
         (for cross-entropy the labels that count), from the sum of all ranks' `terms`. No loss of a source without weight.
         """
         count = len(self.names)
-        weights, losses = summed[:count], torch.tensor(summed[count:], dtype=torch.float64).chunk(count)
+        size = len(self._reduction.weight_terms([]))
+        weights = [self._reduction.weight_of(summed[at * size : (at + 1) * size]) for at in range(count)]
+        losses = torch.tensor(summed[count * size :], dtype=torch.float64).chunk(count)
         row = {}
         for name, weight, terms in zip(self.names, weights, losses, strict=True):
             if weight:

@@ -24,7 +24,6 @@ from torch import Tensor
 from sley_core.comm.collectives import all_gather
 from sley_core.data.batches import Slices, adds_up, check_tokens, count_micros, cut, sliced_info
 from sley_core.engine.boundary import flatten, unflatten
-from sley_core.engine.sources import by_source
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -112,8 +111,7 @@ class StepBatch:
     the same samples with whole sequences, in the pieces in which they were given. weights: of the pieces (of the micro-batches,
     if sums are canonical), this rank's share of the loss weight of the global batch; empty on ranks without the model's last
     chunk. counts: of this rank's samples, which the ranks of a pipeline and of a sequence share. num_counted: how many of the
-    micros count, all if None; the others run so that all ranks run as many. by_source: the
-    loss weight by source of the samples; empty for data without sources.
+    micros count, all if None; the others run so that all ranks run as many.
     """
 
     micros: Sequence[Batch]
@@ -121,7 +119,6 @@ class StepBatch:
     weights: Sequence[float] = ()
     counts: BatchCounts = NO_COUNTS
     num_counted: int | None = None
-    by_source: Sequence[float] = ()
 
     @property
     def weight(self) -> float:
@@ -138,7 +135,7 @@ class BatchSplitter:
 
     info: the data's declaration of whole samples. slices: takes this rank's part of each sequence. loss: None for outputs
     alone. weighs: whether this rank has the model's last chunk, and calls the loss's `weight`; weighs_micros: for each
-    micro-batch; weighs_whole: of whole sequences, in place of this rank's slice. sources: names of the data's, if it has any.
+    micro-batch; weighs_whole: of whole sequences, in place of this rank's slice.
     """
 
     info: DataInfo
@@ -148,7 +145,6 @@ class BatchSplitter:
     weighs: bool = field(default=False, kw_only=True)
     weighs_micros: bool = field(default=False, kw_only=True)
     weighs_whole: bool = field(default=False, kw_only=True)
-    sources: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         self.weighs = self.weighs and self.loss is not None
@@ -214,13 +210,7 @@ class BatchSplitter:
             weighed = ()
         elif self.weighs_micros:
             weighed = _cut(whole, self.info.fields, counts) if self.weighs_whole else micros
-        if self.loss is None:
-            return StepBatch(micros, whole)
-        sums = [0.0] * len(self.sources)
-        for piece in weighed if self.sources else ():
-            for source, part in by_source(piece, self._fields, self.sources):
-                sums[source] += self.loss.weight(part)
-        return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed], by_source=sums)
+        return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
 
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:

@@ -206,7 +206,7 @@ class Stepper:
             for handler in self.handlers:
                 handler.begin_step(self.state)
         if self.executor.sources is not None:
-            self.executor.sources.begin(batch.by_source, num_micros, is_first=before is None)
+            self.executor.sources.begin(batch, is_first=before is None)
         weight = self._weight(before, is_last)
         loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, outputs)
         self._has_lost = False
