@@ -17,7 +17,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError, SleyError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plain import PlainLoop
@@ -138,6 +138,19 @@ def test_a_metric_that_gives_something_else_is_refused(texts: Path, place: str, 
 )
 def test_a_set_that_cannot_be_evaluated_is_refused(texts: Path, table: Tables, words: str) -> None:
     assert words in refused(texts, evaluation__sets={"mine": table})
+
+
+def test_sets_alone_need_no_held_out_data(texts: Path) -> None:
+    tables = {"data__held_out": 0.0, "evaluation": {"every": 2, "held_out": False, "sets": {"odd": SETS["odd"]}}}
+    with World.alone("cpu") as world, assemble(loaded(texts, **tables), world) as run:
+        assert {name.rpartition("/")[0] for name in run.evaluate_sets()} == {"held_out/odd"}
+        with pytest.raises(UsageError, match="leaves the held-out data"):
+            run.evaluate()
+    plan = loaded(texts, evaluation=None)
+    with assemble(plan, World.alone("cpu")) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
+        run.evaluate_sets()
+    tables["evaluation"]["held_out"] = True
+    assert "or write `held_out = false`, for the sets alone" in refused(texts, **tables)
 
 
 def test_a_stream_is_read_for_its_steps(texts: Path) -> None:

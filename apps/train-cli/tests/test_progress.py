@@ -143,6 +143,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     steps[39] |= {"held_out_loss": 1.5, "held_out/accuracy": 0.25, "held_out/wiki/loss": 1.75, "memory_mb": 31.5}
     for each in steps:
         each |= {"trained_tokens": 500, "tflops": 200.0 if each["step"] <= 20 else 100.0, "mfu": 0.25}
+    steps[4]["held_out/exact"] = None  # NaN, in a file
     totals = RunTotals(steps[:10])  # of a run that was resumed
     for each in steps[10:]:
         totals.add(each)

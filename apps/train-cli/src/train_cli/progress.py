@@ -97,7 +97,8 @@ class RunTotals:
         if math.isfinite(row["loss"]):
             self.losses.append(row["loss"])
         self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
-        self.evaluated |= {name: value for name, value in row.items() if name.startswith(EVALUATED)}
+        # A file of rows has null for a number that is not finite, as of a metric without a sample to count.
+        self.evaluated |= {name: value for name, value in row.items() if name.startswith(EVALUATED) and value is not None}
 
 
 def summary(

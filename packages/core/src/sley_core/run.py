@@ -201,7 +201,13 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._settle()
         if batch is None and self.held_out is None:
             hint = "add one with `every = 100`, or evaluate a batch of your own"
-            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
+            message = "the plan has no [evaluation] table"
+            if self.plan.evaluation is not None:
+                message, hint = (
+                    "[evaluation] leaves the held-out data of [data] out",
+                    "`run.evaluate_sets()` evaluates its sets",
+                )
+            raise UsageError("no-evaluation", message, hint=hint)
         self._require("an evaluation", TO_EVALUATE)
         return self._mean_loss(batch)
 
@@ -211,6 +217,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         rank; changes nothing. All ranks call it. Raises as `evaluate`, and RunError `metric-result`.
         """
         self._settle()
+        if not self.samples.evaluated:
+            hint = "add one with `every = 100`"
+            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self._require("an evaluation", TO_EVALUATE)
         return self._evaluation()
 

@@ -169,6 +169,7 @@ _NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"
 _FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "outcome": lambda one: one["outcome"],
     "steps": lambda one: f"{one['steps']:,}" + (f", {one['skipped_steps']} skipped" if one["skipped_steps"] else ""),
+    "stopped early": lambda one: one.get("stopped_early") or "",
     "final loss": lambda one: _number(one["final_loss"]),
     "held-out loss": lambda one: _number(one["held_out_loss"]),
     "samples": lambda one: f"{one['samples']:,}",
