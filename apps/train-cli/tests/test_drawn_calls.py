@@ -35,7 +35,7 @@ from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plain import PlainLoop
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import weights
+from sley_testing.runs import running, weights
 
 Tensors = dict[str, Tensor]
 Call = tuple[Any, ...]
@@ -304,7 +304,7 @@ class Loop(PlainLoop):
 
     def __init__(self, case: Case, texts: Path) -> None:
         plan = changed(PLAN, precision={"compute": "fp32" if case.compute == "bf16" else "fp64"})
-        with World.alone("cpu") as world, assemble(plan_from_dict(plan, texts), world) as run:
+        with running(plan, texts) as run:
             first = weights(run)
         layers = [(layer.name, layer.module) for layer in run.layers]
         for _, module in layers if case.compute == "bf16" else ():

@@ -68,7 +68,6 @@ def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
         assert f"{share:4.0%} idle" in drawn, "the drawing left out what comes behind the list"
 
 
-RECOMPUTING = "core.recompute", "memory.selective"
 SHARDS = {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
 SLICES = {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
 RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 1}]}

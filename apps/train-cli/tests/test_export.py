@@ -18,6 +18,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.weight_files.read import INDEX, WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import running
 
 transformers = pytest.importorskip("transformers")
 PLAN = small_plan(
@@ -45,7 +46,7 @@ def trained(texts: Path, folder: Path) -> Trained:
 
     def train(tables: Tables, precision: str = "working") -> tuple[Path, torch.Tensor]:
         to = folder / "run"
-        with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+        with running(tables, texts) as run:
             run.step()
             run.step()
             run.save_weights(to / "weights", precision=precision, max_file_bytes=8000)  # type: ignore[arg-type]
@@ -292,7 +293,7 @@ def test_a_checkpoint_is_exported_as_the_run_of_its_step(cli: Any, texts: Path, 
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=folder) as run:
         run.step()
         run.step()
-    with assemble(plan_from_dict(SMALL, texts), World.alone("cpu")) as run:
+    with running(SMALL, texts) as run:
         for _ in range(steps):
             run.step()
         run.save_weights(folder / "wanted", precision="full")
@@ -307,7 +308,7 @@ def test_a_checkpoint_is_exported_as_the_run_of_its_step(cli: Any, texts: Path, 
         state = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
         assert all(torch.equal(state[name], value) for name, value in found.items())
         again = changed(SMALL, model={"use": "models.llama", "weights": str(out)}, precision__compute="fp32")
-        with assemble(plan_from_dict(again, texts), World.alone("cpu")) as run:
+        with running(again, texts) as run:
             assert all(torch.equal(param.parameter, wanted.tensor(param.name)) for param in run.registry)
     else:
         assert found.keys() == set(wanted.names)

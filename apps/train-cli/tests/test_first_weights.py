@@ -11,10 +11,8 @@ import pytest
 import torch
 from layouts import layout_of, starts
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import running
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -66,7 +64,7 @@ def from_factory(folder: Path, lora_rank: int = 0) -> Tables:
 def their_loss(folder: Path, plan: Tables, texts: Path) -> float:
     """The loss of transformers, with the model that it reads itself, on the first batch of the plan."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
+    with running(plan, texts) as run:
         batch = run.feed.next() if run.feed else {}
     with torch.no_grad():
         return float(model(input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"]).loss)

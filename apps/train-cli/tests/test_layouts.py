@@ -270,6 +270,7 @@ def gathers(counts: dict[str, dict[str, float]]) -> dict[str, float]:
     return {name: value for name, value in own.items() if "gather" in name or "allocations" in name}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", ACTIVATIONS)
 def test_activations_that_leave_change_no_bit(ranks: Any, texts: Path, layout: str) -> None:

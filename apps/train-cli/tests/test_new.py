@@ -39,8 +39,9 @@ def installed(folder: Path, name: str) -> dict[str, str]:
 
 @pytest.mark.sample(1)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["handler", "hook", "model", "schedule", "writer"])
+@pytest.mark.parametrize("kind", ["writer", "hook", "model", "schedule", "handler"])
 def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a handler are the example's, which run always."""
     out = tmp_path / "made" / "here"
     result = cli("new", kind, "my_own", "--out", out)
     assert result.code == 0, result.err

@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
@@ -75,7 +72,7 @@ def forwarded(tables: Tables, folder: Path) -> dict[str, Any]:
 def by_hand(tables: Tables, folder: Path) -> dict[str, Any]:
     """Calls the layers of one process one after the other."""
     found: dict[str, Any] = {}
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
 
         def called(batch: Batch) -> Tensor:
             value: tuple[Any, ...] = ()
@@ -96,6 +93,7 @@ def by_hand(tables: Tables, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_and_losses_are_those_of_the_layers(ranks: Any, texts: Path, layout: str) -> None:
     size, changes = LAYOUTS[layout]
@@ -149,7 +147,7 @@ def accumulated(tables: Tables, folder: Path) -> Recorded:
 def at_once(tables: Tables, folder: Path) -> Recorded:
     """Takes the same three steps, each with all samples."""
     recorded = Recorded()
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         recorded.first = weights(run)
         for number in range(3):
             parts = batches(4, 8, 4, seed=number)
@@ -176,6 +174,7 @@ WHOLE = {"loss": {"factory": "test_program_calls:Smooth", "sequence": "whole"}}
 POWERSGD = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 9}]}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["powersgd in full rank", *list(LAYOUTS)[2:]])
 def test_accumulated_calls_equal_one_step_of_all_samples(
     ranks: Any, texts: Path, layout: str, monkeypatch: pytest.MonkeyPatch

@@ -17,8 +17,6 @@ import pytest
 import torch
 from drawn_model import sample
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
@@ -177,7 +175,7 @@ def alone(case: Case, tables: Tables, world: int) -> list[tuple[float, float]]:
     options = {"model": tables["model"]}
     rows = []
     num_dp = tables["parallel"]["dp"]
-    with assemble(plan_from_dict(PLAN | options, OWN), World.alone("cpu")) as run:
+    with running(PLAN | options, OWN) as run:
         for step in range(NUM_STEPS):
             batch = [
                 micro

@@ -246,7 +246,7 @@ def test_a_step_of_sums_in_bf16(texts: Path, changes: Tables) -> None:
     """The norm is computed in fp64, the clip factor has more than 8 bits, and masters are stepped in fp32."""
     sums = {"compute": "bf16", "gradients": "bf16"}
     tables = changed(PLAN, **{"precision": sums, "optimizer__clip_norm": 0.37, "optimizer__weight_decay": 0.0, **changes})
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+    with running(tables, texts) as run:
         exact = record(changed(tables, precision__gradients="fp32"), 1, folder=texts)
         stepped = run.stepper.update.masters.stepped
         copies = [torch.nn.Parameter(master.parameter.detach().clone()) for master in stepped]

@@ -18,7 +18,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import SequenceAttentionContract
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, running, same_on_all
 from sley_testing.weight_contract import WeightCommunicatorContract
 
 SPLIT = {"sequence": {"use": "isp.all_to_all"}}
@@ -148,7 +148,7 @@ def test_two_ranks_equal_one(ranks, weights):
 
 def watched(tables: dict[str, Any]) -> bool:
     """Launches a step while CUDA's own watch raises at any synchronisation."""
-    with World.join("cuda") as world, assemble(plan_from_dict(tables), world) as run:
+    with running(tables) as run:
         for _ in range(2):
             run.step()
         torch.cuda.set_sync_debug_mode("error")

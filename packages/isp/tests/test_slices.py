@@ -204,9 +204,8 @@ def test_losses_that_count_their_calls_round_or_draw(ranks, own):
 
 def test_losses_that_look_at_other_positions_are_refused(ranks, own):
     """And an output that has no positions, for a loss of full sequences."""
-    cases = [
-        (name, {"precision__compute": compute}) for name in ("Smooth", "Shifted", "Pooled") for compute in ("fp64", "fp32")
-    ]
+    kinds = {"Smooth": "fp64", "Shifted": "fp32", "Pooled": "fp64"}
+    cases = [(name, {"precision__compute": compute}) for name, compute in kinds.items()]
     plans = [with_loss(name, 2, **changes) for name, changes in cases]
     plans.append(with_loss("Sum", 2, model={"factory": "attentive:paired"}, **WHOLE))
     assert ranks(2, 60)(recorded, plans, own) == [[*["loss-not-additive"] * len(cases), "outputs-apart"]] * 2

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sley_core.actions.action import Kind
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
+from sley_testing.runs import running
 
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 MICROS = 3
@@ -38,9 +36,8 @@ def seen_in_all(plans, folder):
 
 def seen(tables, folder):
     """What the hook of this rank saw in a second step, and in an evaluation; the schedule's list; layers per chunk."""
-    plan = plan_from_dict(tables, folder)
     spy = Spy()
-    with World.join("cpu") as world, assemble(plan, world) as run:
+    with running(tables, folder) as run:
         run.caller.hooks.append(spy)
         run.step()
         spy.seen.clear()
@@ -50,7 +47,7 @@ def seen(tables, folder):
         spy.seen.clear()
         run.evaluate()
         names = [[layer.name for layer in layers] for layers in run.stepper.executor.chunks]
-        schedule = plan.pipeline.build()
+        schedule = run.plan.pipeline.build()
         actions = schedule.lists(run.topology.pp, MICROS)[run.groups["pp"].coord]
         return step, list(spy.seen), actions, names, set(spy.gave)
 

@@ -16,12 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.boundary import flatten
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import SchedulerHook
 from sley_testing.plans import small_plan
+from sley_testing.runs import running
 
 MICROS = (1, 2, 3, 5, 8)
 MORE_MICROS = (*MICROS, 4, 7, 11, 16)
@@ -137,8 +136,7 @@ def peaks(pipelines, stages, numbers, folder):
     """{schedule: {micro-batches: (pairs, graphs)}} of this rank, as watched."""
     found = {}
     for name, pipeline in pipelines.items():
-        plan = plan_from_dict(tables(pipeline, stages), folder)
-        with World.join("cpu") as world, assemble(plan, world) as run:
+        with running(tables(pipeline, stages), folder) as run:
             watch = Watch(run)
             found[name] = {}
             for micros in (*numbers, numbers[0]):
@@ -186,8 +184,7 @@ class Keeper(SchedulerHook):
 
 
 def leaks(folder):
-    plan = plan_from_dict(tables(SCHEDULES["zero_bubble_v"], 1), folder)
-    with World.join("cpu") as world, assemble(plan, world) as run:
+    with running(tables(SCHEDULES["zero_bubble_v"], 1), folder) as run:
         Watch(run)
         run.stepper.executor.hooks.append(Keeper())
         run.step(batch_of(4))

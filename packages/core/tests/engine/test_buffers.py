@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.reduction import LONG, joined_norm
 from sley_core.engine.shards import Shard
@@ -26,6 +24,7 @@ from sley_core.records import MemoryPoolRecord
 from sley_core.sizes import ALIGNMENT_BYTES
 from sley_core.table import Table
 from sley_testing.plans import loader_of, small_plan
+from sley_testing.runs import running
 
 GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) * 1e-3
 
@@ -89,8 +88,7 @@ def test_shards_cover_the_whole_once(length, count, rest, dim):
 
 def test_nested_states_have_the_way_to_them_in_their_names(texts):
     """As of optimizers that keep factors of a matrix in a list; words and numbers among them are no tensors."""
-    plan = plan_from_dict(small_plan(precision__compute="bf16"), texts)
-    with World.join("cpu") as world, assemble(plan, world) as run:
+    with running(small_plan(precision__compute="bf16"), texts) as run:
         run.step()
         update = run.stepper.update
         stepped = update.masters.stepped[0]
@@ -145,7 +143,7 @@ def trained(tables, folder, contiguous, monkeypatch):
     made = ModuleType("strided")
     made.layers = lambda: [Layer(contiguous=contiguous)]
     monkeypatch.setitem(sys.modules, "strided", made)
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         for _ in range(3):
             run.step()
         return {param.name: param.parameter.detach().clone() for param in run.registry}

@@ -131,7 +131,7 @@ def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that
     made = import_module("own_models")
     as_before = made.batch_norm
     monkeypatch.setattr(made, "batch_norm", lambda data, declared: as_before(data, declared=not declared))
-    with assemble(plan_from_dict(tables, own), World.alone("cpu")) as run:
+    with running(tables, own) as run:
         run.load_checkpoint(tmp_path / "saved")
         with pytest.raises(PlanError, match="model-buffer-written"):
             run.step()

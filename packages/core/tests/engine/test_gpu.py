@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import relative_errors
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_parity, record, running, same_on_all
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +45,7 @@ def test_bf16_is_near_fp32_and_keeps_masters():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_never_waits_for_the_device():
     """CUDA's own watch raises at any synchronisation between launching a step and reading its row."""
-    with World.alone("cuda") as world, assemble(plan_from_dict(plan(precision__compute="bf16")), world) as run:
+    with running(plan(precision__compute="bf16")) as run:
         for _ in range(2):
             run.step()
         torch.cuda.set_sync_debug_mode("error")
@@ -60,11 +57,11 @@ def test_a_step_never_waits_for_the_device():
 
 
 def test_rows_read_late_are_the_rows_read_at_once():
-    with World.alone("cuda") as world, assemble(plan_from_dict(plan()), world) as run:
+    with running(plan()) as run:
         late = []
         run.listeners.append(late.append)
         assert run.train() == "finished"
-    with World.alone("cuda") as world, assemble(plan_from_dict(plan()), world) as run:
+    with running(plan()) as run:
         at_once = [run.step() for _ in range(3)]
     for one, other in zip(late, at_once, strict=True):
         assert {key: one[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} == {
@@ -73,7 +70,7 @@ def test_rows_read_late_are_the_rows_read_at_once():
 
 
 def test_rows_tell_memory_and_utilisation():
-    with World.alone("cuda") as world, assemble(plan_from_dict(plan(precision__compute="bf16")), world) as run:
+    with running(plan(precision__compute="bf16")) as run:
         row = run.step()
         assert 0 < row["memory_mb"] < 1000
         assert 0 < row["mfu"] < 1

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.totals import LARGEST, LossScale
 from sley_core.errors import RunError
 from sley_core.optim.shared import skips_on_device, step_if
@@ -249,11 +247,11 @@ class Late:
 def trained(tables, folder, monkeypatch=None):
     """All steps of a plan by `run.train`, read late with `monkeypatch`: rows and weights."""
     rows = []
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         spoil(run, (1, 2), 0)
         run.listeners.append(rows.append)
         if monkeypatch is not None:
-            monkeypatch.setattr(run.world, "device", Late(world.device))
+            monkeypatch.setattr(run.world, "device", Late(run.world.device))
         assert run.train() == "finished"
         return [[row[key] for key in SAME[1:-1]] for row in rows], weights(run)
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.copies import free, grow, storage_id
-from sley_core.comm.world import World
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.inventory import pieces_of
 from sley_core.memory.state import PARTS, Moved, Where, is_away
@@ -20,6 +18,7 @@ from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import OffloadManagerRecord
 from sley_testing.plans import small_plan
+from sley_testing.runs import running
 
 
 class Shelf:
@@ -71,8 +70,7 @@ class Shelf:
 
 @pytest.fixture
 def run(texts):
-    plan = plan_from_dict(small_plan(precision__compute="bf16", evaluation={"every": 100}), texts)
-    with World.join("cpu") as world, assemble(plan, world) as made:
+    with running(small_plan(precision__compute="bf16", evaluation={"every": 100}), texts) as made:
         yield made
 
 

@@ -61,18 +61,6 @@ def test_forward_and_gradients_equal_the_naive_form(heads: int, kv_heads: int, p
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_documents_do_not_see_each_other() -> None:
-    q, k, v = inputs(2, 2)
-    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
-    before = Attention()(q, k, v, cu_seqlens)
-    with torch.no_grad():
-        v[0, :5] = 1e6
-    after = Attention()(q, k, v, cu_seqlens)
-    assert torch.equal(before[0, 5:], after[0, 5:])
-    assert torch.equal(before[1], after[1])
-    assert not torch.equal(before[0, :5], after[0, :5])
-
-
 def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     built, half = [], torch.bfloat16
     real = attention._mask
