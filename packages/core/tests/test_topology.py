@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.assemble import assemble, plugin_groups
-from sley_core.comm.collectives import all_reduce
 from sley_core.comm.world import World
 from sley_core.errors import PluginError, RunError
 from sley_core.plan.load import plan_from_dict
@@ -164,7 +163,7 @@ def summed(monkeypatched: str, folder: Path, timeout_s: float = 5.0) -> Any:
                     one = torch.ones(1)
                     group = run.groups[axis]
                     one_lane = replace(group, lanes=dict.fromkeys(["main"], next(iter(group.lanes.values()), None)))
-                    all_reduce(one, one_lane, what="ones").wait()
+                    one_lane.all_reduce(one, what="ones").wait()
                     found[axis] = (group.ranks, sorted(group.lanes), float(one))
                 return found
         except RunError as error:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.comm.collectives import all_reduce
 from sley_core.comm.world import World
 from sley_core.errors import Diagnostic, RunError
 from sley_core.topology import Topology
@@ -134,14 +133,14 @@ def gone_apart(folder: Any) -> str:
     with World.join("cpu", timeout_s=20) as world:
         groups = world.groups(Topology.of(2), timedelta(seconds=LIMIT_S).total_seconds())
         for name in ("one", "two"):
-            all_reduce(torch.ones(2), groups["all"], what=name).wait()
+            groups["all"].all_reduce(torch.ones(2), what=name).wait()
         if rank == 1:
             time.sleep(LIMIT_S + 1.5)
             return ""
         groups.progress.step_progress.begin(4)
         groups.progress.step_progress.comes("B0.1")
         try:
-            all_reduce(torch.ones(4), groups["all"], what="three").wait()
+            groups["all"].all_reduce(torch.ones(4), what="three").wait()
         except RunError as error:
             report_error(folder, world, error.diagnostics[0], error)
             return error.diagnostics[0].code

@@ -90,7 +90,7 @@ def steps_with_failures(tables, folder, late):
 
 @pytest.mark.parametrize(
     ("handler", "owner"),
-    [({"bucket_mb": 0.0005}, "sley_core.comm.backends:Direct"), ({"use": "core.each"}, "sley_core.engine.handlers")],
+    [({"bucket_mb": 0.0005}, "sley_core.comm.backends:Direct"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
 )
 def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own, handler, owner):
     """Its result would arrive while the next step accumulates in the same memory."""

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sley_core.comm.collectives import all_gather
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.model.attention import Attention
@@ -187,7 +186,7 @@ def test_calls_that_cannot_be_are_refused(ranks):
 def gathered(tensor, group):
     """All slices of a sequence, joined: what the exchange avoids."""
     rows = tensor.new_empty((group.size, *tensor.shape))
-    all_gather(rows, tensor.detach().contiguous()[None], group, what="the oracle").wait()
+    group.all_gather(rows, tensor.detach().contiguous()[None], what="the oracle").wait()
     return torch.cat(list(rows), dim=1)
 
 
@@ -229,7 +228,7 @@ def exchanges(seed, dtype):
                 assert torch.equal(one, own_heads(whole, group)), (seed, case, shapes)
                 (share,) = torch.autograd.grad(own_heads(whole, group), whole, factor)
                 every = share.new_empty((group.size, *share.shape))
-                all_gather(every, share.contiguous()[None], group, what="the oracle's gradient").wait()
+                group.all_gather(every, share.contiguous()[None], what="the oracle's gradient").wait()
                 own = every.sum(0).chunk(group.size, dim=1)[group.coord]
                 limit = 1e-14 if dtype is torch.float64 else 2**-6
                 torch.testing.assert_close(tensor.grad, own, rtol=limit, atol=limit)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import sley_pp.channels
 import sley_pp.link
+from sley_core.comm.group import Group
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_pp.channels import Channels
@@ -28,13 +28,13 @@ def walks(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
     """What this rank sends in an evaluation, two steps and an evaluation, as if its tensors lay on a device."""
     sley_pp.link.has_separate_header = lambda device: True
     sent: list[Sent] = []
-    send_to = sley_pp.channels.send_to
+    send = Group.send
 
-    def noted(tensor: torch.Tensor, group: Any, lane: str, peer: int, *, what: str) -> Any:
+    def noted(group: Group, tensor: torch.Tensor, lane: str, peer: int, *, what: str) -> Any:
         sent.append((group.axis, lane, tensor.nbytes))
-        return send_to(tensor, group, lane, peer, what=what)
+        return send(group, tensor, lane, peer, what=what)
 
-    sley_pp.channels.send_to = noted
+    Group.send = noted  # type: ignore[method-assign]
     found = []
     with running(tables, folder) as run:
         for walk in (run.evaluate, run.step, run.step, run.evaluate):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sley_core.actions.action import Placement
-from sley_core.comm import collectives
+from sley_core.comm.group import Group
 from sley_core.errors import RunError
 from sley_pp.schedules import write_csv
 from sley_testing.parity import assert_same_bits
@@ -58,7 +58,7 @@ def test_more_stages(compared, texts, stages, schedules):
 
 
 def by_host(_run):
-    collectives.goes_by_host = lambda *_: True
+    Group.goes_by_host = lambda *_: True
 
 
 def test_stages_whose_messages_go_by_the_host(compared, texts):

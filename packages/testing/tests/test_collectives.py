@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed import all_reduce as imported_all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
-from sley_core.comm.collectives import all_reduce
 from sley_core.comm.groups import make_groups
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
@@ -147,7 +146,7 @@ def by_several_names(order):
     groups = make_groups(Topology.of(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
     with collectives() as calls:
         for axis in order[dist.get_rank()]:
-            all_reduce(torch.ones(1), groups[axis], what="the test's").wait()
+            groups[axis].all_reduce(torch.ones(1), what="the test's").wait()
     groups.close()
     return calls
 

@@ -25,8 +25,8 @@ from typing import Any
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch exports them
 
 from sley_core.comm import startup
-from sley_core.comm.collectives import differing
 from sley_core.comm.guard import first_line
+from sley_core.engine.agreement import differing
 from sley_core.errors import RunError, SleyError
 from train_cli.preflight import PREFLIGHT
 

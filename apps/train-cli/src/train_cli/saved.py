@@ -242,7 +242,6 @@ def is_finished(run: Run, folder: Path) -> bool:
 
     Raises PlanError "resume-differs" if the folder belongs to a run whose results would differ.
     """
-    from sley_core.comm.collectives import gather_objects
 
     text = ""
     steps = finished_steps(folder) if run.world.rank == 0 else None
@@ -250,7 +249,7 @@ def is_finished(run: Run, folder: Path) -> bool:
         has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
         text = (folder / PLAN).read_text("utf-8") if has_weights else ""
     # Over all ranks: rank 0 decides, since it owns the folder.
-    saved_plan: str = gather_objects(text, run.groups["control"], what="whether the run has finished")[0]
+    saved_plan: str = run.groups["control"].gather_objects(text, what="whether the run has finished")[0]
     if saved_plan:
         from sley_core.plan.write import changes, refuse_changes
 
@@ -280,11 +279,9 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     if resume == RESTART:
         resume = AUTO
     elif resume != AUTO and is_restarted():
-        from sley_core.comm.collectives import gather_objects
-
         has_started = attempt is not None and attempt.given == resume
         # Over all ranks, which have the same command and environment.
-        if gather_objects(has_started, run.groups["control"], what="where the run has started")[0]:
+        if run.groups["control"].gather_objects(has_started, what="where the run has started")[0]:
             resume = AUTO
     # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
     anew = may_start_over and attempt is not None and attempt.torchrun == torchrun() != ""

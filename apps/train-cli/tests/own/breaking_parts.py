@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sley_cma.transport import CmaTransport
 from sley_core.comm.backends import Backend, Direct, Done
-from sley_core.comm.collectives import Pending
+from sley_core.comm.group import Pending
 from sley_core.comm.groups import Groups
 
 VARIABLE, HIT = "SLEY_TEST_FAULT", Path("hit.json")
@@ -129,18 +129,18 @@ class Fault:
         setattr(kind, method, call)
 
     def _front_sends(self) -> None:
-        from sley_pp import channels
+        from sley_core.comm.group import Group
 
-        plain = channels.send_to
+        plain = Group.send
 
-        def call(tensor: Tensor, group: Any, lane: str, peer: int, *, what: str) -> Any:
+        def call(group: Group, tensor: Tensor, lane: str, peer: int, *, what: str) -> Any:
             if not what.startswith("what stage") or "walks" in what or not self.is_due("send"):
-                return plain(tensor, group, lane, peer, what=what)
+                return plain(group, tensor, lane, peer, what=what)
             HIT.write_text(json.dumps({"what": what}), "utf-8")
-            own, other = (partial(plain, group=group, lane=to, peer=peer) for to in (lane, {"up": "down", "down": "up"}[lane]))
+            own, other = (partial(plain, group, lane=to, peer=peer) for to in (lane, {"up": "down", "down": "up"}[lane]))
             return self.exchange(what, own, (tensor.reshape(-1),), elsewhere=other, skipped=Pending())
 
-        channels.send_to = call
+        Group.send = call  # type: ignore[method-assign, assignment]
 
 
 def each(argument: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.groups import Group
+from sley_core.comm.group import Group
 from sley_core.comm.transport import Works
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_testing.habits import Embed

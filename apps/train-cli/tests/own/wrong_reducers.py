@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sley_core.api.comm import all_reduce
 from sley_core.hookspecs import hookimpl
 from sley_core.protocols import GradientHandler
 from sley_core.records import GradientHandlerRecord, Role
@@ -37,7 +36,7 @@ class Right(GradientHandler):
 
     def sum(self, param: Param, gradient: Any) -> None:
         # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
-        all_reduce(gradient, self.groups[param.reduce_group], what=param.name).wait()
+        self.groups[param.reduce_group].all_reduce(gradient, what=param.name).wait()
 
 
 class Mean(Right):

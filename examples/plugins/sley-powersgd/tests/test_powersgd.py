@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from sley_core.assemble import assemble
-from sley_core.comm.groups import Group, make_groups
+from sley_core.comm.group import Group
+from sley_core.comm.groups import make_groups
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.buffers import FlatBuffer
@@ -23,7 +24,6 @@ from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.topology import Topology
-from sley_powersgd import handler as module
 from sley_powersgd.handler import LowRankSums
 from sley_powersgd.low_rank import as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
@@ -268,7 +268,7 @@ def test_forgetting_waits_for_all_that_is_in_flight(monkeypatch):
         waiting.append(what)
         return SimpleNamespace(wait=lambda: waiting.remove(what))
 
-    monkeypatch.setattr(module, "all_reduce", counted)
+    monkeypatch.setattr(Group, "all_reduce", counted)
     group = Group("stage", (0, 1), 0, {}, {})
     sums = LowRankSums(rank=1, error_feedback=True, seed=0, sent=SentBytes())
     for number in range(5):

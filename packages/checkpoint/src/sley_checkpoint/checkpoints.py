@@ -23,7 +23,7 @@ from sley_checkpoint.format import INDEX, CheckpointIndex
 from sley_checkpoint.reader import Checkpoint, Damage, examined, index_or_none, ready
 from sley_checkpoint.saving import Destination, Preparation, absolute
 from sley_checkpoint.writing import Background, HostCopies, Writing
-from sley_core.api.comm import gather_objects, probe
+from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shortened
 from sley_core.errors import RunError, SleyError, UsageError, cause
 from sley_core.protocols import Checkpointer, Restored
@@ -198,7 +198,7 @@ class AnyLayout(Checkpointer):
     def _done(self, failed: str) -> None:
         """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not complete."""
         # All ranks: it is there when rank 0 has given it its name, and not if any of them has failed.
-        everyone = gather_objects(failed, self._control, what="whether the checkpoint is written")
+        everyone = self._control.gather_objects(failed, what="whether the checkpoint is written")
         if any(everyone):
             raise RunError(FAILED, next(filter(None, everyone)))
         self._counts["saved"] += 1
@@ -296,7 +296,7 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
     world, control = state.parts.world, state.parts.groups["control"]
     # All ranks: rank 0 lists the checkpoints.
     mine = _candidates(state, path, reads, anew=anew) if world.rank == 0 else {}
-    seen = gather_objects(mine, control, what="which checkpoints there are")[0]
+    seen = control.gather_objects(mine, what="which checkpoints there are")[0]
     if seen["problem"]:
         code, message, hint = seen["problem"]
         kind = UsageError if code == "never-anew" else RunError
@@ -307,7 +307,7 @@ def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: b
         candidate = TimedFolder(open_folder(name), reads)
         index, report = _seen(candidate, world.rank, world.size)
         # All ranks: they look at the same candidates in one order. Nobody reads the index again, which may be gone by then.
-        everyone = gather_objects(report, control, what="what is damaged of a checkpoint")
+        everyone = control.gather_objects(report, what="what is damaged of a checkpoint")
         damages = [Damage(*one) for one in dict.fromkeys(tuple(one) for own, _, _ in everyone for one in own)]
         for rank, (_, _, stalled) in zip(control.ranks, everyone, strict=True):
             if stalled:

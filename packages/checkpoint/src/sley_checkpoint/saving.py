@@ -18,7 +18,6 @@ from sley_checkpoint.folders import GONE, STAGING, Folder, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, TensorFacts, chunks_of, file_name
 from sley_checkpoint.reader import index_or_none, is_ours, read_header, ready, step_name
 from sley_checkpoint.writing import Writing
-from sley_core.api.comm import gather_objects
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError, cause
 
@@ -59,7 +58,7 @@ class Preparation:
         chosen = ["", "", ""] if attempt is None or why else self._target(where, step, attempt)
         report = [why, where.path, sha256(json.dumps(about.state).encode()).hexdigest(), _digest(lines), chosen]
         # All ranks come here, with an error too: nobody waits for one that has none.
-        everyone = gather_objects(report, control, what="what ranks are about to save")
+        everyone = control.gather_objects(report, what="what ranks are about to save")
         _, token, problem = everyone[0][4]
         _raise_first([one[0] for one in everyone] + [problem], control.ranks)
         _same([one[1] for one in everyone], "folder", control.ranks)
@@ -154,7 +153,7 @@ class Preparation:
         """Returns which rank writes which tensors; all ranks skip the exchange of their lists if none has changed."""
         if self._shares is None or self._shares[0] != digests:
             # All ranks: they have compared the same digests with those of the same last save.
-            everyone = gather_objects(lines, self._control, what="what ranks have")
+            everyone = self._control.gather_objects(lines, what="what ranks have")
             self._shares = digests, share_out([from_lists(one) for one in everyone])
         return self._shares[1]
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sley_core.attach import AssemblyFacts, memory_of, outputs_of, samples_of, state_of, stepper_of
-from sley_core.comm.collectives import agree
 from sley_core.comm.groups import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
+from sley_core.engine.agreement import agree
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore

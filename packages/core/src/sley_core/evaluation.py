@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Protocol, cast
 
-from sley_core.comm.collectives import agree
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import sliced_info
 from sley_core.data.dataset import SOURCE, AnyDataset, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.factory import open_dataset
+from sley_core.engine.agreement import agree
 from sley_core.engine.evaluation import EvaluationFeed, Metric, Metrics, batch_size_of
 from sley_core.engine.positions import WholeSequences
 from sley_core.errors import PlanError, SleyError

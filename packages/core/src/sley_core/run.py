@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sley_core.attach import AssemblyFacts, RunOutputs, Samples, counts_of
-from sley_core.comm.collectives import gather_objects
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
@@ -112,7 +111,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 mine = bool(self.listeners)
                 control = self.groups["control"]
                 self._any_listens = self.parts.weights.come_late and any(
-                    gather_objects(mine, control, what="who listens to steps")
+                    control.gather_objects(mine, what="who listens to steps")
                 )
                 self._restart()
                 with self.parts.weights.settled_on_error():

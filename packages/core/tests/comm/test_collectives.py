@@ -11,20 +11,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from sley_core.assemble import assemble
-from sley_core.comm import collectives
-from sley_core.comm.collectives import (
-    agree,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather_objects,
-    receive_from,
-    send_to,
-)
-from sley_core.comm.groups import Group
+from sley_core.comm.group import Group
 from sley_core.comm.startup import _AT_ONCE, gather_values
 from sley_core.comm.world import World
+from sley_core.engine.agreement import agree
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
@@ -41,20 +31,20 @@ def results():
         for axis in ("all", "dp", "sp", "wp"):
             for op in ("sum", "max", "min"):
                 value = torch.tensor([rank, -rank])
-                pending = all_reduce(value, groups[axis], op, what="the test")
+                pending = groups[axis].all_reduce(value, op, what="the test")
                 pending.wait()
                 pending.wait()
                 found[axis, op] = value.tolist()
             value = torch.tensor([rank])
-            broadcast(value, groups[axis], what="the test").wait()
+            groups[axis].broadcast(value, what="the test").wait()
             found[axis, "first"] = value.item()
             size = groups[axis].size
             gathered, exchanged = torch.empty(size), torch.empty(size)
-            all_gather(gathered, torch.tensor([rank]), groups[axis], what="the test").wait()
+            groups[axis].all_gather(gathered, torch.tensor([rank]), what="the test").wait()
             mine = 10 * rank + torch.arange(size, dtype=torch.float32)
-            all_to_all(exchanged, mine, groups[axis], what="the test").wait()
+            groups[axis].all_to_all(exchanged, mine, what="the test").wait()
             found[axis, "gathered"], found[axis, "exchanged"] = gathered.tolist(), exchanged.tolist()
-        found["objects"] = gather_objects({"rank": world.rank}, groups["control"], what="the test")
+        found["objects"] = groups["control"].gather_objects({"rank": world.rank}, what="the test")
         return found
 
 
@@ -80,10 +70,10 @@ def test_every_operation_on_every_group(ranks):
 
 def test_a_group_of_one_leaves_everything_as_it_is():
     value = torch.tensor([2.0])
-    for start in (all_reduce, broadcast):
-        start(value, ALONE, what="the test").wait()
+    for start in (ALONE.all_reduce, ALONE.broadcast):
+        start(value, what="the test").wait()
     assert value.item() == 2.0
-    assert gather_objects("mine", ALONE, what="the test") == ["mine"]
+    assert ALONE.gather_objects("mine", what="the test") == ["mine"]
 
 
 def lonely(how, path):
@@ -93,7 +83,7 @@ def lonely(how, path):
     groups = {}
     if how != "groups":
         groups = world.groups(Topology.of(2), 3)
-        all_reduce(value, groups["dp"], what="the first").wait()
+        groups["dp"].all_reduce(value, what="the first").wait()
     if world.rank == 1:
         if how in ("absent", "groups"):
             time.sleep(8)
@@ -103,9 +93,9 @@ def lonely(how, path):
         if how == "groups":
             world.groups(Topology.of(2), 1.5)
         elif how == "objects":
-            gather_objects(1, groups["control"], what="the facts")
+            groups["control"].gather_objects(1, what="the facts")
         else:
-            all_reduce(value, groups["dp"], what="layers.3.weight").wait()
+            groups["dp"].all_reduce(value, what="layers.3.weight").wait()
     except RunError as error:
         path.write_text(f"{time.monotonic() - began} {error}")
     os._exit(0)
@@ -136,20 +126,20 @@ def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tm
 
 def messages_by_host():
     """Rank 0 sends two messages to rank 1, which waits for each twice; both go as those of a device that gloo cannot reach."""
-    collectives.goes_by_host = lambda *_: True
+    Group.goes_by_host = lambda *_: True
     with World.join("cpu") as world:
         group = world.groups(Topology.of(2, pp=2), 30)["pp"]
         if world.rank == 0:
             given = torch.arange(3.0)
-            pending = send_to(given, group, "up", 1, what="the test")
+            pending = group.send(given, "up", 1, what="the test")
             given.add_(10)  # what was sent is a copy
             pending.wait()
-            send_to(given, group, "up", 1, what="the test").wait()
+            group.send(given, "up", 1, what="the test").wait()
             return given.tolist()
         found = []
         for _ in range(2):
             place = torch.zeros(3)
-            pending = receive_from(place, group, "up", 0, what="the test")
+            pending = group.receive(place, "up", 0, what="the test")
             pending.wait()
             found.append(place.tolist())
             place.zero_()
@@ -230,7 +220,7 @@ def test_a_rank_with_another_plan_is_named_everywhere_with_the_key(ranks):
 
 def test_of_several_odd_ranks_the_first_is_named_and_the_rest_counted(monkeypatch):
     everyone = [{"torch": version} for version in ("2.12", "2.13", "2.11", "2.13", "2.13")]
-    monkeypatch.setattr("sley_core.comm.collectives.gather_objects", lambda *_, **__: everyone)
     control = Group("control", (4, 5, 6, 7, 8), 5, {})
+    monkeypatch.setattr(Group, "gather_objects", lambda *_, **__: everyone)
     with pytest.raises(RunError, match=r"rank 4 \(and 1 more\) has torch 2\.12, rank 5 has 2\.13"):
         agree({"torch": "2.13"}, control)

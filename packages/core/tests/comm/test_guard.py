@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from sley_core.comm import progress
-from sley_core.comm.collectives import all_reduce, receive_from, send_to
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import Waiting, circle_in, in_words
 from sley_core.comm.marks import Mark, checksum
@@ -55,20 +54,20 @@ def gather(groups: Groups) -> None:
 
 
 def total(groups: Groups) -> None:
-    all_reduce(torch.ones(2), groups["all"], what="loss and gradient norm").wait()
+    groups["all"].all_reduce(torch.ones(2), what="loss and gradient norm").wait()
 
 
 def message(groups: Groups) -> None:
     """From the first stage to the second."""
     group = groups["pp"]
-    start = receive_from if group.coord else send_to
-    start(torch.ones(2), group, "up", 1 - group.coord, what="what stage 0 sends").wait()
+    start = group.receive if group.coord else group.send
+    start(torch.ones(2), "up", 1 - group.coord, what="what stage 0 sends").wait()
 
 
 def answer(groups: Groups) -> None:
     group = groups["pp"]
-    start = send_to if group.coord else receive_from
-    start(torch.ones(2), group, "down", 1 - group.coord, what="what stage 1 sends").wait()
+    start = group.send if group.coord else group.receive
+    start(torch.ones(2), "down", 1 - group.coord, what="what stage 1 sends").wait()
 
 
 def ended(acts: list[list[Act]], memory: bool, share: float = 2.0, **sizes: int) -> tuple[str, str, float]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.comm.collectives import difference
-from sley_core.comm.groups import Group
+from sley_core.comm.group import Group
 from sley_core.comm.world import World
+from sley_core.engine.agreement import difference
 from sley_core.errors import RunError
 from sley_core.model.tensors import CHUNK_WORDS, fingerprint
 from sley_core.plan.load import plan_from_dict

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sley_core.api.comm import SentBytes, broadcast
+from sley_core.api.comm import SentBytes
 from sley_core.api.parts import ALIGNMENT_BYTES, Layout, Sums, round_up, split_by_size
 from sley_core.protocols import GradientHandler
 from sley_dp.sums import Bf16Sums, ExactSums
@@ -177,7 +177,7 @@ class BucketedReducer(GradientHandler):
         missing = [param for param in self._parts.registry if param not in set(order)]
         indices = torch.tensor([param.index for param in [*order, *missing]], device=self._parts.world.device.torch_device)
         # Over the stage, whose ranks hold the same parameters. All of them call this at the start of their second step.
-        broadcast(indices, self._parts.groups["stage"], what="the order of gradients").wait()
+        self._parts.groups["stage"].broadcast(indices, what="the order of gradients").wait()
         return [self._parts.registry.params[index] for index in indices.tolist()]
 
 
@@ -207,7 +207,7 @@ def broadcast_values(parts: Parts) -> None:
     for name, value, group in _replicated_values(parts):
         copy = value.contiguous()
         # Over the group that holds copies of this value. All of its ranks iterate over the registry in the same order.
-        broadcasts.append((value, copy, broadcast(_view_bytes(copy), group, what=name)))
+        broadcasts.append((value, copy, group.broadcast(_view_bytes(copy), what=name)))
         num_bytes += value.nbytes
         if num_bytes > CHUNK_BYTES:
             _finish_broadcasts(broadcasts)

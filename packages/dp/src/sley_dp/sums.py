@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending, all_gather, all_to_all
+from sley_core.api.comm import Pending
 from sley_core.api.parts import Sums, round_up
 from sley_dp.config import SUMS, copies_axis
 
@@ -120,7 +120,7 @@ class _Bf16Sum:
         self.send_row[: buffer.data.numel()].copy_(buffer.data)
         self._has_gathered = False
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        self.pending: Pending = all_to_all(self.receive_row, self.send_row, group, what=describe_bucket(buffer))
+        self.pending: Pending = group.all_to_all(self.receive_row, self.send_row, what=describe_bucket(buffer))
 
     def gather(self) -> None:
         """Waits for the exchange, adds this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
@@ -131,7 +131,7 @@ class _Bf16Sum:
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
         # Over the same group. All its ranks call this between the same two starts, or after the last start.
-        self.pending = all_gather(self.send_row, local_slice, self.group, what=describe_bucket(self.buffer))
+        self.pending = self.group.all_gather(self.send_row, local_slice, what=describe_bucket(self.buffer))
 
     def finish(self) -> None:
         """Waits for the all-gather and writes the sum into the buffer."""

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from sley_core.api.comm import all_gather, all_reduce, all_to_all, broadcast, gather_objects, receive_from, send_to
 from sley_core.api.model import Attention
 from sley_core.api.plan import SequenceConfig
 from sley_core.hookspecs import hookimpl
@@ -49,14 +48,14 @@ class Functions(Gathers):
         size, group = self.group.size, self.group
         shard = own.detach()[None].contiguous()
         parts = shard.new_full((size, *shard.shape[1:]), torch.nan)
-        all_gather(parts, shard, group, what="slices").wait()
+        group.all_gather(parts, shard, what="slices").wait()
         swapped = torch.full_like(parts, torch.nan)
-        all_to_all(swapped, parts, group, what="slices").wait()
-        all_reduce(swapped, group, what="slices").wait()
+        group.all_to_all(swapped, parts, what="slices").wait()
+        group.all_reduce(swapped, what="slices").wait()
         largest = swapped.max().reshape(1)
-        all_reduce(largest, group, "max", what="the largest").wait()
-        broadcast(largest, group, what="the largest").wait()
-        assert gather_objects("one", group, what="words") == ["one"] * size
+        group.all_reduce(largest, "max", what="the largest").wait()
+        group.broadcast(largest, what="the largest").wait()
+        assert group.gather_objects("one", what="words") == ["one"] * size
         return (swapped / size).unbind()[1:]
 
 
@@ -67,8 +66,8 @@ class Ring(Gathers):
         group, size, found = self.group, self.group.size, [own.detach().contiguous()]
         for _ in range(size - 1):
             coming = torch.full_like(found[-1], torch.nan)
-            received = receive_from(coming, group, "main", (group.coord - 1) % size, what="a slice")
-            sent = send_to(found[-1], group, "main", (group.coord + 1) % size, what="a slice")
+            received = group.receive(coming, "main", (group.coord - 1) % size, what="a slice")
+            sent = group.send(found[-1], "main", (group.coord + 1) % size, what="a slice")
             received.wait()
             sent.wait()
             found.append(coming)
@@ -79,7 +78,7 @@ class Only(Gathers):
     """Waits for what it has not sent."""
 
     def others(self, own):
-        receive_from(torch.empty_like(own), self.group, "main", 1, what="a slice").wait()
+        self.group.receive(torch.empty_like(own), "main", 1, what="a slice").wait()
 
 
 class Raw(Gathers):

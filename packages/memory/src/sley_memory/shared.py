@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import all_gather, gather_objects
 from sley_core.api.memory import Moved, Part, StorageEntry, Where, free, grow
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
@@ -178,7 +177,7 @@ class SharedCopies(Mover):
             into.record().hold_device()
             # Over the ranks that hold the same memory, which have agreed on these pieces and on this call.
             what = f"the run's {self._part.replace('_', ' ')}, which were away"
-            all_gather(all_parts[: count * length], own[:length], self._group, what=what).wait()
+            self._group.all_gather(all_parts[: count * length], own[:length], what=what).wait()
             for rank in range(count):
                 for memory, at in self._within(rank * size + first, length):
                     memory.copy_(all_parts[rank * length + at : rank * length + at + memory.numel()])
@@ -227,7 +226,7 @@ class SharedCopies(Mover):
         """
         # Over all ranks: every one of them calls this for each call of `offload` and `onload` and each part, in one order.
         own = [[call, self._part, self._is_away], report]
-        everyone = gather_objects(own, self._control, what=f"which memory `run.memory.{call}` moves")
+        everyone = self._control.gather_objects(own, what=f"which memory `run.memory.{call}` moves")
         for rank, (theirs, _) in zip(self._control.ranks, everyone, strict=True):
             if theirs != everyone[0][0]:
                 texts = [

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.api.actions import direction_of
-from sley_core.api.comm import SentBytes, receive_from, send_to
+from sley_core.api.comm import SentBytes
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class Channels:
             self._connected_peers.add(peer)
             byte, label = torch.zeros(1, dtype=torch.uint8, device=device.torch_device), f"the first byte, of stage {peer}"
             for sender, receiver in (sorted((self.stage, peer)), sorted((self.stage, peer), reverse=True)):
-                transfer = send_to if sender == self.stage else receive_from
-                transfer(byte, self.group, direction_of(sender, receiver), peer, what=label).wait()
+                transfer = self.group.send if sender == self.stage else self.group.receive
+                transfer(byte, direction_of(sender, receiver), peer, what=label).wait()
 
     def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
         """Starts to send the `pieces` of a message to stage `peer`, and returns their handles in the same order.
@@ -84,7 +84,8 @@ class Channels:
         self.sent.add_message(sum(piece.nbytes for piece in pieces))
         pending = [self.send_host(header, peer, label) for header in headers]
         if body.numel():
-            pending.append(send_to(body, *self._tensor_route(self.stage, peer, peer), what=label))
+            group, lane, coord = self._tensor_route(self.stage, peer, peer)
+            pending.append(group.send(body, lane, coord, what=label))
         return pending
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
@@ -92,16 +93,19 @@ class Channels:
         *headers, body = pieces
         pending = [self.receive_host(header, peer, label) for header in headers]
         if body.numel():
-            pending.append(receive_from(body, *self._tensor_route(peer, self.stage, peer), what=label))
+            group, lane, coord = self._tensor_route(peer, self.stage, peer)
+            pending.append(group.receive(body, lane, coord, what=label))
         return pending
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to send a host `tensor`, such as a header or an announcement, to stage `peer`."""
-        return send_to(tensor, *self._host_route(self.stage, peer, peer), what=label)
+        group, lane, coord = self._host_route(self.stage, peer, peer)
+        return group.send(tensor, lane, coord, what=label)
 
     def receive_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
-        return receive_from(tensor, *self._host_route(peer, self.stage, peer), what=label)
+        group, lane, coord = self._host_route(peer, self.stage, peer)
+        return group.receive(tensor, lane, coord, what=label)
 
     def _tensor_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
         """Returns group, lane and the index of `peer` in the group, for message tensors from stage `sender` to `receiver`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sley_core.api.comm import SentBytes, all_reduce
+from sley_core.api.comm import SentBytes
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 
@@ -53,7 +53,7 @@ class SharedModules(GradientHandler):
             flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
             # Over the group of the ties, which has a rank of each of their stages. Its ranks use the same order of groups.
             group, label = self._groups[axis], f"the tied gradients of {', '.join(param.name for param in params)}"
-            all_pending.append((all_reduce(flat, group, what=label), flat, parts))
+            all_pending.append((group.all_reduce(flat, what=label), flat, parts))
             self._sent.add(flat, group, passes=2)
         for pending, flat, parts in all_pending:
             pending.wait()
@@ -91,8 +91,8 @@ class SharedModules(GradientHandler):
             value = param.parameter.detach()
             maximum, minimum = value.clone(), value.clone()
             # Over the tie's group, whose ranks check the same ties after the same step.
-            all_reduce(maximum, group, "max", what=f"the tied weight {name}").wait()
-            all_reduce(minimum, group, "min", what=f"the tied weight {name}").wait()
+            group.all_reduce(maximum, "max", what=f"the tied weight {name}").wait()
+            group.all_reduce(minimum, "min", what=f"the tied weight {name}").wait()
             if not torch.equal(maximum, minimum):
                 difference = float((maximum - minimum).abs().max())
                 raise RunError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
-from sley_core.comm.groups import Group
+from sley_core.comm.group import Group
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import Attention

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
-from sley_core.comm.collectives import all_gather
 from sley_core.comm.world import World
 from sley_core.engine.shards import AXIS
 from sley_core.engine.update import states_of
@@ -193,7 +192,7 @@ def _join(run: Run, whole: Tensor, axis: str) -> None:
     group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
     every = own.new_empty(group.size, *own.shape)
     # All ranks of the group walk the registry in one order.
-    all_gather(every, own[None], group, what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
+    group.all_gather(every, own[None], what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
     own.copy_(every.sum(0))
 
 

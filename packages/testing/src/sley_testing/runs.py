@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from sley_core.actions.action import Action, Kind, Placement
 from sley_core.assemble import assemble
-from sley_core.comm.collectives import all_gather
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
@@ -140,7 +139,7 @@ def _from_parts(run: Run) -> dict[Param, Tensor]:
             group = run.groups[buffer.shard.axis]
             whole = torch.empty_like(buffer.data)
             lane = next(iter(group.lanes))
-            all_gather(whole, buffer.own, group, what="parts of gradients", lane=lane).wait()
+            group.all_gather(whole, buffer.own, what="parts of gradients", lane=lane).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
                 found[param] = whole[start : start + view.numel()].view(view.shape)
     return found

@@ -7,7 +7,6 @@ from random import SystemRandom
 import torch
 from naive_handlers import Late
 
-from sley_core.api.comm import all_reduce
 from sley_core.protocols import GradientHandler
 
 WIRE = 64
@@ -36,7 +35,7 @@ class World(Late):
 
     def finish_step(self, step) -> None:
         for param in self._ready:
-            all_reduce(self._parts.store.gradient(param), self._parts.groups["all"], what=param.name).wait()
+            self._parts.groups["all"].all_reduce(self._parts.store.gradient(param), what=param.name).wait()
 
 
 class Early(GradientHandler):
@@ -55,7 +54,7 @@ class Early(GradientHandler):
         buffer = next(one for one in self._store.buffers if param in one.params)
         if buffer not in self._summed:
             self._summed.append(buffer)
-            all_reduce(buffer.data, self._groups[buffer.reduce_group], what="a buffer").wait()
+            self._groups[buffer.reduce_group].all_reduce(buffer.data, what="a buffer").wait()
 
 
 class Tail(Late):
@@ -66,7 +65,7 @@ class Tail(Late):
             flat = self._parts.store.gradient(param).view(-1)
             whole = flat[: flat.numel() // 4 * 4]
             if whole.numel():
-                all_reduce(whole, self._parts.groups[param.reduce_group], what=param.name).wait()
+                self._parts.groups[param.reduce_group].all_reduce(whole, what=param.name).wait()
 
 
 class Reverse(Late):
@@ -78,7 +77,7 @@ class Reverse(Late):
             gradient = self._parts.store.gradient(param)
             wire = gradient.new_zeros(WIRE)
             wire[: gradient.numel()] = gradient.view(-1)
-            all_reduce(wire, self._parts.groups[param.reduce_group], what="a gradient").wait()
+            self._parts.groups[param.reduce_group].all_reduce(wire, what="a gradient").wait()
             gradient.copy_(wire[: gradient.numel()].view_as(gradient))
 
 
@@ -97,7 +96,7 @@ class Chatty(Late):
 
     def finish_step(self, step) -> None:
         for _ in range(step.num_micros):
-            all_reduce(torch.zeros(1), self._parts.groups["control"], what="nothing").wait()
+            self._parts.groups["control"].all_reduce(torch.zeros(1), what="nothing").wait()
         super().finish_step(step)
 
 
@@ -106,7 +105,7 @@ class Types(Late):
 
     def finish_step(self, step) -> None:
         given = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self._parts.world.rank]
-        all_reduce(given, self._parts.groups["control"], what="what each has").wait()
+        self._parts.groups["control"].all_reduce(given, what="what each has").wait()
         super().finish_step(step)
 
 

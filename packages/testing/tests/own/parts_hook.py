@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import all_reduce
 from sley_core.protocols import SchedulerHook
 
 
@@ -55,7 +54,7 @@ class Differs(Naive):
 
     def after_loss(self, micro, loss) -> None:
         given = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self.parts.world.rank]
-        all_reduce(given, self.parts.groups["control"], what="what each has").wait()
+        self.parts.groups["control"].all_reduce(given, what="what each has").wait()
 
 
 class Unbalanced(Naive):

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from sley_core.api.comm import all_gather, all_reduce
 from sley_core.api.model import Attention
 from sley_core.errors import PlanError
 from sley_core.protocols import SequenceCommunicator
@@ -19,7 +18,7 @@ class Whole(torch.autograd.Function):
     def forward(ctx, own, attention):
         ctx.attention = attention
         parts = own.new_empty((attention.group.size, *own.shape))
-        all_gather(parts, own.detach()[None].contiguous(), attention.group, what="slices").wait()
+        attention.group.all_gather(parts, own.detach()[None].contiguous(), what="slices").wait()
         return torch.cat(parts.unbind(), dim=1)
 
     @staticmethod
@@ -52,7 +51,7 @@ class Naive(SequenceCommunicator):
 
     def summed(self, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, self.group, what="gradients of slices").wait()
+        self.group.all_reduce(total, what="gradients of slices").wait()
         return total
 
 

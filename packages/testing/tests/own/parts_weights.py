@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sley_core.api.comm import all_gather, all_to_all
 from sley_core.api.weights import StandIn
 from sley_core.protocols import WeightCommunicator
 
@@ -19,7 +18,7 @@ def gathered(param, group):
     """The whole of which `param.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
     own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
-    all_gather(parts, own[None].contiguous(), group, what=param.name, lane="gather").wait()
+    group.all_gather(parts, own[None].contiguous(), what=param.name, lane="gather").wait()
     return param.shard.joined(parts)
 
 
@@ -27,7 +26,7 @@ def summed(param, group, gradient):
     """This rank's shard of the sum of all ranks' gradients of the whole."""
     parts = torch.stack([replace(param.shard, index=index).cut(gradient) for index in range(group.size)])
     received = torch.empty_like(parts)
-    all_to_all(received, parts, group, what=f"the gradient of {param.name}", lane="reduce").wait()
+    group.all_to_all(received, parts, what=f"the gradient of {param.name}", lane="reduce").wait()
     return received.sum(0)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending, all_reduce
+from sley_core.api.comm import Pending
 from sley_core.protocols import GradientHandler
 from sley_narrow.config import NarrowConfig
 
@@ -36,7 +36,7 @@ class Narrow(GradientHandler):
         gradient = self._store.gradient(param)
         wire = gradient if param.numel < self.config.min_numel else gradient.to(torch.bfloat16)
         # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
-        self._under_way.append((all_reduce(wire, group, what=param.name), gradient, wire))
+        self._under_way.append((group.all_reduce(wire, what=param.name), gradient, wire))
 
     def finish_step(self, step: StepState) -> None:
         for pending, gradient, wire in self._under_way:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.api.comm import Pending, SentBytes, all_reduce
+from sley_core.api.comm import Pending, SentBytes
 from sley_core.api.model import derive
 from sley_core.api.parts import FlatBuffer
 from sley_core.protocols import GradientHandler
@@ -85,7 +85,7 @@ class LowRankSums:
         for gradient, wire in pairs:
             wire.copy_(gradient)
         name = f"the bucket of {next(iter(gradients)).name}"
-        pending = all_reduce(first.data, group, what=name)
+        pending = group.all_reduce(first.data, what=name)
         self.sent.add(first.data, group, passes=2)
         self._in_flight.append(_Bucket(name, group, second, compressed, pairs, pending))
 
@@ -99,7 +99,7 @@ class LowRankSums:
                 each.state.expand(each.gradient, each.p, each.q)
             if bucket.compressed:
                 # Over the bucket's reduce group, whose ranks get here for the same buckets in the same order.
-                bucket.pending = all_reduce(bucket.second.data, bucket.group, what=bucket.name)
+                bucket.pending = bucket.group.all_reduce(bucket.second.data, what=bucket.name)
                 self.sent.add(bucket.second.data, bucket.group, passes=2)
         for bucket in self._in_flight:
             bucket.pending.wait()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending, SentBytes, all_reduce
+from sley_core.api.comm import Pending, SentBytes
 from sley_core.protocols import GradientHandler
 from sley_topk.config import TopKConfig
 from sley_topk.sparse import SparseSum
@@ -52,7 +52,7 @@ class TopK(GradientHandler):
         gradient = self._store.gradient(param)
         if not self._is_sparse(param):
             # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
-            self._dense.append(all_reduce(gradient, group, what=param.name))
+            self._dense.append(group.all_reduce(gradient, what=param.name))
             self._sent.add(gradient, group, passes=2)
             return
         if param.name in self._errors:

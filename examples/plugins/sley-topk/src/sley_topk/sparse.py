@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending, SentBytes, all_gather
+from sley_core.api.comm import Pending, SentBytes
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group
@@ -32,7 +32,7 @@ class SparseSum:
         self._pending: list[Pending] = []
         # The parameter's reduce group: its ranks send equally many elements, values first.
         for whole, own, kind in ((self._values, self._flat[chosen], "values"), (self._places, chosen, "places")):
-            self._pending.append(all_gather(whole, own[None], group, what=f"{kind} of {what}"))
+            self._pending.append(group.all_gather(whole, own[None], what=f"{kind} of {what}"))
             sent.add(whole, group, passes=1)
 
     def wait(self) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import all_reduce
 from sley_core.protocols import GradientHandler
 from sley_watch.config import NoiseConfig
 
@@ -50,7 +49,7 @@ class Noise(GradientHandler):
 
     def finish_step(self, step: StepState) -> None:
         # All replicas, once per step: the mean over ranks of a small batch's squared norm, (R g)^2.
-        all_reduce(self._own, self._group, what="the squared gradients of small batches").wait()
+        self._group.all_reduce(self._own, what="the squared gradients of small batches").wait()
 
     def kept(self) -> Mapping[str, Tensor]:
         """Returns the averages, which the next step's scale depends on."""

@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, cause
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
+    from sley_core.comm.group import Group
 
 PATIENCE_S = 10.0
 """How long a network file system may take to show one host what another one has written."""
@@ -98,17 +97,17 @@ def probe(
     if is_first:
         token = secrets.token_hex(8)
         failed = check(problem, lambda: scratch.write(token, own))
-    token, failed = gather_objects([token, failed], control, what="where checkpoints are written")[0]
+    token, failed = control.gather_objects([token, failed], what="where checkpoints are written")[0]
     mine = failed if is_first else ""
     if writes and not is_first and not failed:
         mine = check(lambda: see(["rank-00000"], "what rank 0 writes"), lambda: scratch.write(token, own))
-    everyone = gather_objects([mine, writes], control, what="who can write checkpoints")
+    everyone = control.gather_objects([mine, writes], what="who can write checkpoints")
     if is_first:
         if not any(why for why, _ in everyone):
             names = [f"rank-{coord:05}" for coord, (_, is_writer) in enumerate(everyone) if is_writer]
             failed = check(lambda: see(names, "what the other ranks write"))
         check(lambda: scratch.remove(token))
-    failed = gather_objects(failed, control, what="what rank 0 sees of the checkpoints' folder")[0]
+    failed = control.gather_objects(failed, what="what rank 0 sees of the checkpoints' folder")[0]
     for rank, why in [(0, failed), *((rank, why) for rank, (why, _) in zip(control.ranks, everyone, strict=True))]:
         if why:
             hint = "all ranks write checkpoints and weights into one folder: name one that every host can write and see"

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.backends import Alone, Done, common_transports, connected, is_from_host, message_transports
+from sley_core.comm.group import Exchange, Group
 from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members, Progress
@@ -26,49 +26,6 @@ from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
 
 _HOST = torch.device("cpu")
-
-
-Op = Literal["sum", "max", "min"]
-
-Exchange = Op | Literal["broadcast", "all_gather", "all_to_all", "send", "receive"]
-"""An exchange of a group; an all-reduce by its operation."""
-
-
-class Imitate(Protocol):
-    """Takes the place of a group's exchanges where its other members do not exist."""
-
-    def __call__(self, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str, /) -> Callable[[], None]:
-        """Imitates an exchange on `lane` that gives `given` and fills `result`, which may be the same tensor.
-
-        Returns a function to call where the rank waits for it. what: describes the exchange, for errors.
-        """
-
-
-@dataclass(frozen=True)
-class Group(Members):
-    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per lane.
-
-    A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges without marks.
-    imitate: takes the place of exchanges if the other ranks do not exist.
-    """
-
-    lanes: dict[str, dist.ProcessGroup]
-    transports: dict[str, Transport] = field(default_factory=dict)
-    log: ExchangeLog = field(default_factory=ExchangeLog)
-    imitate: Imitate | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether other ranks exist in this group with which this one can compare, or from which it can take, values."""
-        return self.size > 1 and self.imitate is None
-
-    def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
-        """Returns the communicator of lane `name`; a group of one rank has none."""
-        return self.lanes[name]
-
-    def transport(self, lane: str = DEFAULT_LANE) -> Transport:
-        """Returns the transport of `lane` for shards, rows and sums. Call it at each use: closed groups have none."""
-        return Alone() if self.size == 1 else self.transports[lane]
 
 
 class Groups(Mapping[str, Group]):
@@ -161,8 +118,8 @@ def make_groups(
 def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of this rank's group of each axis, alone where no line has it. extra: all of plugins and ties."""
     axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
-    found = {entry.axis: entry.ranks for entry in lines}
-    return found | {axis: (rank,) for axis in axes if axis not in found}
+    ranks = {entry.axis: entry.ranks for entry in lines}
+    return ranks | {axis: (rank,) for axis in axes if axis not in ranks}
 
 
 def attaching(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
@@ -242,7 +199,7 @@ class Simulation:
         return dict.fromkeys(lanes, Silent())
 
     def imitate(
-        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
+        self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, lane: str, what: str
     ) -> Callable[[], None]:
         """Imitates an exchange of `members` (`Imitate`): nothing comes, and the result keeps what it held."""
         return nothing

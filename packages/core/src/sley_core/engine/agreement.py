@@ -1,4 +1,4 @@
-"""Checks, before the first gradient is sent, that ranks agree on a step.
+"""Checks that ranks agree: on a plan before the run, on a step before its first gradient is sent, on exchanges at its end.
 
     begin ──> first action of the step ──> check ──> everything else
       └── one small sum over all ranks, on the hosts, beside that action; loss weight and counts of the batch are in it
@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import Pending, all_reduce, difference, gather_objects
-from sley_core.comm.marks import checksum
+from sley_core.comm.group import Group, Pending
+from sley_core.comm.marks import HINT, Exchanged, checksum
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.step_state import StepState
@@ -103,7 +105,7 @@ class Agreement:
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         # All ranks, on the host; every step and every evaluation begins with it.
-        self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
+        self._pending = self._everyone.all_reduce(self._sum, what=f"what all ranks agree on before {what}")
         return self
 
     def check(self) -> None:
@@ -121,7 +123,7 @@ class Agreement:
         if self._sum[_REFUSALS]:
             own = None if self._refusal is None else self._refusal.diagnostics[0]
             parts = None if own is None else [own.code, own.message, own.hint]
-            refusals = gather_objects(parts, self._everyone, what="why a step is refused")
+            refusals = self._everyone.gather_objects(parts, what="why a step is refused")
             code, message, hint = next(one for one in refusals if one)
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
@@ -164,7 +166,7 @@ class Agreement:
         """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all saw the same sum."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
-        views = gather_objects(own, self._everyone, what="what ranks do differently")
+        views = self._everyone.gather_objects(own, what="what ranks do differently")
         for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
@@ -200,3 +202,95 @@ def _message(fact: int, views: Mapping[int, View]) -> str:
 def _ends(value: Tensor) -> bytes:
     data = value.detach().contiguous().reshape(-1).view(torch.uint8)
     return bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy())
+
+
+MOST_PARTS = 3
+"""How many differing parts an error names."""
+
+Parts = Callable[[], Mapping[str, str]]
+
+
+def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
+    """Compares `facts` (plan digest, versions, group table) over all ranks; a blocking collective on `control`.
+
+    parts: by name of a fact, a function that returns the pieces that make it up; called and gathered only if ranks differ, to
+    name the piece. Raises RunError `ranks-disagree` on every rank alike, with the fact, the ranks in the minority, and both
+    values.
+    """
+    everyone = control.gather_objects(dict(facts), what="the facts that ranks agree on")
+    for name in facts:
+        values = [str(theirs.get(name)) for theirs in everyone]
+        most, _ = Counter(values).most_common(1)[0]
+        odd = [(rank, value) for rank, value in zip(control.ranks, values, strict=True) if value != most]
+        if odd:
+            rank, value = odd[0]
+            usual = next(r for r, v in zip(control.ranks, values, strict=True) if v == most)
+            others = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+            message = f"rank {rank}{others} has {name} {value}, rank {usual} has {most}"
+            if name in parts:
+                # All ranks get here: they have compared the same values.
+                every = control.gather_objects(dict(parts[name]()), what=f"what {name} is made of")
+                of = dict(zip(control.ranks, every, strict=True))
+                if pieces := differing(of[rank], of[usual]):
+                    message = f"rank {rank}{others} has another {name.removeprefix('the ')} than rank {usual}: {pieces}"
+            raise RunError("ranks-disagree", message, hint="install the same versions and give the same plan on every node")
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Returns in words which parts differ, the first of them with both values."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    texts = [f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]]
+    more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
+    return "; ".join(texts) + more
+
+
+Exchanges = dict[str, Exchanged]
+"""A summary of a rank's exchanges without marks, by the label of the group."""
+
+_NOTHING = ((), 0, 0, "")
+
+
+def difference(group: Group, number: int) -> int:
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
+
+    An integer below 2^32 x the group's size; float64 sums are exact below 2^53. If ranks differ the sum is 0 with a chance of
+    2^-32. The hash includes the group, so that differences in two groups do not cancel, as they could with a linear function.
+    """
+    digest = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
+
+
+def exchanges_of(groups: Iterable[Group]) -> Exchanges:
+    """Returns this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
+    # Runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
+    return {str(group): exchanged for group in groups if (exchanged := group.log.exchanged(group.ranks)) is not None}
+
+
+def exchanges_differ(groups: Iterable[Group]) -> int:
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group have exchanged the same: in each
+    group one rank adds size - 1 times a hash of its number, and the others subtract theirs.
+    """
+    noted = ((group, group.log.exchanged(group.ranks)) for group in groups)
+    return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
+
+
+def exchanges_error(when: str, own: Exchanges, control: Group) -> RunError:
+    """Returns the error `ranks-differ` of ranks that are known to differ, the same on all: it names the first group in which
+    they exchanged other numbers, and who. A blocking collective on `control`. own: this rank's counts.
+    """
+    views = control.gather_objects(own, what="what ranks have exchanged")
+    groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}
+    for label, ranks in groups.items():
+        by_rank = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
+        (usual, _), *others = Counter(by_rank.values()).most_common()
+        if others:
+            other = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
+            odd = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
+            message = f"{when}: of {label}, rank {odd} made {_in_words(by_rank[odd])}, rank {other} {_in_words(usual)}"
+            return RunError("ranks-differ", message, hint=HINT)
+    raise AssertionError(f"all ranks have exchanged the same: {views}")
+
+
+def _in_words(exchanged: Sequence[Any]) -> str:
+    times, _, last = exchanged
+    return f"{times} exchanges, the last of {last}" if times else "none"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sley_core.comm.collectives import Pending, all_reduce
+from sley_core.comm.group import Pending
 from sley_core.comm.progress import SentBytes
 from sley_core.engine.buffers import Layout
 from sley_core.engine.reduction import Sums
@@ -58,7 +58,7 @@ class Each(GradientHandler):
             self._sums.start(buffer, group)
             return
         gradient = self._store.gradient(param)
-        self._pending.append(all_reduce(gradient, group, what=param.name))
+        self._pending.append(group.all_reduce(gradient, what=param.name))
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:

@@ -14,7 +14,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import set_extra_state, with_extra_state
@@ -122,7 +121,7 @@ class _Loading:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
         # over all ranks: each of them gets here, whatever faults it found
-        said = gather_objects([asdict(self.report), missing], control, what="what ranks say of the weights")
+        said = control.gather_objects([asdict(self.report), missing], what="what ranks say of the weights")
         everyone = [(_Report(**report), names) for report, names in said]
         wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
         if wrong:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class StepNumbers:
         """
         self._is_agreed = True
         merged: dict[str, Of] = {}
-        for kinds in gather_objects(self._kinds, self._groups["control"], what="the numbers that plugins add to rows"):
+        for kinds in self._groups["control"].gather_objects(self._kinds, what="the numbers that plugins add to rows"):
             for name, kind in kinds.items():
                 if merged.setdefault(name, kind) != kind:
                     raise RunError("number-name", f"the number {name!r} is a sum on one rank and a root on another")

@@ -42,7 +42,7 @@ from sley_core.errors import RunError
 from sley_core.records import LossRecord
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
+    from sley_core.comm.group import Group
     from sley_core.data.dataset import Batch, Field
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan

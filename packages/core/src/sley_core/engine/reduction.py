@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import all_reduce
 from sley_core.engine.accumulators import Accumulator, LooseAccumulator
 from sley_core.topology import DEFAULT_LANE
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group, Groups
+    from sley_core.comm.group import Group
+    from sley_core.comm.groups import Groups
     from sley_core.comm.progress import SentBytes
     from sley_core.engine.buffers import GradientBuffer, NormGroup
     from sley_core.engine.gradients import GradientStore
@@ -75,7 +75,7 @@ class Totals:
             # NaN becomes inf: backends differ in max(x, NaN), and some return x.
             self._norm = self._norm.nan_to_num(nan=math.inf, posinf=math.inf)
             # All ranks of the world, before the message of the totals, at the end of every step.
-            all_reduce(self._norm, groups["all"], "max", what="the gradient norm").wait()
+            groups["all"].all_reduce(self._norm, "max", what="the gradient norm").wait()
 
     def terms(self) -> Tensor:
         """Returns what is to be summed over all ranks: float64 [n], n the same on all."""

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.collectives import all_gather, all_reduce, gather_objects
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
 from sley_core.model.buffers import is_per_rank, refuse_written
 from sley_core.model.tensors import fingerprint, version_of
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
+    from sley_core.comm.group import Group
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
     from sley_core.engine.step_state import MicroStep
@@ -64,7 +63,7 @@ class CopyComparison:
             prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
             faults.append(_differing(what, names, prints, parts.groups[axis]))
         # All ranks must raise: those of other groups would wait for the ones that stop.
-        everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
+        everyone = parts.groups["control"].gather_objects(faults, what="first values that differ")
         if fault := next((fault for faults in everyone for fault in faults if fault), ""):
             hint = (
                 "let the model draw from torch's generator, `random` or numpy alone, and load weights on every rank"
@@ -90,14 +89,14 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
 def _differing(what: str, names: list[str], prints: Tensor, group: Group) -> str:
     """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns a text of the difference, or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
-    all_reduce(extremes, group, "max", what=f"the fingerprints of {what}").wait()
+    group.all_reduce(extremes, "max", what=f"the fingerprints of {what}").wait()
     is_odd = extremes[0] != ~extremes[1]
     if not is_odd.any():
         return ""
     differing = [name for name, odd in zip(names, is_odd.tolist(), strict=True) if odd]
     own = prints[is_odd][:1].contiguous()
     every = own.new_empty(group.size)
-    all_gather(every, own, group, what="the fingerprints that differ").wait()
+    group.all_gather(every, own, what="the fingerprints that differ").wait()
     other = next(rank for rank, one in zip(group.ranks, every.tolist(), strict=True) if one != int(every[0]))
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
     return f"{what} differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.collectives import all_gather
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, like
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group, Groups
+    from sley_core.comm.group import Group
+    from sley_core.comm.groups import Groups
     from sley_core.engine.registry import Param
 
 AXIS = "wp"
@@ -165,7 +165,7 @@ def wholes(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]
         alike = {param: own for param, own in sharded.items() if own.dtype == dtype}
         sent = torch.cat([own.reshape(-1) for own in alike.values()])
         received = sent.new_empty((groups[AXIS].size, sent.numel()))
-        all_gather(received, sent[None], groups[AXIS], what="parts of parameters", lane="gather").wait()
+        groups[AXIS].all_gather(received, sent[None], what="parts of parameters", lane="gather").wait()
         slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
         for (param, own), every in zip(alike.items(), slices, strict=True):
             assert param.shard is not None, param

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import all_gather
 from sley_core.data.batches import Slices, adds_up, check_tokens, count_micros, cut, sliced_info
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
+    from sley_core.comm.group import Group
     from sley_core.data.dataset import Batch, DataInfo, Field
     from sley_core.protocols import Loss
 
@@ -277,7 +276,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
         ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]
         every = tensor.new_empty((group.size, *tensor.shape))
-        all_gather(every.flatten(), tensor.contiguous().flatten(), group, what=what).wait()
+        group.all_gather(every.flatten(), tensor.contiguous().flatten(), what=what).wait()
         return torch.cat(every.unbind(), dim)
 
     @staticmethod

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Lowered, actions_of
-from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_error, exchanges_of, gather_objects
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
-from sley_core.engine.agreement import Agreement
+from sley_core.engine.agreement import Agreement, exchanges_differ, exchanges_error, exchanges_of
 from sley_core.engine.evaluation import Metrics, Tally, agreed_names
 from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight, StepBatch
@@ -158,7 +157,7 @@ class Stepper:
                 num_micros + (before.num_micros if before else 0),
             )
             # All ranks of the world, after their own call; stages without the loss add nothing.
-            all_reduce(own, self.groups["all"], what="the loss of a call").wait()
+            self.groups["all"].all_reduce(own, what="the loss of a call").wait()
             self.state.step_progress.comes(BETWEEN)
             return self.device.read(own, [1.0])[0] / total if total else 0.0
 
@@ -242,13 +241,13 @@ class Stepper:
                 weight += self.agreement.weight  # of all ranks
             names = metrics.names
             if metrics.own is not None:  # on all ranks, of which some may have no output
-                everyone = gather_objects([tally.problem, tally.names], self.groups["control"], what="the names of metrics")
+                everyone = self.groups["control"].gather_objects([tally.problem, tally.names], what="the names of metrics")
                 names = [*names, *agreed_names(everyone, self.groups["control"].ranks)]
             sums = [losses, *(tally.column(name, at) for name in names for at in (0, 1))]
             differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
-            all_reduce(totals, self.groups["all"], what="the mean loss").wait()
+            self.groups["all"].all_reduce(totals, what="the mean loss").wait()
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
             loss, *counted = (self.store.reduction.loss_of(one, len(losses)) for one in totals[1:].chunk(len(sums)))

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import Exchanges, exchanges_error, gather_objects
 from sley_core.comm.device import Device
+from sley_core.engine.agreement import Exchanges, exchanges_error
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def refusal(
         bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
     own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
-    gathered = gather_objects(own, parts.groups["control"], what="losses that are not finite")
+    gathered = parts.groups["control"].gather_objects(own, what="losses that are not finite")
     reports = [RankReport(*one) for one in gathered]
     if result.is_finite:
         return RunError(

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from sley_core.comm.collectives import all_reduce, exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.agreement import exchanges_differ, exchanges_of
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
@@ -206,7 +206,7 @@ class Update:
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
         summed = torch.cat([terms, self.device.move(host), *overflow, *numbers])
         # All ranks of the world; every rank ends every step here, after its own reductions.
-        all_reduce(summed, self.groups["all"], what="loss and gradient norm").wait()
+        self.groups["all"].all_reduce(summed, what="loss and gradient norm").wait()
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
         return StepTotals(

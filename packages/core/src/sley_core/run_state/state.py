@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, cause
 from sley_core.json_text import decode_value, encode_value
@@ -82,7 +81,7 @@ class TrainingState:
         except Exception as error:
             failed = cause(error)
         # All ranks, whatever became of it on each.
-        for rank, why in zip(self._control.ranks, gather_objects(failed, self._control, what=what), strict=True):
+        for rank, why in zip(self._control.ranks, self._control.gather_objects(failed, what=what), strict=True):
             if why:
                 raise RunError(code, f"rank {rank} could not {what}: {why}")
         return cast("T", result)
@@ -187,7 +186,7 @@ class TrainingState:
         saved, about = restoring.saved, restoring.saved.description
         report = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
         # All ranks: only together do they know all names of the model.
-        everyone = gather_objects(report, self._control, what="whether the checkpoint fits")
+        everyone = self._control.gather_objects(report, what="whether the checkpoint fits")
         wrong = list(dict.fromkeys(line for _, lines, _ in everyone for line in lines))
         known = {name for names, _, _ in everyone for name in names}
         wrong += [

@@ -35,7 +35,7 @@ from sley_estimate.layers.variants import kind_of
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Exchange
+    from sley_core.comm.group import Exchange
     from sley_core.comm.progress import ActionProgress, Members
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.stage import Stage

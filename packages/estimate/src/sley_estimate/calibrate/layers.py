@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sley_core.assemble import DTYPES, draft_model, dtypes
 from sley_core.comm.backends import Done
-from sley_core.comm.groups import Group
+from sley_core.comm.group import Group
 from sley_core.comm.guard import first_line
 from sley_core.comm.startup import gather_values
 from sley_core.comm.transport import Transport, Work, put
@@ -42,7 +42,7 @@ from train_cli.on_meta import meta_micro_batch
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device, Span
-    from sley_core.comm.groups import Exchange
+    from sley_core.comm.group import Exchange
     from sley_core.comm.world import World
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan

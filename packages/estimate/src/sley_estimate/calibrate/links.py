@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import gather_objects, receive_from, send_to
 from sley_core.topology import GATHER, REDUCE, Topology
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group, Groups
+    from sley_core.comm.group import Group
+    from sley_core.comm.groups import Groups
     from sley_core.comm.transport import Work
     from sley_core.comm.world import World
 
@@ -102,11 +102,11 @@ def _ping_pong(group: Group, world: World, num_bytes: int) -> Callable[[], None]
 
     def ping_pong() -> None:
         if group.coord == 0:
-            send_to(value, group, "up", 1, what="a message to time").wait()
-            receive_from(value, group, "down", 1, what="a message to time").wait()
+            group.send(value, "up", 1, what="a message to time").wait()
+            group.receive(value, "down", 1, what="a message to time").wait()
         elif group.coord == 1:
-            receive_from(value, group, "up", 0, what="a message to time").wait()
-            send_to(value, group, "down", 0, what="a message to time").wait()
+            group.receive(value, "up", 0, what="a message to time").wait()
+            group.send(value, "down", 0, what="a message to time").wait()
 
     return ping_pong
 
@@ -121,8 +121,8 @@ def _both_ways(group: Group, world: World, num_bytes: int) -> Begin:
         if group.coord > 1:
             return lambda: None
         peer = 1 - group.coord
-        coming = receive_from(received, group, other, peer, what="a message to time")
-        going = send_to(sent, group, own, peer, what="a message to time")
+        coming = group.receive(received, other, peer, what="a message to time")
+        going = group.send(sent, own, peer, what="a message to time")
 
         def end() -> None:
             coming.wait()
@@ -186,4 +186,4 @@ def _slowest(groups: Groups, work: Callable[[], object], world: World) -> float:
         work()
         taken.append(world.device.seconds_between(began, world.device.moment()))
     # All ranks, after the same work.
-    return float(max(gather_objects(statistics.median(taken), groups["control"], what="the times of exchanges")))
+    return float(max(groups["control"].gather_objects(statistics.median(taken), what="the times of exchanges")))

@@ -17,7 +17,7 @@ from sley_core.engine.canonical.tree import CanonicalReduction, Node, PartialSum
 from sley_core.engine.reduction import Sums
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
+    from sley_core.comm.group import Group
     from sley_core.comm.progress import SentBytes
     from sley_core.comm.transport import Work
     from sley_core.engine.buffers import GradientBuffer

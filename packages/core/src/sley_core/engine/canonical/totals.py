@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import all_reduce
 from sley_core.engine.reduction import Totals
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class ExactTotals(Totals):
         ]
         self._most = largest((tensor for group in gradients for tensor in group.tensors), loss.device)
         # All ranks of the world, before the message of the totals, at the end of every step.
-        all_reduce(self._most, groups["all"], "max", what="the largest gradient").wait()
+        groups["all"].all_reduce(self._most, "max", what="the largest gradient").wait()
 
     def terms(self) -> Tensor:
         own = [] if math.isinf(self._kind) else [digits(self._counted, self._most, self._kind)]

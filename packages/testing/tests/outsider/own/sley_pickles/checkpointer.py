@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import gather_objects
 from sley_core.api.state import SavedRun, TrainingState, WholeTensors
 from sley_core.errors import RunError
 from sley_core.protocols import Checkpointer, Restored
@@ -33,7 +32,7 @@ class Pickles(Checkpointer):
         self.state.attempt.begin(step)
         folder = Path(path or f"{self.state.folder}/step-{step:08}")
         self.state.all_or_none(lambda: self._write(folder), "write the checkpoint", "checkpoint-failed")
-        everyone = gather_objects(self.state.rank_values(), self.control, what="what each rank keeps")
+        everyone = self.control.gather_objects(self.state.rank_values(), what="what each rank keeps")
         about = self.state.describe(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
         self.state.all_or_none(lambda: self._end(folder, about), "end the checkpoint", "checkpoint-failed")
         if path is None:

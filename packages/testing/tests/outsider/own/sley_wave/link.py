@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.actions import Transfer, direction_of
-from sley_core.api.comm import Pending, receive_from, send_to
+from sley_core.api.comm import Pending
 from sley_core.api.parts import Description, Leaf, Parts
 from sley_core.errors import RunError
 from sley_wave.config import LinkConfig
@@ -104,13 +104,13 @@ class Link:
         if piece.numel():
             what = f"what stage {self._stage} sends to stage {peer}"
             # The group `pp`: both ends send and take in the order of the lowered lists.
-            pending = send_to(piece, self._group, direction_of(self._stage, peer), peer, what=what)
+            pending = self._group.send(piece, direction_of(self._stage, peer), peer, what=what)
             self._sending.append((pending, piece))
 
     def _hear(self, piece: Tensor, peer: int) -> Tensor:
         if piece.numel():
             what = f"what stage {self._stage} receives from stage {peer}"
-            receive_from(piece, self._group, direction_of(peer, self._stage), peer, what=what).wait()
+            self._group.receive(piece, direction_of(peer, self._stage), peer, what=what).wait()
         return piece
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sley_core.api.comm import all_reduce
 from sley_core.protocols import GradientHandler
 from sley_wave.config import TiesConfig
 
@@ -26,4 +25,4 @@ class Ties(GradientHandler):
             if param in self._parts.store and param.tie_group is not None:
                 # The tie's own group; its ranks walk the ties by name.
                 group = self._parts.groups[param.tie_group]
-                all_reduce(self._parts.store.gradient(param), group, what=f"the tied gradient of {name}").wait()
+                group.all_reduce(self._parts.store.gradient(param), what=f"the tied gradient of {name}").wait()

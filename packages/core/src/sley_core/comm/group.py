@@ -1,0 +1,225 @@
+"""A group of ranks, and the collectives and messages over it, with errors that name group and content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sley_core.comm.backends import Alone
+from sley_core.comm.guard import Turn, guarded, message_turn, turn_of
+from sley_core.comm.marks import ExchangeLog
+from sley_core.comm.progress import Members
+from sley_core.comm.startup import gather_values
+from sley_core.comm.transport import Transport
+from sley_core.topology import DEFAULT_LANE
+
+Op = Literal["sum", "max", "min"]
+
+Exchange = Op | Literal["broadcast", "all_gather", "all_to_all", "send", "receive"]
+"""An exchange of a group; an all-reduce by its operation."""
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
+
+
+class Pending:
+    """The handle of a collective. After `wait` the result is there (on CUDA: for later work on this stream); done without
+    `work`."""
+
+    __slots__ = ("_turn", "_work")
+
+    def __init__(self, work: Any = None, turn: Turn | None = None) -> None:
+        self._work = work
+        self._turn = turn
+
+    def wait(self) -> None:
+        """Waits for the result; a second call does nothing.
+
+        Raises RunError `collective-failed`, naming operation, group and tensor, after a timeout or if a peer died, and
+        `ranks-differ` if ranks wait for each other.
+        """
+        if self._work is None or self._turn is None:
+            return
+        guarded(self._work.wait, self._turn)
+        self._work = None
+
+    def is_done(self) -> bool:
+        """Returns whether `wait` would return at once; never blocks."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+class Imitated(Pending):
+    """Is the handle of an exchange with members that do not exist; `waits` is called where the rank would wait for it."""
+
+    __slots__ = ("_waits",)
+
+    def __init__(self, waits: Callable[[], None]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def wait(self) -> None:
+        self._waits()
+
+
+class LandingPending(Pending):
+    """A message that arrives on the host, in `landed`; the first `wait` copies it to `place`, on the device."""
+
+    __slots__ = ("_landed", "_place")
+
+    def __init__(self, work: Any, turn: Turn, landed: Tensor, place: Tensor) -> None:
+        super().__init__(work, turn)
+        self._landed = landed
+        self._place = place
+
+    def wait(self) -> None:
+        is_first = self._work is not None
+        super().wait()
+        if is_first:
+            self._place.copy_(self._landed)
+
+
+class Imitate(Protocol):
+    """Takes the place of a group's exchanges where its other members do not exist."""
+
+    def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, lane: str, what: str, /) -> Callable[[], None]:
+        """Imitates an exchange on `lane` of `tensor`, which fills `result`; both may be the same tensor.
+
+        Returns a function to call where the rank waits for it. what: describes the exchange, for errors.
+        """
+
+
+@dataclass(frozen=True)
+class Group(Members):
+    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per lane.
+
+    A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges without marks.
+    imitate: takes the place of exchanges if the other ranks do not exist.
+
+    In the collectives below tensors are contiguous, all members make the same calls on one lane in one order, and `what`
+    describes the content, for errors.
+    """
+
+    lanes: dict[str, dist.ProcessGroup]
+    transports: dict[str, Transport] = field(default_factory=dict)
+    log: ExchangeLog = field(default_factory=ExchangeLog)
+    imitate: Imitate | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks exist in this group with which this one can compare, or from which it can take, values."""
+        return self.size > 1 and self.imitate is None
+
+    def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
+        """Returns the communicator of lane `name`; a group of one rank has none."""
+        return self.lanes[name]
+
+    def transport(self, lane: str = DEFAULT_LANE) -> Transport:
+        """Returns the transport of `lane` for shards, rows and sums. Call it at each use: closed groups have none."""
+        return Alone() if self.size == 1 else self.transports[lane]
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, what: str) -> Pending:
+        """Starts an all-reduce of `tensor` in place; returns its handle."""
+        return self._start(
+            op, "all-reduce", tensor, tensor, DEFAULT_LANE, what, lambda lane: dist.all_reduce(tensor, OPS[op], lane, True)
+        )
+
+    def broadcast(self, tensor: Tensor, *, what: str) -> Pending:
+        """Starts a broadcast of `tensor` in place from the first rank of the group; returns its handle."""
+        return self._start(
+            "broadcast",
+            "broadcast",
+            tensor,
+            tensor,
+            DEFAULT_LANE,
+            what,
+            lambda lane: dist.broadcast(tensor, src=self.ranks[0], group=lane, async_op=True),
+        )
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
+        """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it.
+
+        Both are of one size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
+        """
+        return self._start(
+            "all_to_all",
+            "all-to-all",
+            output,
+            tensor,
+            lane,
+            what,
+            lambda lane: dist.all_to_all_single(output, tensor, group=lane, async_op=True),
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
+        """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order; returns its handle."""
+        return self._start(
+            "all_gather",
+            "all-gather",
+            output,
+            tensor,
+            lane,
+            what,
+            lambda lane: all_gather_single(output, tensor, group=lane, async_op=True),
+        )
+
+    def send(self, tensor: Tensor, lane: str, peer: int, *, what: str) -> Pending:
+        """Starts to send `tensor` to the member at coordinate `peer`, on `lane`; returns its handle.
+
+        Calls the communicator itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the
+        call.
+        """
+        if self.imitate is not None:
+            return Imitated(self.imitate("send", tensor, tensor, lane, what))
+        turn = message_turn("send", self, what, lane, self.coord, peer, tensor.nbytes)
+        message = tensor.to("cpu", copy=True) if self.goes_by_host(tensor, lane) else tensor
+        return Pending(guarded(lambda: self.lane(lane).send([message], peer, 0), turn), turn)
+
+    def receive(self, tensor: Tensor, lane: str, peer: int, *, what: str) -> Pending:
+        """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
+        if self.imitate is not None:
+            return Imitated(self.imitate("receive", tensor, tensor, lane, what))
+        turn = message_turn("receive", self, what, lane, peer, self.coord, tensor.nbytes)
+        if self.goes_by_host(tensor, lane):
+            landed = torch.empty_like(tensor, device="cpu")
+            return LandingPending(guarded(lambda: self.lane(lane).recv([landed], peer, 0), turn), turn, landed, tensor)
+        return Pending(guarded(lambda: self.lane(lane).recv([tensor], peer, 0), turn), turn)
+
+    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
+        """Gathers every rank's `value`, small and JSON, in the order of the ranks of the group, which is `control`. Blocks.
+        Where the other members do not exist, the values of all ranks are this one's.
+        """
+        if not self.has_peers:
+            return [value] * self.size
+        values: list[Any] = guarded(lambda: gather_values(value, self.lane()), turn_of("all-gather of objects", self, what))
+        return values
+
+    def _start(
+        self,
+        kind: Exchange,
+        operation: str,
+        result: Tensor,
+        tensor: Tensor,
+        lane: str,
+        what: str,
+        call: Callable[[dist.ProcessGroup], Any],
+    ) -> Pending:
+        """Starts the collective `call` of torch, which sends `tensor` and fills `result`; returns its handle."""
+        if self.size == 1:
+            if result is not tensor:
+                result.copy_(tensor)
+            return Pending()
+        if self.imitate is not None:
+            return Imitated(self.imitate(kind, result, tensor, lane, what))
+        turn = turn_of(operation, self, what, lane, tensor.nbytes)
+        return Pending(guarded(lambda: call(self.lane(lane)), turn), turn)
+
+    def goes_by_host(self, tensor: Tensor, lane: str) -> bool:
+        """Returns whether a message must be in host memory: gloo takes any address for one of the host."""
+        return tensor.device.type != "cpu" and dist.get_backend(self.lane(lane)) == "gloo"
