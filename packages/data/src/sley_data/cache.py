@@ -19,8 +19,9 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from sley_core.api.files import appearing
 from sley_data.files import File, sample_of
@@ -36,6 +37,8 @@ _TELL_S = 5.0
 
 Part: TypeAlias = "tuple[array[int], array[int]]"
 """Tokens of documents joined, and the length of each, 64 bits."""
+
+T = TypeVar("T")
 
 _COMPLETE = "complete.json"
 
@@ -64,18 +67,24 @@ def home() -> Path | None:
 
 
 def prepare(
-    folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], num_bytes: int, facts: Callable[[int], dict[str, Any]]
+    folder: Path,
+    documents: Iterable[T],
+    size: Callable[[T], int],
+    make: Callable[[int, Iterator[T]], Part],
+    num_bytes: int,
+    facts: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns what `complete.json` of `folder` says; first writes the parts that are missing, or waits for a process that does.
 
-    parts: of each the bytes of its text, and a function that tokenizes it. num_bytes: of all text, for the progress. facts:
-    returns what to keep, from the number of parts. Raises OSError if the folder cannot be written.
+    size: returns the bytes of a document. make: tokenizes the documents of a part, of which it gets the number. num_bytes: of
+    all text, for the progress. facts: returns what to keep, from the number of parts. Raises OSError if the folder cannot be
+    written.
     """
     if (complete := _read(folder)) is None:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if (complete := _read(folder)) is None:
-                count = _write_parts(folder, parts, num_bytes)
+                count = _write_parts(folder, documents, size, make, num_bytes)
                 complete = {"parts": count, "sizes": _sizes(folder, count), **facts(count)}
                 with appearing(folder / _COMPLETE) as file:
                     file.write(json.dumps(complete).encode())
@@ -111,21 +120,33 @@ def _is_whole(tokens: Path, lengths: Path) -> bool:
     return tokens.stat().st_size in (2 * count, 4 * count)
 
 
-def _write_parts(folder: Path, parts: Iterable[tuple[int, Callable[[], Part]]], num_bytes: int) -> int:
+def _write_parts(
+    folder: Path, documents: Iterable[T], size: Callable[[T], int], make: Callable[[int, Iterator[T]], Part], num_bytes: int
+) -> int:
     """Writes the parts that are missing; returns how many there are."""
     begun = last = time.monotonic()
-    count = num_read = num_done = 0
-    for size, make in parts:
-        ((tokens, lengths),) = part_files(folder, count + 1)[count:]
-        if not _is_whole(tokens, lengths):
-            values = make()
-            for path, value in zip((tokens, lengths), values, strict=True):
-                with appearing(path) as file:
-                    file.write(value)
-            num_done += size
-        count, num_read, now = count + 1, num_read + size, time.monotonic()
-        if now - last > _TELL_S and num_done:
-            last, speed = now, num_done / (now - begun)
+    sizes = [0]
+    num_done = 0
+
+    def part_of(document: T) -> int:
+        if sizes[-1] >= PART_BYTES:
+            sizes.append(0)
+        sizes[-1] += size(document)
+        return len(sizes)
+
+    count = 0
+    for number, (_, part) in enumerate(groupby(documents, part_of)):
+        count = number + 1
+        ((tokens, lengths),) = part_files(folder, count)[number:]
+        if _is_whole(tokens, lengths):
+            continue
+        for path, value in zip((tokens, lengths), make(number, part), strict=True):
+            with appearing(path) as file:
+                file.write(value)
+        num_done += sizes[number]
+        now = time.monotonic()
+        if now - last > _TELL_S:
+            last, speed, num_read = now, num_done / (now - begun), sum(sizes)
             left = max(0, num_bytes - num_read) / speed
             say(f"tokenized {num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left")
     return count

@@ -6,9 +6,8 @@ import json
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
@@ -120,7 +119,7 @@ class ChatRows:
         def fates_file(number: int) -> Path:
             return folder / f"{number:05}.fates"
 
-        def make(number: int, conversations: Sequence[Conversation]) -> cache.Part:
+        def make(number: int, conversations: Iterator[Conversation]) -> cache.Part:
             ids, lengths, fates = self._encoded(conversations)
             with appearing(fates_file(number)) as file:
                 file.write(json.dumps(vars(fates)).encode())
@@ -133,8 +132,8 @@ class ChatRows:
             return {"fates": vars(self.fates)}
 
         try:
-            parts = ((size, partial(make, number, each)) for number, (size, each) in enumerate(self._read()))
-            complete = cache.prepare(folder, parts, sum(file.num_bytes for file in files), facts)
+            num_bytes = sum(file.num_bytes for file in files)
+            complete = cache.prepare(folder, self._read(), lambda each: each.content.size, make, num_bytes, facts)
             pairs = [_mapped(*each) for each in cache.part_files(folder, complete["parts"])]
         except OSError as error:
             cache.say(f"the tokens are not kept in {folder}: {error}")
@@ -143,32 +142,21 @@ class ChatRows:
         return pairs
 
     def _tokenized(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Returns the tokens of all conversations, and the length of each, by parts; counts their fates."""
-        pairs: list[tuple[Sequence[int], Sequence[int]]] = []
-        for _, conversations in self._read():
-            ids, lengths, fates = self._encoded(conversations)
-            pairs.append((ids, lengths))
-            self.fates.add(fates)
+        """Returns the tokens of all conversations, and the length of each, as one part; counts their fates."""
+        ids, lengths, fates = self._encoded(self._read())
+        self.fates.add(fates)
         self._check()
-        return pairs
+        return [(ids, lengths)]
 
-    def _read(self) -> Iterator[tuple[int, list[Conversation]]]:
-        """Yields the split's conversations by parts, each with its bytes; counts those that are in no part."""
+    def _read(self) -> Iterator[Conversation]:
+        """Yields the split's conversations; counts those that are left out as copies."""
         self.fates, self._first = Fates(remarks=self.template.remarks()), None
-        part: list[Conversation] = []
-        size = 0
         for conversation, is_chosen in read_conversations(self._config, self._split):
             if is_chosen:
                 self._first = self._first or conversation
-                part.append(conversation)
-                size += conversation.content.size
+                yield conversation
             elif self._split == "train" and not self._config.largest_share:
                 self.fates.copied += 1
-            if size >= cache.PART_BYTES:
-                yield size, part
-                part, size = [], 0
-        if part:
-            yield size, part
 
     def _check(self) -> None:
         """Raises PlanError if there is no conversation, or if no token, or each, is trained on."""
@@ -178,10 +166,11 @@ class ChatRows:
         if not self.fates.samples or (self._config.train_on != "all" and has_one_mask):
             raise self._no_mask(self._first)
 
-    def _encoded(self, conversations: Sequence[Conversation]) -> tuple[array[int], array[int], Fates]:
+    def _encoded(self, conversations: Iterable[Conversation]) -> tuple[array[int], array[int], Fates]:
         """Returns the tokens of some conversations, the length of each sample, and what became of them."""
-        ids, lengths, fates = array("I"), array("q"), Fates(documents=len(conversations))
+        ids, lengths, fates = array("I"), array("q"), Fates()
         for conversation, samples, reason in self.template.encode(conversations, self._config):
+            fates.documents += 1
             if reason:
                 fates.drop(reason, conversation.name)
             for sample in samples:

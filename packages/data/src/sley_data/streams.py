@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -123,17 +123,6 @@ def _kept(
 ) -> Stream:
     """Returns the tokens that are kept in `folder`, mapped; tokenizes them first if no process has."""
 
-    def parts() -> Iterator[tuple[int, Callable[[], cache.Part]]]:
-        batch: list[tuple[str, bytes]] = []
-        size = 0
-        for document in chain(documents, [None]):
-            if size >= cache.PART_BYTES or document is None:
-                yield size, partial(tokenizer.encode, batch)
-                batch, size = [], 0
-            if document is not None:
-                batch.append(document)
-                size += len(document[1])
-
     def mapped(count: int, digest: str | None = None) -> Stream:
         files = cache.part_files(folder, count)
         form = FORMS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
@@ -146,7 +135,10 @@ def _kept(
     def facts(count: int) -> dict[str, Any]:
         return {"digest": mapped(count).digest, "notes": notes}
 
-    complete = cache.prepare(folder, parts(), num_bytes, facts)
+    def make(_number: int, part: Iterator[tuple[str, bytes]]) -> cache.Part:
+        return tokenizer.encode(part)
+
+    complete = cache.prepare(folder, documents, lambda document: len(document[1]), make, num_bytes, facts)
     notes[:] = complete["notes"]
     return mapped(complete["parts"], complete["digest"])
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.api.data import TextIds
 from sley_core.api.files import RANDOM_SETTINGS
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 BATCH = 256
 """Documents that are encoded in one call, which distributes them over the threads of `tokenizers`."""
+
+_AHEAD = 2
+"""Batches that are encoded at a time, so that no core waits for the last documents of one."""
 
 NAME = "tokenizer.json"
 
@@ -74,15 +79,27 @@ class Tokenizer:
         """
         ids = array("H" if self.vocab_size <= 1 << 16 else "I")
         lengths = array("q")
-        pairs = iter(documents)
-        while batch := [_text(name, content) for name, content in islice(pairs, BATCH)]:
-            for encoding in self._implementation.encode_batch_fast(batch, add_special_tokens=False):
+        for encodings in self._batches(documents):
+            for encoding in encodings:
                 before = len(ids)
                 ids.extend(self._begin)
                 ids.extend(encoding.ids)
                 ids.extend(self._end)
                 lengths.append(len(ids) - before)
         return ids, lengths
+
+    def _batches(self, documents: Iterable[tuple[str, bytes]]) -> Iterator[Sequence[Any]]:
+        """Yields the encodings of documents, batch by batch; while one is used, the next ones are read and encoded."""
+        pairs = iter(documents)
+        pending: deque[Future[Sequence[Any]]] = deque()
+        encode = partial(self._implementation.encode_batch_fast, add_special_tokens=False)
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            while batch := [_text(name, content) for name, content in islice(pairs, BATCH)]:
+                pending.append(pool.submit(encode, batch))
+                if len(pending) > _AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
         """Returns the ids with which a document that begins with `text` begins, and how many of them come before the text."""
