@@ -81,11 +81,9 @@ class Tokenizer:
         lengths = array("q")
         for encodings in self._batches(documents):
             for encoding in encodings:
-                before = len(ids)
-                ids.extend(self._begin)
-                ids.extend(encoding.ids)
-                ids.extend(self._end)
-                lengths.append(len(ids) - before)
+                document = array(ids.typecode, [*self._begin, *encoding.ids, *self._end])
+                ids.extend(document)  # of an array it is three times as fast as of a list
+                lengths.append(len(document))
         return ids, lengths
 
     def _batches(self, documents: Iterable[tuple[str, bytes]]) -> Iterator[Sequence[Any]]:
