@@ -82,7 +82,7 @@ class Tokenizer:
         for encodings in self._batches(documents):
             for encoding in encodings:
                 document = array(ids.typecode, [*self._begin, *encoding.ids, *self._end])
-                ids.extend(document)  # of an array it is three times as fast as of a list
+                ids.extend(document)  # of an array, that is twice as fast as of a list
                 lengths.append(len(document))
         return ids, lengths
 
