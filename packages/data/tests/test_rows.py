@@ -22,7 +22,8 @@ from sley_core.errors import PlanError
 from sley_data.config import TextConfig
 from sley_data.conversations import Conversation, conversations_in
 from sley_data.datasets import TextDataset
-from sley_data.files import as_error, row_files
+from sley_data.documents import read_documents
+from sley_data.files import as_error, row_files, text_files
 from sley_data.rows import rows_of
 
 if sys.version_info >= (3, 14):
@@ -156,6 +157,61 @@ def test_keys_that_users_have(tmp_path: Path) -> None:
     assert [message["content"] for message in system.messages] == ["s", "a", "b"]
     assert called.messages == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
     assert weighed.trained_turns == [1]
+
+
+ODD = ["a\0b", "\ufeffc", "d\r\ne", " ", "\u2028", "x" * 70_000, "\N{PILE OF POO}"]
+
+
+def texts(path: Path) -> list[str]:
+    """The documents of a column of texts."""
+    config = TextConfig(files=(path,), field="text", sequence=4, held_out=0.0)
+    files, _ = text_files(config, "train")
+    return [text.decode() for _, text in read_documents(files, config, "train")]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_odd_texts_are_read_as_they_are(tmp_path: Path, name: str) -> None:
+    rows = [{"text": text, "nested": {"a": None, "b": [None, {"c": number or None}]}} for number, text in enumerate(ODD)]
+    assert texts(written(tmp_path / name, rows)) == ODD
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [["a"], {"a": "b"}, 3, [None]])
+def test_a_column_of_something_else_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    path = written(tmp_path / name, [{"text": value}] * 2)
+    with pytest.raises(PlanError, match=rf"row 1 of `{path}.*has no text as `text`"):
+        texts(path)
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress, "": bytes}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("packer", PACKERS)
+def test_first_bytes_and_not_names_say_how_a_file_is_compressed(tmp_path: Path, suffix: str, packer: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACKERS[packer](lines([{"text": "abc"}])))
+    assert texts(path) == ["abc"]
+    path.write_bytes(gzip.compress(PACKERS[packer](lines([{"text": "abc"}]))))
+    if packer:
+        with pytest.raises(PlanError, match=rf"row 1 of `{path}` cannot be read|`{path}` is compressed by zstd"):
+            texts(path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("end", ['"}', "", '"}}'])
+def test_a_line_of_500_mb(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        file.write('{"text": "short"}\n{"text": "')
+        for _ in range(500):
+            file.write("x" * 1_000_000)
+        file.write(end)
+    if end == '"}':
+        assert list(map(len, texts(path))) == [5, 500_000_000]
+    else:
+        with pytest.raises(PlanError, match=rf"row 2 of `{path}` cannot be read"):
+            texts(path)
 
 
 def check_damage(tmp_path: Path, name: str, count: int) -> None:
