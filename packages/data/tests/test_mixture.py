@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
@@ -45,8 +46,12 @@ def numbered(count: int, number: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def opened(table: dict[str, Any], folder: Path = OWN, split: Split = "train", **more: Any) -> Any:
-    plan = plan_from_dict(small_plan(data=table), folder)
-    return open_dataset(plan.data, DataContext(7, split, **more))
+    return open_dataset(resolved(json.dumps(table), folder), DataContext(7, split, **more))
+
+
+@lru_cache
+def resolved(table: str, folder: Path) -> Any:
+    return plan_from_dict(small_plan(data=json.loads(table)), folder).data
 
 
 def ids(table: dict[str, Any], sizes: Sequence[int], dp: int = 1, after: Sequence[int] = ()) -> list[list[int]]:
