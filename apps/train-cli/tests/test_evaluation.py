@@ -133,6 +133,10 @@ def test_a_metric_that_gives_something_else_is_refused(texts: Path, place: str, 
         ({**SETS["texts"], "held_out": 0.1}, "`held_out` holds samples out, and the set `mine` has all of them"),
         ({**SETS["texts"], "files": ["none.txt"]}, "none.txt"),
         ({"files": ["text/a.txt"]}, "[evaluation.sets.mine] needs `use`"),
+        (
+            {"use": "data.mixture", "sources": [{"name": "a", "weight": 1.0, **SETS["texts"]}]},
+            "`mine` cannot be evaluated whole",
+        ),
         ({**SETS["texts"], "steps": 0}, "`evaluation.sets.mine.steps` must be an integer of at least 1"),
     ],
 )

@@ -252,6 +252,10 @@ class MixtureConfig(DataConfig):
             raise ValueError("with `epochs` every source is repeated as often as they say, so `exhausted` means nothing")
         return self
 
+    def whole(self) -> MixtureConfig:
+        """Raises ValueError: sources hold out together, and none of them alone can be taken whole."""
+        raise ValueError("a mixture has no table of all samples; make each source a set of its own")
+
     @property
     def by_epochs(self) -> bool:
         return self.sources[0].epochs is not None

@@ -192,7 +192,7 @@ class DataConfig(Table):
 
     def whole(self) -> Self:
         """Returns the table of all samples, in the training split: with none held out, where it has `held_out` and
-        `held_out_files`; for `[evaluation.sets.NAME]`.
+        `held_out_files`; for `[evaluation.sets.NAME]`. Raises ValueError for a table that has none.
         """
         nothing = {"held_out": 0.0, "held_out_files": ()}
         return self.model_copy(update={key: value for key, value in nothing.items() if key in type(self).model_fields})

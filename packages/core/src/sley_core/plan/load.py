@@ -232,15 +232,23 @@ class _Resolver:
             if keys is None or data is None:
                 continue
             if keys.split == "all":
-                config, whole = data.config, data.config.whole()
-                for key in sorted(config.model_fields_set):
-                    if getattr(config, key) != getattr(whole, key):
-                        message = f"`{key}` holds samples out, and the set `{name}` has all of them"
-                        hint = 'write split = "held_out" to evaluate on what it holds out, or leave it out'
-                        self._problem("set-held-out", message, (*path, key), hint, at="key")
-                data = replace(data, config=whole)
+                data = self._whole(name, data)
             sets[name] = EvaluationSet(data, keys)
         return sets
+
+    def _whole(self, name: str, data: Component) -> Component:
+        """Returns the data of the set `name` with nothing held out; records a problem if the table says otherwise."""
+        config, hint = data.config, 'write split = "held_out" to evaluate on what it holds out, or leave it out'
+        try:
+            whole = config.whole()
+        except ValueError as error:
+            self._problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", data.path, hint)
+            return data
+        for key in sorted(config.model_fields_set):
+            if getattr(config, key) != getattr(whole, key):
+                message = f"`{key}` holds samples out, and the set `{name}` has all of them"
+                self._problem("set-held-out", message, (*data.path, key), hint, at="key")
+        return replace(data, config=whole)
 
     def check_top_level(self) -> None:
         """Records an unsupported format, and tables and keys that no plan has."""
