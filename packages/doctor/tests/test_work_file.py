@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,58 +45,28 @@ def written(folder: Path, numbers: range) -> Path:
     file = WorkFile(path, START, notes)
     for number in numbers:
         file.add(line(window(number)))
-        settle(file)
     file.close()
     assert notes == []
     return path
 
 
-def settle(file: WorkFile) -> None:
-    """Waits until the file is short, as it is when its next line comes after seconds."""
-    if file._shortening is not None:
-        wait([file._shortening])
-
-
-def test_lines_that_come_while_the_file_is_made_short_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the disk: the steps of a run go on."""
-    may_write = Event()
-    write_whole = work_file.write_whole
-
-    def late(*given: Any) -> None:
-        assert may_write.wait(20)
-        write_whole(*given)
-
-    monkeypatch.setattr(work_file, "write_whole", late)
-    notes: list[str] = []
-    file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, notes)
-    for number in range(MOST_LINES + 20):
-        file.add(line(window(number)))
-    may_write.set()
-    file.close()
-    (found,) = read(tmp_path)
-    assert (found.windows[0].first, found.windows[-1].last) == (1, (MOST_LINES + 20) * STEPS)
-    assert all(before.last + 1 == after.first for before, after in pairwise(found.windows)), "none is missing"
-    assert len(found.windows) < MOST_LINES
-    assert notes == []
-
-
 def test_a_run_that_fails_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the reason, which is told after this."""
-    may_write, is_short = Event(), Event()
+    may_close, is_closed = Event(), Event()
 
     def hangs(*_: Any) -> None:
-        assert may_write.wait(20)
-        is_short.set()
+        assert may_close.wait(20)
+        is_closed.set()
 
-    monkeypatch.setattr(work_file, "write_whole", hangs)
-    monkeypatch.setattr(work_file, "PATIENCE_S", 0.1)
     file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, [])
-    for number in range(MOST_LINES + 1):
-        file.add(line(window(number)))
-    file.leave()
-    assert not is_short.is_set()
-    may_write.set()
-    assert is_short.wait(20)
+    file.add(line(window(0)))
+    with monkeypatch.context() as patched:
+        patched.setattr(work_file, "PATIENCE_S", 0.1)
+        patched.setattr(work_file.os, "close", hangs)
+        file.leave()
+        assert not is_closed.is_set()
+        may_close.set()
+        assert is_closed.wait(20)
 
 
 def test_a_file_that_somebody_else_empties_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
@@ -109,7 +78,6 @@ def test_a_file_that_somebody_else_empties_ends_the_record_and_not_the_run(tmp_p
     path.write_bytes(b"")
     for number in range(20):
         file.add(line(window(number)))
-        settle(file)
     file.close()
     assert notes == [f"who is slow is not recorded: cannot write `{path}`: the start that this rank wrote is gone"]
 
@@ -211,7 +179,6 @@ def test_a_file_that_cannot_be_made_short_ends_the_record_and_not_the_run(
     file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, notes)
     for number in range(MOST_LINES + 5):
         file.add(line(window(number)))
-        settle(file)
     file.close()
     assert len(notes) == 1
     assert "No space left on device" in notes[0]

@@ -49,9 +49,8 @@ CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep"
 
 
 def hints_of(plugin: Plugin) -> Mapping[str, Hint]:
-    """Returns a plugin's hints, by full names of records.
-
-    Raises PluginError "plugin-invalid" for a hook that fails, an unknown record, or an unknown key.
+    """Returns a plugin's hints, by full names of records. Raises PluginError "plugin-invalid" for a hook that fails, an unknown
+    record, or an unknown key.
     """
     if plugin.name == CORE:
         return CORE_HINTS

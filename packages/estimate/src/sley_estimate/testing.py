@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
-from sley_core.actions.action import Action, Kind, Transfer
+from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer
 from sley_core.assemble import draft_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
+from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import device, layers, links
-from sley_estimate.layers.prices import priced_layers
+from sley_estimate.layers.prices import LayerSeconds, priced_layers
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import message_exchange
 from sley_estimate.step.lanes import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
+from sley_estimate.step.links import Cost
 from sley_testing.plans import Tables, changed
 from train_cli.on_meta import meta_micro_batch
-
-if TYPE_CHECKING:
-    from sley_core.actions.action import Lowered, Placement
-    from sley_core.plan.plan import Plan
-    from sley_estimate.layers.prices import LayerSeconds
-    from sley_estimate.step.links import Cost
 
 _SMALL: Tables = {
     "format": 1,
@@ -50,9 +46,8 @@ def small_machine(**changes: Any) -> Tables:
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
-    """Returns tables `[[layers]]` of the small machine for the layers of `plan`.
-
-    times: measured over counted seconds, with `launch_s` per operator. host: the host's seconds over the device's.
+    """Returns tables `[[layers]]` of the small machine for the layers of `plan`. times: measured over counted seconds, with
+    `launch_s` per operator. host: the host's seconds over the device's.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = draft_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
@@ -91,9 +86,8 @@ def plain_step(
     messages: Sequence[Cost],
     behind: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepSeconds:
-    """Returns the simulated step of lowered lists, without a plan.
-
-    parts: the layers of each position. messages: the cost between position i and i + 1. behind: ends of programs, by stage.
+    """Returns the simulated step of lowered lists, without a plan. parts: the layers of each position. messages: the cost
+    between position i and i + 1. behind: ends of programs, by stage.
     """
     programs = []
     for stage, steps in enumerate(lists):

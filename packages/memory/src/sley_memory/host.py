@@ -377,7 +377,6 @@ class HostActivations(ActivationPolicy):
 
     def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | KeptTensor | Tensor:
         """Returns the object that autograd keeps in place of `tensor`, and notes in `visit` the storage that is to leave.
-
         fixed: addresses of storages that stay, of the micro-batch's fields.
         """
         if not self._may_leave(tensor, fixed):
@@ -463,10 +462,8 @@ class HostActivations(ActivationPolicy):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Frees the device's memory of all layers that are leaving.
-
-        The device waits for copies that are not done: it may be given the memory for its next work, which must not write there
-        before.
+        """Frees the device's memory of all layers that are leaving. The device waits for copies that are not done: it may be
+        given the memory for its next work, which must not write there before.
         """
         while self._leaving:
             event, storages = self._leaving.popleft()

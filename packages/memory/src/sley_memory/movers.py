@@ -125,9 +125,8 @@ class Streams:
 
 
 class Mover:
-    """Moves one part of a run's memory; `moved` counts. This one moves nothing: the part is always here.
-
-    comes_back: whether the part comes by itself when it is needed.
+    """Moves one part of a run's memory; `moved` counts. This one moves nothing: the part is always here. comes_back: whether
+    the part comes by itself when it is needed.
     """
 
     comes_back = False

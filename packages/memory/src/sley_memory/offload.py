@@ -119,9 +119,8 @@ class BetweenSteps(Mover):
 
 
 class Gate:
-    """Hooks on every module of `modules` while it is closed; none while it is open, so that a step pays nothing.
-
-    check: called before a module's forward; makes weights that are coming usable, or raises for weights that are away.
+    """Hooks on every module of `modules` while it is closed; none while it is open, so that a step pays nothing. check: called
+    before a module's forward; makes weights that are coming usable, or raises for weights that are away.
     """
 
     def __init__(self, modules: Sequence[nn.Module], check: Callable[[], None]) -> None:

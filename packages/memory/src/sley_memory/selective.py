@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 
 class KeptAttention:
-    """Holds the results of attention in one call of a layer, first to last; None for one that is recomputed.
-
-    It is kept as long as the layer's graph, so that the layer may run again as often as its backward does.
+    """Holds the results of attention in one call of a layer, first to last; None for one that is recomputed. It is kept as long
+    as the layer's graph, so that the layer may run again as often as its backward does.
     """
 
     def __init__(self, tally: KeptTally) -> None:
@@ -52,9 +51,7 @@ class KeptAttention:
 
     def put(self, result: Sequence[Any], *, is_drawn: bool) -> None:
         """Keeps the result of an attention, without its history, if the budget allows it; else notes that it must be computed
-        again.
-
-        is_drawn: whether it drew random numbers: then it must run again, or later draws would differ.
+        again. is_drawn: whether it drew random numbers: then it must run again, or later draws would differ.
         """
         num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
         if not self.tally.keep(num_bytes, is_drawn=is_drawn):
@@ -73,9 +70,8 @@ class KeptAttention:
         self._at = 0
 
     def take(self) -> list[Any] | None:
-        """Returns the next result, in the order in which they were kept; None if it must be computed again.
-
-        Raises RunError `saved-in-place` if it was written on since it was kept, and `attention-differs` if there is none.
+        """Returns the next result, in the order in which they were kept; None if it must be computed again. Raises RunError
+        `saved-in-place` if it was written on since it was kept, and `attention-differs` if there is none.
         """
         if self._at == len(self._results):
             raise self._differs("more")
@@ -106,9 +102,8 @@ class KeptAttention:
 
 
 class KeptTally:
-    """Counts bytes of attention kept, now and at most, over all micro-batches in flight; and how often.
-
-    budget_bytes: the most bytes kept at one time; None for no limit.
+    """Counts bytes of attention kept, now and at most, over all micro-batches in flight; and how often. budget_bytes: the most
+    bytes kept at one time; None for no limit.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:

@@ -78,9 +78,7 @@ class SharedCopies(Mover):
 
     def offload(self) -> None:
         """Copies this rank's part of the memory that all ranks of the group have in common, and everything else in full; frees
-        all of it.
-
-        Raises RunError `ranks-differ` on all ranks, and frees nothing, if one makes another call.
+        all of it. Raises RunError `ranks-differ` on all ranks, and frees nothing, if one makes another call.
         """
         here: dict[str, StorageEntry] = {}
         if not self._is_away:
@@ -220,9 +218,8 @@ class SharedCopies(Mover):
         self._rest.wait()
 
     def _agree(self, call: str, report: Report) -> dict[int, Report]:
-        """Returns the reports of all ranks, by global rank.
-
-        Raises RunError `ranks-differ`, on all ranks alike, unless all make the same call for the same part in the same state.
+        """Returns the reports of all ranks, by global rank. Raises RunError `ranks-differ`, on all ranks alike, unless all make
+        the same call for the same part in the same state.
         """
         # Over all ranks: every one of them calls this for each call of `offload` and `onload` and each part, in one order.
         own = [[call, self._part, self._is_away], report]
@@ -268,9 +265,7 @@ H200).
 
 def fingerprints(memories: Sequence[Tensor]) -> list[int]:
     """Returns a number for each of `memories`, which differs, but for a chance of 2^-31, where their bytes do. Waits for the
-    device.
-
-    memories: uint8 [bytes], of one device, each starting at a multiple of 4 bytes.
+    device. memories: uint8 [bytes], of one device, each starting at a multiple of 4 bytes.
     """
     if not memories:
         return []

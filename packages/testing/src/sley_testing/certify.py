@@ -62,9 +62,8 @@ RANKS_S = 120.0  # seconds that the ranks of one run may take
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one record, or of a plugin that does not load (`record` is "" then).
-
-    why: what failed, or was not checked, in one or more lines.
+    """What became of one record, or of a plugin that does not load (`record` is "" then). why: what failed, or was not checked,
+    in one or more lines.
     """
 
     level: Level

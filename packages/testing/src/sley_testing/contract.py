@@ -299,9 +299,8 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
 
 
 def _split_reduce_groups(run: Run) -> None:
-    """Lets parameters of the layer ALONE reduce over a group of one, like a weight that is sharded over all ranks.
-
-    Handlers are attached again, with new numbers, since ranks have already agreed on those of the run.
+    """Lets parameters of the layer ALONE reduce over a group of one, like a weight that is sharded over all ranks. Handlers are
+    attached again, with new numbers, since ranks have already agreed on those of the run.
     """
     for param in run.registry:
         if param.name.startswith(ALONE):

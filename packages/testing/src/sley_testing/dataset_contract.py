@@ -38,9 +38,8 @@ SEED = 7
 
 
 class DatasetContract:
-    """Tests a dataset: inherit, set `data` to the table `[data]`, and pytest does the rest.
-
-    num_samples: the most samples that are checked. holds_out: whether it has held-out samples.
+    """Tests a dataset: inherit, set `data` to the table `[data]`, and pytest does the rest. num_samples: the most samples that
+    are checked. holds_out: whether it has held-out samples.
     """
 
     data: ClassVar[dict[str, Any]]

@@ -53,9 +53,8 @@ RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class DrawnDevice(Device):
-    """The device `cpu` with drawn copies, for `World.alone` and `World.join`; in `ranks`, each rank makes its own.
-
-    order: the number by which copies are drawn. is_strict: whether rules raise; else only bits tell.
+    """The device `cpu` with drawn copies, for `World.alone` and `World.join`; in `ranks`, each rank makes its own. order: the
+    number by which copies are drawn. is_strict: whether rules raise; else only bits tell.
     """
 
     torch_device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -159,9 +158,8 @@ class DrawnCopies:
         self.tick()
 
     def ask(self, clock: Clock) -> bool:
-        """Returns whether the host sees that the copies that `clock` names are done; whoever asks often enough sees it.
-
-        What the device was held for has happened, but the host may hear of it later.
+        """Returns whether the host sees that the copies that `clock` names are done; whoever asks often enough sees it. What
+        the device was held for has happened, but the host may hear of it later.
         """
         needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
         if all(self.ledger.host.get(stream, 0) >= number for stream, number in needed.items()):

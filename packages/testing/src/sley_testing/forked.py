@@ -34,9 +34,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkedProgram:
-    """A running `python -m module`, with those methods of `subprocess.Popen` that a test needs.
-
-    stdout, stderr: text, to be read until they end and closed by the caller. returncode: None while it runs; -n after signal n.
+    """A running `python -m module`, with those methods of `subprocess.Popen` that a test needs. stdout, stderr: text, to be
+    read until they end and closed by the caller. returncode: None while it runs; -n after signal n.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
@@ -182,9 +181,8 @@ def _become(
 
 
 def run(module: str, arguments: Sequence[str], env: Mapping[str, str], first: Sequence[str], path: Sequence[str]) -> None:
-    """Runs `module` as `__main__`, and returns at its end, or raises what it raises.
-
-    first: what of `sys.path` goes before PYTHONPATH. path: what follows it.
+    """Runs `module` as `__main__`, and returns at its end, or raises what it raises. first: what of `sys.path` goes before
+    PYTHONPATH. path: what follows it.
     """
     os.environ.clear()
     os.environ.update(env)

@@ -71,10 +71,8 @@ class Copied:
 
 @dataclass
 class _Memory:
-    """What happened to one storage.
-
-    reference: keeps the address of the storage's object from being used again. device: by the bytes touched, the numbers
-    of the device's last read and last write.
+    """What happened to one storage. reference: keeps the address of the storage's object from being used again. device: by the
+    bytes touched, the numbers of the device's last read and last write.
     """
 
     reference: Any

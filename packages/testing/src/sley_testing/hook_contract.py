@@ -56,7 +56,6 @@ class Seen:
 
 def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Seen:
     """Takes the contract's steps on this rank. fails: whether one more, before step FAILING, ends within its first backward.
-
     Raises AssertionError if the run leaves anything in its layers.
     """
     seen = Seen()

@@ -49,9 +49,8 @@ ROUTES = {
 
 
 def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]], keeps: bool, seed: int) -> None:
-    """Walks on this rank, once per tuple of lengths of `walks`; the forwards alone of each second one are walked again.
-
-    Raises AssertionError where another message comes than was sent, and where one that is kept (`keeps`) changes.
+    """Walks on this rank, once per tuple of lengths of `walks`; the forwards alone of each second one are walked again. Raises
+    AssertionError where another message comes than was sent, and where one that is kept (`keeps`) changes.
     """
     placement = Placement(route)
     with linked(link) as (made, stage):
@@ -150,9 +149,8 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
 
 
 class Walker:
-    """One stage's walks over `link`.
-
-    keeps: whether it keeps all that it takes, and writes to some of it: `check_kept` says whether all is as it was left.
+    """One stage's walks over `link`. keeps: whether it keeps all that it takes, and writes to some of it: `check_kept` says
+    whether all is as it was left.
     """
 
     def __init__(self, link: StageLink, placement: Placement, stage: int, *, keeps: bool = False) -> None:
@@ -167,9 +165,8 @@ class Walker:
         self._kept: list[tuple[Any, Tensor]] = []
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
-        """Walks through this stage's list. lengths: of each micro-batch, on which the shapes of its messages depend.
-
-        Raises AssertionError where another message comes than was sent.
+        """Walks through this stage's list. lengths: of each micro-batch, on which the shapes of its messages depend. Raises
+        AssertionError where another message comes than was sent.
         """
         self._number += 1
         self._lengths = lengths

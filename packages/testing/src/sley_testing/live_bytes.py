@@ -52,9 +52,8 @@ def memory_profile() -> Iterator[list[Allocation]]:
 
 
 def peak_bytes(events: list[Allocation]) -> int:
-    """Returns the most bytes that were there at once within a profile, above what was there before, by address.
-
-    The profiler's own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
+    """Returns the most bytes that were there at once within a profile, above what was there before, by address. The profiler's
+    own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
     """
     live: dict[int, int] = {}
     total = peak = 0

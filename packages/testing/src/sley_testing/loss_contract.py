@@ -31,9 +31,8 @@ EXACT = 1e-10  # how far sums in fp64 may be from one another, relative
 
 
 class LossContract:
-    """Tests a loss: inherit, set `loss` to the table `[loss]`, write `batch`, and pytest does the rest.
-
-    half_tolerance: the largest relative error of the loss of a half-precision output, compared with the same values in fp64.
+    """Tests a loss: inherit, set `loss` to the table `[loss]`, write `batch`, and pytest does the rest. half_tolerance: the
+    largest relative error of the loss of a half-precision output, compared with the same values in fp64.
     """
 
     loss: ClassVar[dict[str, Any]]

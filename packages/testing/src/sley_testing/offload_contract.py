@@ -36,9 +36,8 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest.
-
-    plan: what else the plan must have, as `small_plan` takes it. orders: the number of random orders of copies.
+    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest. plan: what else
+    the plan must have, as `small_plan` takes it. orders: the number of random orders of copies.
     """
 
     offload: ClassVar[dict[str, Any]]

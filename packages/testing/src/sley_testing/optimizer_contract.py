@@ -76,9 +76,8 @@ def train(
     one_by_one: bool = False,
     evaluates: bool = False,
 ) -> Seen:
-    """Takes the contract's steps on this rank. save: where to save after SAVED_AT steps; load: where to go on from.
-
-    one_by_one: steps parameters in buckets of one. evaluates: before the last step.
+    """Takes the contract's steps on this rank. save: where to save after SAVED_AT steps; load: where to go on from. one_by_one:
+    steps parameters in buckets of one. evaluates: before the last step.
     """
     seen = Seen()
     with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
@@ -116,7 +115,6 @@ class _Copy(NamedTuple):
 
 def by_hand(tables: dict[str, Any], seen: Seen, *, evaluates: bool = False) -> Tensors:
     """Returns the parameters after a plain loop over the gradients that a run has recorded: each gradient in new memory.
-
     evaluates: whether `eval()` is called after the last step.
     """
     plan = plan_from_dict(tables)
@@ -166,9 +164,8 @@ class Evaluated:
 
 
 class OptimizerContract:
-    """Tests an optimizer: inherit, set `optimizer` to the table `[optimizer]`, and pytest does the rest.
-
-    only_matrices: whether it takes parameters of two dims alone, as Muon does.
+    """Tests an optimizer: inherit, set `optimizer` to the table `[optimizer]`, and pytest does the rest. only_matrices: whether
+    it takes parameters of two dims alone, as Muon does.
     """
 
     optimizer: ClassVar[dict[str, Any]]

@@ -10,21 +10,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.registry import Param
 from sley_core.engine.shards import AXIS
 from sley_core.engine.update import states_of
 from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
 from sley_core.topology import DEFAULT_LANE
-
-if TYPE_CHECKING:
-    from sley_core.engine.registry import Param
-    from sley_core.run import Run
 
 _SHOWN = 5
 
@@ -101,7 +99,6 @@ Bits = dict[str, bytes]  # of each tensor and number, by a name that no layout c
 
 def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
     """Returns, after `num_steps` steps of the plan in `tables` on this rank of the world, what it holds and what its rows say.
-
     Of what ranks have parts of, the whole. All ranks call it.
     """
     plan = plan_from_dict(tables, folder)

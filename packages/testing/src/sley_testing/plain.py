@@ -14,16 +14,14 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.model.layers import Layers, Model, as_model
+from sley_core.protocols import Loss
 from sley_testing.parity import assert_close_gradients
-
-if TYPE_CHECKING:
-    from sley_core.protocols import Loss
 
 Tensors: TypeAlias = dict[str, Tensor]
 Batch: TypeAlias = Mapping[str, Tensor]
@@ -39,9 +37,8 @@ SMALL = 1e-3
 
 @dataclass(frozen=True)
 class PlainStep:
-    """Holds the results of one step. loss: the mean; grad_norm: before clipping.
-
-    gradients: by name, as the optimizer gets them; weights: by name, after its step.
+    """Holds the results of one step. loss: the mean; grad_norm: before clipping. gradients: by name, as the optimizer gets
+    them; weights: by name, after its step.
     """
 
     loss: float
@@ -94,9 +91,8 @@ class PlainLoop:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micros: Sequence[Batch]) -> PlainStep:
-        """Takes one optimizer step on the micro-batches of a global batch, and returns its results.
-
-        Raises NothingToTrainError if a micro-batch's loss has no gradient.
+        """Takes one optimizer step on the micro-batches of a global batch, and returns its results. Raises NothingToTrainError
+        if a micro-batch's loss has no gradient.
         """
         total = sum(self.loss.weight(micro) for micro in micros)
         self.optimizer.zero_grad(set_to_none=True)

@@ -38,10 +38,8 @@ _SMALL: Tables = {
 
 
 def small_plan(**changes: Any) -> Tables:
-    """Returns the tables of a plan for one process on CPU, with `changes` as in `changed`.
-
-    A Llama of two layers takes three steps in fp64 on the documents of `texts`. A tenth of them is held out, for plans
-    that add `evaluation`.
+    """Returns the tables of a plan for one process on CPU, with `changes` as in `changed`. A Llama of two layers takes three
+    steps in fp64 on the documents of `texts`. A tenth of them is held out, for plans that add `evaluation`.
     """
     return changed(_SMALL, **changes)
 
@@ -52,9 +50,8 @@ def loader_of(plugins: Mapping[str, Any]) -> Loader:
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
-    """Returns a deep copy of `tables` with `table__key=value` set, or a whole table by `table=value`.
-
-    A table that is not there is made. None removes the key or the table.
+    """Returns a deep copy of `tables` with `table__key=value` set, or a whole table by `table=value`. A table that is not there
+    is made. None removes the key or the table.
     """
     made = deepcopy(dict(tables))
     for path, value in deepcopy(changes).items():
@@ -68,9 +65,8 @@ def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
 
 
 def write_texts(folder: Path) -> None:
-    """Writes `text/a.txt` and `text/b.txt`, 60 documents each, separated by an empty line.
-
-    They are 3 to 124 bytes long: some shorter than the small plan's sequence of 24, some over several sequences or slices.
+    """Writes `text/a.txt` and `text/b.txt`, 60 documents each, separated by an empty line. They are 3 to 124 bytes long: some
+    shorter than the small plan's sequence of 24, some over several sequences or slices.
     """
     (folder / "text").mkdir()
     for name in ("a", "b"):

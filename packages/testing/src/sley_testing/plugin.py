@@ -91,9 +91,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture
 def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
-    """`with fake_world(rank, size):` makes this process one rank of a world that has no others.
-
-    Groups and shapes are real, data does not move. See `sley_testing.plans`.
+    """`with fake_world(rank, size):` makes this process one rank of a world that has no others. Groups and shapes are real,
+    data does not move. See `sley_testing.plans`.
     """
     from sley_testing.plans import fake_world
 
@@ -102,9 +101,8 @@ def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
 
 @pytest.fixture
 def collectives() -> Callable[[], AbstractContextManager[list[Collective]]]:
-    """`with collectives() as calls:` records the collectives of the block; `assert_same_sequence` compares ranks.
-
-    In a function that `ranks` runs, import it from `sley_testing.collectives`.
+    """`with collectives() as calls:` records the collectives of the block; `assert_same_sequence` compares ranks. In a function
+    that `ranks` runs, import it from `sley_testing.collectives`.
     """
     from sley_testing.collectives import collectives
 
@@ -123,9 +121,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`plugin_folder(folder, mine="my_plugin")` makes the modules in `folder` a distribution with these plugins.
-
-    For this test, and for ranks that it starts, it is as pip leaves one: `mine.NAME` can stand in a plan.
+    """`plugin_folder(folder, mine="my_plugin")` makes the modules in `folder` a distribution with these plugins. For this test,
+    and for ranks that it starts, it is as pip leaves one: `mine.NAME` can stand in a plan.
     """
 
     def install(folder: Path, **plugins: str) -> None:

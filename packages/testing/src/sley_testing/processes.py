@@ -65,9 +65,7 @@ def descendants(pid: int | None = None) -> list[Process]:
 
 
 def processes_with(variable: str, value: str) -> list[Process]:
-    """Returns every process that was started with `variable=value` in its environment: finds orphans too,
-    whoever has them now.
-
+    """Returns every process that was started with `variable=value` in its environment: finds orphans too, whoever has them now.
     A test gives the program it starts a variable of its own, and asks for it when the program is gone.
     """
     wanted = f"{variable}={value}".encode()

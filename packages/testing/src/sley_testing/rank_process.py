@@ -186,9 +186,8 @@ def _background_failures_are_warnings() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Ends this rank and what it started when pytest is gone, however that happened.
-
-    The kernel's own signal for this (PR_SET_PDEATHSIG) watches the fork server, which lives as long as its ranks do.
+    """Ends this rank and what it started when pytest is gone, however that happened. The kernel's own signal for this
+    (PR_SET_PDEATHSIG) watches the fork server, which lives as long as its ranks do.
     """
     parent = parent_process()
     assert parent is not None, "a rank is started by multiprocessing"
@@ -197,10 +196,8 @@ def _end_with_parent() -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Returns `error` as a pickle that loads to the same, or b"".
-
-    Exceptions whose constructor takes other arguments than `args` do not survive pickle's own way; they are rebuilt
-    without calling it.
+    """Returns `error` as a pickle that loads to the same, or b"". Exceptions whose constructor takes other arguments than
+    `args` do not survive pickle's own way; they are rebuilt without calling it.
     """
     for candidate in (error, _Rebuilt(error)):
         try:

@@ -66,10 +66,8 @@ class HookText:
 
 
 def hooks() -> Iterator[HookText]:
-    """Yields every hook in the order of the file.
-
-    Raises ValueError with the hook's name where its docstring lacks one of the fixed lines or has them in another
-    order.
+    """Yields every hook in the order of the file. Raises ValueError with the hook's name where its docstring lacks one of the
+    fixed lines or has them in another order.
     """
     for name, value in vars(hookspecs).items():
         if name.startswith("sley_"):

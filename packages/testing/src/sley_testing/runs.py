@@ -260,7 +260,6 @@ def assert_by_hand(
 
 def fail_once(run: Run, backward: int = 0) -> None:
     """Takes a step that raises at the first layer, in this rank's `backward`-th one (0 is the first); then moves the data back.
-
     All ranks call it. Of a layer that comes last in a backward handlers hear last: they know of the others' gradients already.
     """
     calls = count()

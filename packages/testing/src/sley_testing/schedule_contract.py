@@ -127,9 +127,7 @@ class ScheduleContract:
 
 class TieContract:
     """Tests a handler of ties: inherit, set `pipeline`, and `tables` to those that name the handler and what the schedule
-    lacks.
-
-    The schedule has one chunk per stage, so that the decoder's embedding and its head, one weight, are on two stages.
+    lacks. The schedule has one chunk per stage, so that the decoder's embedding and its head, one weight, are on two stages.
     """
 
     pipeline: ClassVar[Table]

@@ -39,9 +39,8 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Returns `value` as bytes, ready for another process.
-
-    Raises TypeError that says what to do if `value` holds a lambda, a nested function or anything else unpicklable.
+    """Returns `value` as bytes, ready for another process. Raises TypeError that says what to do if `value` holds a lambda, a
+    nested function or anything else unpicklable.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)

@@ -42,9 +42,7 @@ FORMAT = 1  # of these files; others are not read
 @dataclass(frozen=True)
 class SeenExchange:
     """Describes an exchange that a rank has started: the `number`-th of `queue`, whose exchanges all members start in one
-    order.
-
-    group: in words. ranks: its members. peer: the rank at the other end of a message; None if all members take part.
+    order. group: in words. ranks: its members. peer: the rank at the other end of a message; None if all members take part.
     """
 
     operation: str

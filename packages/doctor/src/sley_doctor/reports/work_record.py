@@ -66,9 +66,7 @@ class SeenMessage(NamedTuple):
 @dataclass(frozen=True)
 class Queue:
     """Describes a sequence of exchanges that the members `ranks` of a group start in one order. peer: of a message, the other
-    end.
-
-    exchanges, num_bytes: per step, on average, those in which this rank waited.
+    end. exchanges, num_bytes: per step, on average, those in which this rank waited.
     """
 
     ranks: tuple[int, ...]
@@ -181,9 +179,8 @@ def record_in(path: Path) -> WorkRecord | None:
 
 
 def roundness(step: int) -> int:
-    """Returns how often 2 divides the number of steps before `step`; for the first step more than for any other.
-
-    Whoever keeps few of many steps keeps the roundest: so all ranks keep the same ones without communication.
+    """Returns how often 2 divides the number of steps before `step`; for the first step more than for any other. Whoever keeps
+    few of many steps keeps the roundest: so all ranks keep the same ones without communication.
     """
     before = step - 1
     return (before & -before).bit_length() - 1 if before else 64

@@ -46,9 +46,8 @@ class Curve:
 
 
 def chart(name: str, unit: str, curves: Sequence[Curve], most_points: int) -> str:
-    """Returns an `<svg>` element with all curves, each with at most `most_points` of its points.
-
-    name: of the number, which no other chart of the page has: ids within the picture are made from it. unit: of the axis.
+    """Returns an `<svg>` element with all curves, each with at most `most_points` of its points. name: of the number, which no
+    other chart of the page has: ids within the picture are made from it. unit: of the axis.
     """
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=INCHES, layout="constrained")

@@ -194,9 +194,8 @@ class TableRow(NamedTuple):
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Returns the HTML of a report on `runs`, which asks for no other file and no network.
-
-    Raises UsageError "report-size" for more than MAX_RUNS runs, or where they would make it larger than MAX_BYTES.
+    """Returns the HTML of a report on `runs`, which asks for no other file and no network. Raises UsageError "report-size" for
+    more than MAX_RUNS runs, or where they would make it larger than MAX_BYTES.
     """
     if len(runs) > MAX_RUNS:
         raise _too_much(f"a report shows {MAX_RUNS} runs at most, and these are {len(runs)}")

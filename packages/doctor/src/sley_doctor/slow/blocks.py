@@ -34,9 +34,8 @@ MOST_DEVICE = 0.03  # of a step: a host that waits longer for its device is not 
 
 @dataclass(frozen=True)
 class RankWork:
-    """Holds what one rank did in the steps of a block, as `Window` says, a mean over windows.
-
-    user_s, system_s, faults: of a step, see `Usage`.
+    """Holds what one rank did in the steps of a block, as `Window` says, a mean over windows. user_s, system_s, faults: of a
+    step, see `Usage`.
     """
 
     start: Start

@@ -123,7 +123,6 @@ def _ranks(blocks: Sequence[Block]) -> list[Cause]:
 
 def _is_waited_for(block: Block, rank: int, some: Sequence[Excess]) -> bool:
     """Returns whether others wait for about as long as the rank works longer; work that overlaps other work makes no rank wait.
-
     Waits for the device are no sign of it, since a device has work of its own.
     """
     waits = [one.waiting_s for number, one in block.ranks.items() if number != rank]
@@ -361,9 +360,8 @@ def _of_block(record: WorkRecord, block: Block, end: str) -> dict[str, list[Seen
 
 
 def _ways_by_step(sent: Sequence[SeenMessage], taken: Sequence[SeenMessage]) -> list[float]:
-    """Returns, for each step that both ends have recorded, the seconds for which a receiver waited for messages under way.
-
-    An action sends several in a row, of which only the last is recorded: the earlier ones count as sent at that time.
+    """Returns, for each step that both ends have recorded, the seconds for which a receiver waited for messages under way. An
+    action sends several in a row, of which only the last is recorded: the earlier ones count as sent at that time.
     """
     numbers = [one.number for one in sent]
     ways = dict.fromkeys((one.step for one in sent), 0.0)

@@ -146,9 +146,8 @@ def _waits(rank: int, blocks: Sequence[Block]) -> str:
 
 
 def waits_of(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:
-    """Returns the waits of `rank`, the longest first: seconds of a step, and in words the exchange and the rank waited for.
-
-    For a message that is its other end; for a collective, the member that waits least.
+    """Returns the waits of `rank`, the longest first: seconds of a step, and in words the exchange and the rank waited for. For
+    a message that is its other end; for a collective, the member that waits least.
     """
     own = [block.ranks[rank] for block in blocks]
     found = [(middle(one.work[DEVICE].middle for one in own if DEVICE in one.work), "for the device")]

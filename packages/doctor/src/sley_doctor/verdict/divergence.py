@@ -25,10 +25,8 @@ _READ = re.compile(r" of \d+$")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Describes how ranks have diverged.
-
-    ranks: those that differ from most; empty if that cannot be decided. exchanges: those concerned, the likeliest first. told:
-    the description in words.
+    """Describes how ranks have diverged. ranks: those that differ from most; empty if that cannot be decided. exchanges: those
+    concerned, the likeliest first. told: the description in words.
     """
 
     kind: Kind

@@ -141,10 +141,8 @@ _UNKNOWN = "look at that rank's machine; the report of every rank is in the fold
 
 @dataclass(frozen=True)
 class Verdict:
-    """Describes what went wrong.
-
-    kind: a word for it. cause: a sentence. ranks: those at fault; empty if two ranks differ and it cannot be decided which is
-    wrong. exchanges: collectives or transfers concerned, the likeliest first. step: 0 if unknown.
+    """Describes what went wrong. kind: a word for it. cause: a sentence. ranks: those at fault; empty if two ranks differ and
+    it cannot be decided which is wrong. exchanges: collectives or transfers concerned, the likeliest first. step: 0 if unknown.
     """
 
     kind: str

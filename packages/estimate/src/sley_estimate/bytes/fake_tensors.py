@@ -62,9 +62,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
 
     def fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
         """Returns `FakeTensor(self, elem, device)`, uncounted, in a fifth of the time: attributes are copied from an earlier
-        one.
-
-        elem: on meta.
+        one. elem: on meta.
         """
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
@@ -75,10 +73,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # torch's
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation without values, from `recipes` if they know the call, and returns its result.
-
-        Counts new memory and scratch in the ledger and calls the listener. Operations that torch calls within another are part
-        of that one.
+        """Runs one operation without values, from `recipes` if they know the call, and returns its result. Counts new memory
+        and scratch in the ledger and calls the listener. Operations that torch calls within another are part of that one.
         """
         kwargs = kwargs or {}
         if func in _TAKES_STORAGE:  # torch's cache of results would keep the storage in its key
@@ -304,7 +300,6 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 def _recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
     """Returns (kind, place, sizes, strides, dtype, device) of a result: kind "same" for an argument, "view" of one, or "new".
-
     Raises _UnknownError for a result that is more than memory and a shape.
     """
     if result is None:

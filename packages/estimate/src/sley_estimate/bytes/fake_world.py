@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -23,25 +23,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sley_core.comm.backends import Direct, Done, installed_transports
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, HostStream, storage_id
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Simulation, nothing
+from sley_core.comm.groups import Exchange, Simulation, nothing
+from sley_core.comm.progress import ActionProgress, Members
 from sley_core.comm.transport import Transport, Work
+from sley_core.data.dataset import AnyDataset
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.execute import describe
+from sley_core.engine.stage import Stage
 from sley_core.errors import RunError
-from sley_core.model.layers import like
+from sley_core.model.layers import Layer, like
 from sley_core.model.tensors import buffer_format, held_tensors
+from sley_core.plan.plan import Plan
+from sley_core.protocols import Collective
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.variants import kind_of
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Exchange
-    from sley_core.comm.progress import ActionProgress, Members
-    from sley_core.data.dataset import AnyDataset
-    from sley_core.engine.stage import Stage
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import Collective
 
 CopyKind = Literal["to_host", "to_device"]
 
@@ -72,9 +68,8 @@ class StepListener:
 
 
 class FakeCopies:
-    """The copy streams and the host memory of a fake device.
-
-    runs_ahead: whether copies run beside other work, as on CUDA; else each is complete when `copy` returns.
+    """The copy streams and the host memory of a fake device. runs_ahead: whether copies run beside other work, as on CUDA; else
+    each is complete when `copy` returns.
     """
 
     def __init__(self, tensors: FakeTensors, *, runs_ahead: bool) -> None:
@@ -325,9 +320,7 @@ def nothing_of(own: Tensor) -> None:
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
     """Returns the descriptions of the outputs of all chunks but the last, from layers on meta; each kind of layer is called
-    once.
-
-    stage: has all layers of the model. dtype: of the parameters. Raises RunError `estimate-layer` for a layer that fails.
+    once. stage: has all layers of the model. dtype: of the parameters. Raises RunError `estimate-layer` for a layer that fails.
     """
     fields = meta_micro_batch(plan, dataset)
     known: dict[str, Any] = {}

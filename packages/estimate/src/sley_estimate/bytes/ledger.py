@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
 from sley_core.comm.copies import storage_id
-
-if TYPE_CHECKING:
-    from sley_core.run import Run
+from sley_core.run import Run
 
 ALIGNMENT = 64  # of torch's allocations on a host, bytes
 
@@ -53,7 +51,6 @@ class StepProgress:
 @dataclass(eq=False)
 class MemoryPiece:
     """The memory of one storage, from event `born` to event `died` (None: still there); place, ended: where the step was then.
-
     owner: the part of the run that holds it between two steps; "" if none. A storage that is resized has a piece per size.
     """
 

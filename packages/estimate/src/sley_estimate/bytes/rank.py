@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,27 +25,22 @@ from torch._subclasses.fake_tensor import (
 )
 
 from sley_core.actions.simulate import Costs, Peaks, peaks_of
-from sley_core.assemble import assemble
+from sley_core.assemble import Draft, assemble
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
+from sley_core.engine.stage import Lists
 from sley_core.errors import RunError, SleyError
 from sley_core.memory.state import PARTS
 from sley_core.model.tensors import counted, standing_for
+from sley_core.plan.plan import Plan
 from sley_core.process import uncollected
+from sley_core.run import Run
 from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, TakenSteps
 from sley_estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace, StepProgress
 from sley_estimate.layers.operators import as_on_cuda
+from sley_estimate.step.record import Recording
 from train_cli.on_meta import micro_batch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sley_core.assemble import Draft
-    from sley_core.engine.stage import Lists
-    from sley_core.plan.plan import Plan
-    from sley_core.run import Run
-    from sley_estimate.step.record import Recording
 
 STEPS = 3
 """Optimizer states come in the first; buckets have their final order from the second on. Both take as few micro-batches as the
@@ -118,9 +113,8 @@ def _steps_taken(
     *,
     is_first_whole: bool,
 ) -> tuple[RankBytes, bool]:
-    """Takes `STEPS` steps; returns the bytes, and whether the first step had as many micro-batches as the last.
-
-    is_first_whole: makes it so; else it has few, and pools count from its start, so that the peak is not below the true one.
+    """Takes `STEPS` steps; returns the bytes, and whether the first step had as many micro-batches as the last. is_first_whole:
+    makes it so; else it has few, and pools count from its start, so that the peak is not below the true one.
     """
     with fake_run(plan, rank, size, recipes, draft) as (run, ledger, tensors):
         if recording is not None:

@@ -17,16 +17,20 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import accumulate, islice
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from sley_core.actions.action import Action, Kind, Step
-from sley_core.assemble import draft_of, dtypes
+from sley_core.assemble import Draft, draft_of, dtypes
 from sley_core.comm.world import World
+from sley_core.engine.stage import Lists, Stage
 from sley_core.errors import PlanError, RunError
+from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
+from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
+from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.fake_world import meta_outputs
 from sley_estimate.bytes.ledger import Ledger, StepPlace
@@ -34,13 +38,6 @@ from sley_estimate.bytes.rank import RankBytes, fewest_micros, late_error, least
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from train_cli.on_meta import meta_micro_batch
-
-if TYPE_CHECKING:
-    from sley_core.assemble import Draft
-    from sley_core.engine.stage import Lists, Stage
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Plan
-    from sley_core.topology import Topology
 
 T = TypeVar("T")
 

@@ -16,34 +16,31 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from sley_core.comm.device import Device, Span
 from sley_core.comm.guard import first_line
 from sley_core.comm.startup import gather_values
+from sley_core.comm.world import World
 from sley_core.data.batches import Slices, cut
-from sley_core.data.dataset import DataContext
+from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.execute import InFlight, describe, edges_of
 from sley_core.errors import RunError
+from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
+from sley_core.plan.plan import Plan
+from sley_core.protocols import Loss, SequenceCommunicator
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import MICRO, Value, entered, queued_products, run_backward, seeds
-
-if TYPE_CHECKING:
-    from sley_core.comm.device import Device, Span
-    from sley_core.comm.world import World
-    from sley_core.data.dataset import AnyDataset, DataInfo
-    from sley_core.model.layers import Layer, Model
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import Loss, SequenceCommunicator
 
 REPETITIONS = 5
 """Default number of timed calls of a layer, after one to warm up. The median counts: what disturbs a call disturbs a run
@@ -73,6 +70,7 @@ class Half(NamedTuple):
 
 
 Halves = tuple[Half, Half]
+T = TypeVar("T")
 
 
 class LayerBench:
@@ -144,7 +142,6 @@ class LayerBench:
 
     def _medians(self, call: Callable[[tuple[float, float]], Halves], in_a_row: Callable[[], tuple[float, float]]) -> Halves:
         """Returns the median seconds of the halves of `call`, which takes the host's seconds to start each, 0 if unknown.
-
         in_a_row: returns those of the host.
         """
         ahead = unknown = (0.0, 0.0)
@@ -390,33 +387,33 @@ def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], 
                 seconds.append(round(times.whole_s, DIGITS))
         return seconds
 
-    return from_first(world, measure, "time the layers")
+    return measure() if world.size == 1 else on_ranks(world, measure, "time the layers", only_first=True)
 
 
-def from_first(world: World, make: Callable[[], list[float]], what: str) -> list[float]:
-    """Calls `make` on the first rank and returns its result on all ranks: a blocking collective over the default group.
+def on_ranks(world: World, make: Callable[[], T], what: str, *, only_first: bool = False) -> T:
+    """Calls `make` on every rank and returns each its own result; a blocking collective over the default group.
 
-    what: describes what it does, for errors. Raises the error of `make` on rank 0, RunError `start-failed` on the others.
+    only_first: calls it on rank 0 alone, and returns its result, which JSON can carry, on all. what: what it does, for errors.
+    Raises what `make` raises on that rank, RunError `start-failed` on the others.
     """
-    if world.size == 1:
-        return make()
-    box: tuple[list[float] | None, str] = (None, "")
+    value: Any = None
+    fault = ""
     failure: Exception | None = None
-    if world.rank == 0:
+    if world.rank == 0 or not only_first:
         try:
-            box = (make(), "")
+            value = make()
         except Exception as error:
-            failure = error
-            box = (None, f"{type(error).__name__}: {first_line(error)}")
-    # All ranks assemble one plan, and call this before any of them makes a group.
+            failure, fault = error, f"{type(error).__name__}: {first_line(error)}"
+    # All ranks call this once, before any of them makes a group.
     try:
-        value, fault = gather_values(box)[0]
-    except RuntimeError as error:
-        message = f"rank {world.rank} heard nothing from rank 0, which was to {what}: {first_line(error)}"
+        said = gather_values([fault, value if only_first else None])
+    except RuntimeError as error:  # ranks that are late, or gone, must not hide this rank's error
+        message = f"rank {world.rank} heard nothing from a rank that was to {what}: {first_line(error)}"
         raise failure or RunError("start-failed", message) from error
     if failure is not None:
         raise failure
-    if fault:
-        raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
-    found: list[float] = value  # without a fault it is what `make` returned
-    return found
+    for rank, (other_fault, _) in enumerate(said):
+        if other_fault:
+            raise RunError("start-failed", f"rank {rank} could not {what}: {other_fault}")
+    result: T = said[0][1] if only_first else value
+    return result

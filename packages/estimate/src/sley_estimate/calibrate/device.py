@@ -7,15 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sley_core.comm.copies import HostMemory, free, grow
-
-if TYPE_CHECKING:
-    from sley_core.comm.copies import CopyEvent, CopyStream
-    from sley_core.comm.device import Device
+from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow
+from sley_core.comm.device import Device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}

@@ -13,21 +13,19 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.assemble import assemble
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.run import Run
 from sley_estimate.machine import EngineTable
-
-if TYPE_CHECKING:
-    from sley_core.comm.device import Device
-    from sley_core.plan.plan import Plan
-    from sley_core.run import Run
 
 WEIGHTS = 8, 128  # of a run of few weights, and of one of many
 MICROS = 1, 5  # micro-batches of a step

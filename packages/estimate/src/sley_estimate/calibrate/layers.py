@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,35 +18,29 @@ from torch import Tensor
 
 from sley_core.assemble import DTYPES, draft_model, dtypes
 from sley_core.comm.backends import Done
-from sley_core.comm.group import Group
-from sley_core.comm.guard import first_line
-from sley_core.comm.startup import gather_values
+from sley_core.comm.device import Device, Span
+from sley_core.comm.group import Exchange, Group
 from sley_core.comm.transport import Transport, Work, put
+from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.errors import PlanError, SleyError
+from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
+from sley_core.plan.plan import Plan
 from sley_core.process import keep_freed_memory
+from sley_core.protocols import SequenceCommunicator
 from sley_core.records import ActivationPolicyRecord
 from sley_core.topology import DEFAULT_LANE, LANES
-from sley_estimate.calibrate.bench import LayerBench
+from sley_estimate.calibrate.bench import LayerBench, on_ranks
 from sley_estimate.calibrate.device import measure_device, measure_host
 from sley_estimate.calibrate.engine import measure_engine
 from sley_estimate.calibrate.links import measure_links
 from sley_estimate.layers.trace import Value
 from sley_estimate.layers.variants import Variant, layer_keys, with_variant
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
-from sley_estimate.search.layouts import choices_of
+from sley_estimate.search.layouts import Choice, choices_of
 from train_cli.on_meta import meta_micro_batch
-
-if TYPE_CHECKING:
-    from sley_core.comm.device import Device, Span
-    from sley_core.comm.group import Exchange
-    from sley_core.comm.world import World
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import SequenceCommunicator
-    from sley_estimate.search.layouts import Choice
 
 BUDGET_S = 50.0  # of a calibration, unless the plan's own layers alone take longer
 REPETITIONS = 15  # of each layer as the plan has it
@@ -83,36 +76,13 @@ def measure(
     tables: dict[str, Any] = {"format": MACHINE_FORMAT}
     together = world.size > 1 and is_cpu
     if together or world.rank == 0:
-        tables |= _on_all(world, alone, "measure its device and layers") if together else alone()
+        tables |= on_ranks(world, alone, "measure its device and layers") if together else alone()
     if world.rank != 0:
         return None
     left_out = tables.pop("left out", ())
     if links is not None:
         tables["links"] = links
     return machine_from_dict(tables), left_out
-
-
-def _on_all(world: World, make: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
-    """Calls `make` on every rank and returns each rank its own result; a blocking collective over the default group.
-
-    what: describes what it does, for errors. Raises what `make` raises on that rank, RunError `start-failed` on the others.
-    """
-    try:
-        found = make()
-    except Exception as error:
-        with suppress(RuntimeError):  # ranks that are late, or gone, must not hide this rank's error
-            gather_values(f"{type(error).__name__}: {first_line(error)}")
-        raise
-    # Every rank calls it exactly once, here or above.
-    try:
-        faults = gather_values("")
-    except RuntimeError as error:
-        message = f"rank {world.rank} heard nothing from a rank that was to {what}: {first_line(error)}"
-        raise RunError("start-failed", message) from error
-    for rank, fault in enumerate(faults):
-        if fault:
-            raise RunError("start-failed", f"rank {rank} could not {what}: {fault}")
-    return found
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:

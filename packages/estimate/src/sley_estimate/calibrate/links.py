@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sley_core.comm.group import Group
+from sley_core.comm.groups import Groups
+from sley_core.comm.transport import Work
+from sley_core.comm.world import World
 from sley_core.topology import GATHER, REDUCE, Topology
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.comm.groups import Groups
-    from sley_core.comm.transport import Work
-    from sley_core.comm.world import World
 
 FEW, MANY = 1 << 12, 1 << 23  # bytes of the whole tensors: few show the latency, many the bandwidth
 
@@ -146,9 +144,8 @@ def _after_work(groups: Groups, begin: Begin, world: World) -> float:
 
 
 def overlap(groups: Groups, begin: Begin, world: World) -> float:
-    """Returns the share of an exchange, from 0 to 1, that runs beside work that takes as long. Equal on all ranks.
-
-    It is measured on CPUs, where threads that exchange need the cores that compute; elsewhere it is 1.
+    """Returns the share of an exchange, from 0 to 1, that runs beside work that takes as long. Equal on all ranks. It is
+    measured on CPUs, where threads that exchange need the cores that compute; elsewhere it is 1.
     """
     if world.device.type != "cpu":
         return 1.0

@@ -252,7 +252,6 @@ def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
 
 def compare_with_run(stages: Sequence[RankBytes], step: PlanSeconds | None, folder: Path) -> list[str]:
     """Writes the estimate of rank 0 into the run's `summary.json`, and returns lines that compare both; none without a summary.
-
     On a CPU the peak of a run is not measured.
     """
     path = folder / SUMMARY

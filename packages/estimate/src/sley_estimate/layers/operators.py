@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from sley_core.comm.copies import storage_id
 from sley_core.model.tensors import standing_for
 
 PhaseName = Literal["forward", "recompute", "backward", "input_gradient", "weight_gradient"]
@@ -98,23 +97,18 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.phase: PhaseName = "forward"
         self.last = ""
-        self._shared: set[int] = set()
+        self.shared: set[int] = set()  # storages that all layers share, which `keep` leaves out
         self._kept: dict[int, int] = {}
         self._operators: dict[PhaseName, list[Operator]] = {}
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
         return tuple(self._operators.get(phase, ()))
 
-    def share(self, value: object) -> None:
-        """Leaves a tensor that all layers share out of `keep`."""
-        if isinstance(value, Tensor):
-            self._shared.add(storage_id(value))
-
     def keep(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that is saved for the backward, unless it is shared or a parameter; returns it."""
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
-        if not is_weight and storage._cdata not in self._shared:
+        if not is_weight and storage._cdata not in self.shared:
             self._kept[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -138,9 +132,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
-    """Returns the work of one call of torch's operator `func`; None if it computes and moves nothing, as a view.
-
-    An operator that returns nothing writes in place; a look-up reads as much of its table as it writes.
+    """Returns the work of one call of torch's operator `func`; None if it computes and moves nothing, as a view. An operator
+    that returns nothing writes in place; a look-up reads as much of its table as it writes.
     """
     packet = func._overloadpacket
     is_query = func.namespace in ("prim", "profiler")
@@ -161,8 +154,10 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         table, *inputs = inputs
         inputs += outputs if table.numel() else ()
     outputs += _written(func, args, kwargs)
-    num_bytes = sum(map(moved_bytes, inputs)) + sum(map(moved_bytes, outputs))
-    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
+    num_bytes = _bytes(*inputs, *outputs)
+    name = str(packet).removeprefix("aten.")
+    plain = getattr(aten, name[:-1], None) if name.endswith("_") else None  # torch has a formula of `addmm`, for `addmm_`
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(plain)
     if formula is None:
         return Operator(str(packet), num_bytes)
     dtype = next((DTYPE_NAMES[tensor.dtype] for tensor in inputs if tensor.dtype in DTYPE_NAMES), "fp32")
@@ -174,8 +169,7 @@ def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tenso
     grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
     of_values = *grouped[:-1], value.shape[-1]
     flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
-    num_bytes = sum(map(moved_bytes, (query, key, value, context)))
-    return Operator("attention", num_bytes, flops, DTYPE_NAMES.get(query.dtype, "fp32"))
+    return Operator("attention", _bytes(query, key, value, context), flops, DTYPE_NAMES.get(query.dtype, "fp32"))
 
 
 def attention_backward(
@@ -183,7 +177,7 @@ def attention_backward(
 ) -> Operator:
     """Returns the backward of an attention, which reads the context too. gradient: of the context."""
     forward = attention_operator(query, key, value, gradient, is_causal=is_causal)
-    num_bytes = forward.num_bytes + sum(map(moved_bytes, (gradient, *results)))
+    num_bytes = forward.num_bytes + _bytes(gradient, *results)
     return replace(forward, num_bytes=num_bytes, flops=int(forward.flops * OF_BACKWARD))
 
 
@@ -194,7 +188,7 @@ def _over_documents(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], r
     positions, heads, width = query.shape
     rows = max(1, positions // longest), heads, longest
     flops = sdpa_flop_count((*rows, width), (*rows, width), (*rows, named["value"].shape[-1]))  # type: ignore[no-untyped-call]
-    num_bytes = sum(map(moved_bytes, [*_tensors((args, kwargs)), *_tensors(result)]))
+    num_bytes = _bytes(*_tensors((args, kwargs, result)))
     factor = OF_BACKWARD if "grad_out" in named else 1
     return Operator("attention", num_bytes, int(flops * factor), DTYPE_NAMES.get(query.dtype, "fp32"))
 
@@ -214,10 +208,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return _tensors([named.get(name) for name in places])
 
 
-def _out_of_place(packet: Any) -> Any:
-    """Returns `addmm` for `addmm_`, of which torch has a FLOP formula; None for operators that are not in place."""
-    name = str(packet).removeprefix("aten.")
-    return getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+def _bytes(*tensors: Tensor) -> int:
+    return sum(map(moved_bytes, tensors))
 
 
 def moved_bytes(tensor: Tensor) -> int:
@@ -302,10 +294,6 @@ class FusedKernels(TorchFunctionMode):
 def _per_row(rows: Tensor) -> Tensor:
     """Returns a kernel's statistic of each row, [..., 1] in fp32."""
     return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
-
-
-def _bytes(*tensors: Tensor) -> int:
-    return sum(map(moved_bytes, tensors))
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -10,13 +10,13 @@ Else policies and sizes would be ordered by which of them was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import log2
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -24,16 +24,13 @@ from sley_core.actions.action import Kind
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
+from sley_core.model.layers import Model
+from sley_core.plan.plan import Component, Plan
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.trace import layer_works
 from sley_estimate.layers.variants import LayerVariants, Variant, layer_keys
-from sley_estimate.search.layouts import choices_of
-
-if TYPE_CHECKING:
-    from sley_core.model.layers import Model
-    from sley_core.plan.plan import Component, Plan
-    from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
-    from sley_estimate.search.layouts import Choice, Choices
+from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
+from sley_estimate.search.layouts import Choice, Choices, choices_of
 
 Source = Literal["measured", "in proportion", "counted"]
 """Whether the seconds of a layer are in the machine file, scaled from another variant there, or counted alone."""
@@ -61,9 +58,8 @@ class LayerSeconds:
 
     @classmethod
     def counted(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> LayerSeconds:
-        """Returns the seconds of a layer's operators on `device`. with_host: fills the host's seconds too, on a GPU.
-
-        Raises PlanError "machine-matmul" for a product of a dtype that the machine file does not have.
+        """Returns the seconds of a layer's operators on `device`. with_host: fills the host's seconds too, on a GPU. Raises
+        PlanError "machine-matmul" for a product of a dtype that the machine file does not have.
         """
         seconds = _priced(work, lambda operators: seconds_of(operators, device))
         if not with_host or device.kind == "cpu":
@@ -141,20 +137,18 @@ def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
 
 def device_seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
     """Returns the seconds of consecutive operators without the host's starts. Raises as `seconds_of`."""
-    return sum(_device_s(operator, device) for operator in operators)
-
-
-def _device_s(operator: Operator, device: DeviceTable) -> float:
-    memory_s = operator.num_bytes / device.memory_bandwidth
-    if not operator.flops:
-        return memory_s
-    table: MatmulTable | None = getattr(device.matmul, operator.dtype)
-    if table is None:
-        message = (
-            f"the machine `{device.name}` has no `[device.matmul.{operator.dtype}]`, and a layer multiplies {operator.dtype}"
-        )
-        raise PlanError("machine-matmul", message, hint="`train-cli calibrate` measures every dtype that the device has")
-    return max(memory_s, (operator.flops + table.half_flops) / table.flops_per_s)
+    total_s = 0.0
+    for operator in operators:
+        seconds = operator.num_bytes / device.memory_bandwidth
+        if operator.flops:
+            table: MatmulTable | None = getattr(device.matmul, operator.dtype)
+            if table is None:
+                what = f"`[device.matmul.{operator.dtype}]`, and a layer multiplies {operator.dtype}"
+                hint = "`train-cli calibrate` measures every dtype that the device has"
+                raise PlanError("machine-matmul", f"the machine `{device.name}` has no {what}", hint=hint)
+            seconds = max(seconds, (operator.flops + table.half_flops) / table.flops_per_s)
+        total_s += seconds
+    return total_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +168,6 @@ class NearestLayers:
         self.policies = choices.policies
         self.attention: Choice | Component | None = choices.attention[0] if choices.attention else None
         self._known = {table.key: LayerSeconds.measured(table) for table in machine.layers}
-        self._measured: list[tuple[MeasuredVariant, ...]] | None = None
 
     def priced(
         self, variant: Variant, works: Sequence[LayerWork], attention: Choice | Component | None = None
@@ -184,34 +177,27 @@ class NearestLayers:
         works: of the layers in this variant; one object for equal layers. attention: needed where a sequence is cut. Raises
         PlanError "machine-matmul".
         """
-        count = len(self.variants.model.layers)
-        keys = self.variants.keys(variant, attention) if self._known else [""] * count
+        keys = self.variants.keys(variant, attention) if self._known else [""] * len(works)
         priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
         result = []
         for at, (work, key, nearest) in enumerate(zip(works, keys, self._nearest(variant), strict=True)):
             place = id(work), key, nearest
             if place not in priced:
-                own = self._known.get(key)
-                priced[place] = (own, "measured") if own else self._unmeasured(at, work, nearest)
+                priced[place] = self._price(at, work, key, nearest)
             result.append(priced[place])
         return result
 
-    def _unmeasured(self, at: int, work: LayerWork, nearest: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
-        device = self.machine.device
-        other: LayerWork | None = None
+    def _price(self, at: int, work: LayerWork, key: str, nearest: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
+        if key in self._known:
+            return self._known[key], "measured"
         if nearest is not None:
             with suppress(SleyError):  # the measured variant may not be countable
                 other = self.variants.works(nearest.variant)[at]
-        if nearest is None or other is None:
-            return LayerSeconds.counted(work, device, with_host=self.machine.engine is not None), "counted"
-        return LayerSeconds.in_proportion(work, other, nearest.seconds, device), "in proportion"
+                return LayerSeconds.in_proportion(work, other, nearest.seconds, self.machine.device), "in proportion"
+        return LayerSeconds.counted(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
     def _nearest(self, variant: Variant) -> list[MeasuredVariant | None]:
         """Returns for each layer its nearest measured variant: by samples, then by slices, then by policy."""
-        if not self._known:
-            return [None] * len(self.variants.model.layers)
-        if self._measured is None:
-            self._measured = self._measured_variants()
 
         def distance(measured: MeasuredVariant) -> tuple[float, bool, bool]:
             other = measured.variant
@@ -221,11 +207,21 @@ class NearestLayers:
         nearest = {each: min(each, key=distance, default=None) for each in set(self._measured)}
         return [nearest[each] for each in self._measured]
 
-    def _measured_variants(self) -> list[tuple[MeasuredVariant, ...]]:
-        """Returns for each layer its variants in the machine file; equal for equal layers."""
+    @cached_property
+    def _measured(self) -> list[tuple[MeasuredVariant, ...]]:
+        """Returns for each layer its variants in the machine file; equal for equal layers. Policies that copy are priced by
+        themselves.
+        """
+        if not self._known:
+            return [()] * len(self.variants.model.layers)
+        plan, tables = self.variants.plan, self.machine.layers
+        sizes = {plan.batch.micro_size, *(table.micro_size for table in tables if table.micro_size)}
+        slices = {1, plan.parallel.sp, *(table.sp for table in tables)} if self.attention else {1}
+        policies = [policy for policy in self.policies if not policy.copies]
         by_layer: list[dict[str, MeasuredVariant]] = [{} for _ in self.variants.model.layers]
         shared: dict[str, MeasuredVariant] = {}
-        for variant in self._possible():
+        for parts in product(policies, sorted(sizes), sorted(slices)):
+            variant = Variant(*parts)
             try:
                 keys = self.variants.keys(variant, self.attention)
             except SleyError:  # a policy that cannot be built here was not measured
@@ -234,14 +230,6 @@ class NearestLayers:
                 if key in self._known:
                     known.setdefault(key, shared.setdefault(key, MeasuredVariant(variant, self._known[key])))
         return [tuple(known.values()) for known in by_layer]
-
-    def _possible(self) -> Iterator[Variant]:
-        """Yields the variants in which layers may have been measured. Policies that copy are priced by themselves."""
-        plan, tables = self.variants.plan, self.machine.layers
-        sizes = {plan.batch.micro_size, *(table.micro_size for table in tables if table.micro_size)}
-        slices = {1, plan.parallel.sp, *(table.sp for table in tables)} if self.attention else {1}
-        policies = [policy for policy in self.policies if not policy.copies]
-        yield from (Variant(*parts) for parts in product(policies, sorted(sizes), sorted(slices)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from sley_core.assemble import DTYPES, dtypes
+from sley_core.comm.copies import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import computed_from
-from sley_core.model.layers import ForwardPatch
+from sley_core.model.layers import ForwardPatch, Layer, Model
+from sley_core.plan.plan import Plan
+from sley_core.protocols import ActivationPolicy, Loss
 from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
-
-if TYPE_CHECKING:
-    from sley_core.model.layers import Layer, Model
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import ActivationPolicy, Loss
 
 MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 PLACE = (0, 0)
@@ -113,8 +111,8 @@ def _run(
     """Runs a forward and a backward, split in two halves or whole; returns the recorder of its operators, and the output."""
     recorder, queue = OperatorRecorder(), WeightQueue()
     in_flight, args, named = entered(layer, value, fields)
-    for shared in tree_leaves([computed_from(field) for field in named.values()]):
-        recorder.share(shared)
+    shared = [leaf for field in named.values() for leaf in tree_leaves([computed_from(field)]) if isinstance(leaf, Tensor)]
+    recorder.shared.update(map(storage_id, shared))
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]  # torch's
@@ -134,11 +132,22 @@ def _run(
             with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
                 output = policy.call(layer.name, call, args, named, MICRO)
             in_flight.loss = loss.loss(output, fields) if loss is not None else None
-            _backward(in_flight, output, recorder, queue, split=split)
+            first = seeds(in_flight, output, torch.empty_like)
+            recorder.phase = "input_gradient" if split else "backward"
+            with queue.collecting(PLACE) if split else nullcontext():
+                run_backward(in_flight, first)
+            if split:
+                recorder.phase = "weight_gradient"
+                queue.run(PLACE)
     except (SleyError, AssertionError):
         raise
     except Exception as error:
-        raise _not_countable(layer, recorder, error) from error
+        message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot be counted without memory: "
+        message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        if recorder.last:
+            message += f" (the last operator was {recorder.last})"
+        hint = "time it: `train-cli calibrate --plan plan.toml --out machine.toml`"
+        raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.of("recompute"):
         for tensor in value[1] if value else ():
             recorder.keep(tensor)  # the input of the recomputation
@@ -153,17 +162,6 @@ def _run(
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _backward(in_flight: InFlight, output: Any, recorder: OperatorRecorder, queue: WeightQueue, *, split: bool) -> None:
-    """Runs the backward from the loss or the output; if `split`, the half for inputs, then the products of weights."""
-    gradients = seeds(in_flight, output, torch.empty_like)
-    recorder.phase = "input_gradient" if split else "backward"
-    with queue.collecting(PLACE) if split else nullcontext():
-        run_backward(in_flight, gradients)
-    if split:
-        recorder.phase = "weight_gradient"
-        queue.run(PLACE)
 
 
 def entered(
@@ -194,6 +192,13 @@ def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
 def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
     """Makes an I queue the weight gradients of the module's plain linears in `queue`, to which W adds in memory of `dtype`."""
 
+    def add(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        """Adds rows^T inputs, in one kernel if the dtypes are equal, as the store does."""
+        if rows.dtype == accumulated.dtype:
+            accumulated.addmm_(rows.t(), inputs)
+        else:
+            accumulated.add_(rows.t() @ inputs)
+
     def forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
         result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
         return result
@@ -201,17 +206,9 @@ def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -
     with ExitStack() as patches:
         for each in module.modules():
             if is_plain_linear(each) and each.weight.requires_grad:
-                sink = Handover(partial(_add_product, torch.zeros_like(each.weight, dtype=dtype)), queue)
+                sink = Handover(partial(add, torch.zeros_like(each.weight, dtype=dtype)), queue)
                 patches.callback(ForwardPatch(each, partial(forward, each, sink)).undo)
         yield
-
-
-def _add_product(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Adds rows^T inputs, in one kernel if the dtypes are equal, as the store does."""
-    if rows.dtype == accumulated.dtype:
-        accumulated.addmm_(rows.t(), inputs)
-    else:
-        accumulated.add_(rows.t() @ inputs)
 
 
 @contextmanager
@@ -225,7 +222,11 @@ def _on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
                 if tensor is None:
                     continue
                 if id(tensor) not in replaced:
-                    replaced[id(tensor)] = _meta_like(tensor, working)
+                    dtype, is_parameter = tensor.dtype, isinstance(tensor, nn.Parameter)
+                    if dtype.is_floating_point:  # a float buffer has the wider of the working dtype and its own
+                        dtype = working if is_parameter else torch.promote_types(dtype, working)
+                    empty = torch.empty_like(tensor, dtype=dtype, device="meta")
+                    replaced[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 places.append((tensors, name, tensor))
                 tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]  # the module's own dict
     try:
@@ -233,22 +234,3 @@ def _on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
     finally:
         for tensors, name, tensor in places:
             tensors[name] = tensor
-
-
-def _meta_like(tensor: Tensor, working: torch.dtype) -> Tensor:
-    """Returns a meta tensor: a float parameter in dtype `working`, a float buffer in the wider of that and its own."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    dtype = tensor.dtype
-    if dtype.is_floating_point:
-        dtype = working if is_parameter else torch.promote_types(dtype, working)
-    empty = torch.empty_like(tensor, dtype=dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-
-
-def _not_countable(layer: Layer, recorder: OperatorRecorder, error: Exception) -> PlanError:
-    message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot be counted without memory: "
-    message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    if recorder.last:
-        message += f" (the last operator was {recorder.last})"
-    hint = "time it: `train-cli calibrate --plan plan.toml --out machine.toml`"
-    return PlanError("estimate-layer", message, path=("model",), hint=hint)

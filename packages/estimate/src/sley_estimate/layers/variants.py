@@ -44,9 +44,8 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def kind_of(module: nn.Module, place: str) -> Any:
-    """Returns nested plain values that determine the module's cost: modules with equal `repr`s cost the same.
-
-    place: the module's name in the model, which stands for attributes that are not plain.
+    """Returns nested plain values that determine the module's cost: modules with equal `repr`s cost the same. place: the
+    module's name in the model, which stands for attributes that are not plain.
     """
     attributes = [
         (name, plain(value, f"{place}.{name}"))
@@ -259,7 +258,6 @@ def with_variant(plan: Plan, *, policy: Choice | None = None, micro_size: int | 
 
 def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
     """Returns the work on `samples` samples (a share of one, too), on the line through the works on one and on two samples.
-
     Operators of a name that occurs more often on two samples, as those of a loss taken in pieces, are in proportion to two.
     """
     return LayerWork(
@@ -294,15 +292,15 @@ def _operators(one: Sequence[Operator], two: Sequence[Operator], samples: float)
         firsts[operator.name].append(operator)
     counts = Counter(operator.name for operator in two)
     pairs = {name: iter(operators) for name, operators in firsts.items() if len(operators) == counts[name]}
-    return tuple(_operator(next(pairs[second.name]) if second.name in pairs else None, second, samples) for second in two)
-
-
-def _operator(first: Operator | None, second: Operator, samples: float) -> Operator:
-    if first is None:
-        share = samples / 2
-        return replace(second, num_bytes=round(second.num_bytes * share), flops=round(second.flops * share))
-    num_bytes = _line(first.num_bytes, second.num_bytes, samples)
-    return replace(second, num_bytes=num_bytes, flops=_line(first.flops, second.flops, samples))
+    operators = []
+    for second in two:
+        first = next(pairs[second.name]) if second.name in pairs else None
+        if first is None:
+            sizes = round(second.num_bytes * (samples / 2)), round(second.flops * (samples / 2))
+        else:
+            sizes = _line(first.num_bytes, second.num_bytes, samples), _line(first.flops, second.flops, samples)
+        operators.append(replace(second, num_bytes=sizes[0], flops=sizes[1]))
+    return tuple(operators)
 
 
 def _line(one: int, two: int, samples: float) -> int:

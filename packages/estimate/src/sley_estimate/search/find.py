@@ -16,24 +16,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
+from sley_core.plan.plan import Plan
 from sley_core.process import uncollected
 from sley_estimate.bytes.fake_tensors import Recipes
 from sley_estimate.bytes.stages import can_fork, first_draft, forked, representatives, take_steps
+from sley_estimate.layers.prices import Source
+from sley_estimate.machine import MachineFile
+from sley_estimate.search.layouts import Layout, Layouts
 from sley_estimate.search.roofline import Roofline, Rough
 from sley_estimate.step.estimate import on_machine, records_from, seconds_from
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
-    from sley_estimate.layers.prices import Source
-    from sley_estimate.machine import MachineFile
-    from sley_estimate.search.layouts import Layout, Layouts
-    from sley_estimate.step.lanes import StepSeconds
+from sley_estimate.step.lanes import StepSeconds
 
 T = TypeVar("T")
 
@@ -138,6 +136,12 @@ def find(
     end_s = time.monotonic() + budget_s
     verified: list[Result] = []
 
+    def estimated(layout: Layout, recipes: Recipes) -> tuple[ExactEstimate | SleyError | None, Recipes]:
+        try:
+            return exact(layout.plan(space.plan, space.world), space.world, machine, memory, recipes), recipes
+        except SleyError as error:
+            return error, recipes
+
     def within_budget(calls: Sequence[Callable[[], T]]) -> Iterator[Callable[[], T]]:
         """Yields calls as processes become free, until the budget ends."""
         for begun, call in enumerate(calls, result.num_exact):
@@ -147,7 +151,7 @@ def find(
 
     while batch:
         recipes = Recipes()
-        calls = within_budget([partial(_estimate, layout, space, machine, memory, recipes) for layout in batch])
+        calls = within_budget([partial(estimated, layout, recipes) for layout in batch])
         done = 0
         for done, (number, (takes, learned)) in enumerate(_results(calls, cores, space, is_forked=is_forked), 1):
             recipes.learn(learned)
@@ -169,9 +173,7 @@ def find(
 
 def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many: int, top: int) -> tuple[SearchResult, Ranked]:
     """Returns the counts of a search, and the `many` fastest layouts by the formula, with slower ones than the `top` fastest
-    that need less memory.
-
-    Optimizer states leave the device only in layouts that do not fit with them: none is faster so.
+    that need less memory. Optimizer states leave the device only in layouts that do not fit with them: none is faster so.
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
     numbers, seconds, sizes = array("q"), array("d"), array("d")
@@ -257,21 +259,11 @@ def _results(calls: Iterable[Callable[[], T]], cores: int, space: Layouts, *, is
         yield from ((number, call()) for number, call in enumerate(calls))
 
 
-def _estimate(
-    layout: Layout, space: Layouts, machine: MachineFile, memory: int | None, recipes: Recipes
-) -> tuple[ExactEstimate | SleyError | None, Recipes]:
-    try:
-        return exact(layout.plan(space.plan, space.world), space.world, machine, memory, recipes), recipes
-    except SleyError as error:
-        return error, recipes
-
-
 def exact(
     plan: Plan, size: int, machine: MachineFile, memory: int | None = None, recipes: Recipes | None = None
 ) -> ExactEstimate | None:
-    """Returns the estimate of a plan from steps in this process; None if a stage needs more than `memory` bytes.
-
-    Raises as `estimate_seconds`.
+    """Returns the estimate of a plan from steps in this process; None if a stage needs more than `memory` bytes. Raises as
+    `estimate_seconds`.
     """
     plan = on_machine(plan, machine)
     draft = first_draft(plan, size)
@@ -290,10 +282,8 @@ def exact(
 def exact_apart(plan: Plan, size: int, machine: MachineFile) -> ExactEstimate:
     """Returns `exact` from a forked process, where that works."""
     call = partial(exact, plan, size, machine)
-    if not can_fork():
-        estimate = call()
-    else:
-        ((_, estimate),) = forked([call], 1, 2 * size * plan.limits.estimate_timeout_s)
+    limit_s = 2 * size * plan.limits.estimate_timeout_s
+    estimate = next(forked([call], 1, limit_s))[1] if can_fork() else call()
     assert estimate is not None, "there is no limit to exceed"
     return estimate
 

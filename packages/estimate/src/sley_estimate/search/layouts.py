@@ -231,9 +231,8 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Every layout of `plan` in a world of `world` ranks, without sizes that do not divide.
-
-    keep: axes on which the plan's own value stays. Raises UsageError "no-axis" for an unknown one.
+    """Every layout of `plan` in a world of `world` ranks, without sizes that do not divide. keep: axes on which the plan's own
+    value stays. Raises UsageError "no-axis" for an unknown one.
     """
 
     def __init__(self, plan: Plan, world: int, choices: Choices, keep: Collection[str] = ()) -> None:

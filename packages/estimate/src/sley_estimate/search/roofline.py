@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ from sley_core.data.factory import open_dataset
 from sley_core.engine.stage import by_parameters, stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import MOST_FORWARDS
+from sley_core.plan.plan import Plan
+from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, steps_on_host
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_world import CopyKind
@@ -35,14 +37,10 @@ from sley_estimate.bytes.stages import most_waiting
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import NearestLayers
 from sley_estimate.layers.variants import ATTENTION, LayerVariants, Variant, once
+from sley_estimate.machine import MachineFile
+from sley_estimate.search.layouts import Choice, Choices, Layout
 from sley_estimate.step.estimate import count_states, moved_by_update
 from sley_estimate.step.links import NOTHING, all_groups, collective, copy_cost, on_host_s, slowest, slowest_message
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import Collective
-    from sley_estimate.machine import MachineFile
-    from sley_estimate.search.layouts import Choice, Choices, Layout
 
 T = TypeVar("T")
 
@@ -160,7 +158,10 @@ class Roofline:
 
         def layers() -> LayerCosts:
             if layout.attention is not None:
-                self._once(("slices", id(layout.attention)), lambda: self._check_slices(layout))
+                # Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence.
+                whole = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
+                plan = partial(whole.plan, self.plan, layout.sp)
+                self._once(("slices", id(layout.attention)), lambda: draft_model(plan(), self.dataset.info))
             works = self._variants.works(variant)
             rows = []
             copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()
@@ -322,9 +323,3 @@ class Roofline:
             return StageCut(np.array(starts), np.array(places), tuple(placement.route), bubble, np.array(least))
 
         return self._once(("cut", pp, id(layout.schedule)), cut)
-
-    def _check_slices(self, layout: Layout) -> bool:
-        """Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence."""
-        whole = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
-        draft_model(whole.plan(self.plan, layout.sp), self.dataset.info)
-        return True

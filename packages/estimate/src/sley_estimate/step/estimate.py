@@ -16,33 +16,29 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, actions_of, direction_of
-from sley_core.assemble import DTYPES, dtypes
-from sley_core.errors import PlanError
+from sley_core.assemble import DTYPES, Draft, dtypes
+from sley_core.engine.stage import Lists
+from sley_core.errors import PlanError, SleyError
 from sley_core.optim.shared import in_training, skips_on_device
 from sley_core.plan.load import with_values
+from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
+from sley_estimate.bytes.rank import RankBytes
 from sley_estimate.bytes.stages import each_stage, first_draft, representatives, take_steps
+from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_seconds_of, priced_layers, seconds_of
 from sley_estimate.layers.variants import once
+from sley_estimate.machine import MachineFile
 from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, StepSeconds, simulate_programs
 from sley_estimate.step.links import Cost, Ranks, copy_cost, groups_at_once, on_host_s, slowest, slowest_message
 from sley_estimate.step.record import HOST, Awaited, Began, Computed, Events, Queue, RankRecord, RecordedStep, expanded
 from train_cli.on_meta import meta_micro_batch
-
-if TYPE_CHECKING:
-    from sley_core.assemble import Draft
-    from sley_core.engine.stage import Lists
-    from sley_core.errors import SleyError
-    from sley_core.plan.plan import Plan
-    from sley_estimate.bytes.rank import RankBytes
-    from sley_estimate.layers.operators import Operator
-    from sley_estimate.machine import MachineFile
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
 
@@ -205,7 +201,11 @@ class _Pricing:
         """Returns an exchange or copy; the key of one over several stages is the axis and its count, in which members agree."""
         record = self.records[stage]
         is_copy = began.axis == HOST
-        members = (stage,) if is_copy else once(self._members, (began.axis, stage), lambda: _stages_of(record, began.axis))
+
+        def stages() -> tuple[int, ...]:
+            return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[began.axis]}))
+
+        members = (stage,) if is_copy else once(self._members, (began.axis, stage), stages)
         key: Hashable = ("exchange", stage, number)
         if len(members) > 1:
             key = began.axis, counts[began.axis]
@@ -248,10 +248,6 @@ def _awaited(step: RecordedStep) -> set[int]:
     return awaited
 
 
-def _stages_of(record: RankRecord, axis: str) -> tuple[int, ...]:
-    return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[axis]}))
-
-
 def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
     """Returns the message of which `entry` is one end, at `stage`; equal at both ends. cost: by its lower position."""
     if entry.op == "send":
@@ -280,7 +276,6 @@ def on_machine(plan: Plan, machine: MachineFile) -> Plan:
 
 def estimate_both(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> tuple[list[RankBytes], PlanSeconds]:
     """Returns the bytes of each stage, and the seconds of a step, of `plan` on `size` ranks of `machine`, from the same steps.
-
     Raises PlanError for all that the plan's checks find and for what the machine file lacks, and as `rank_bytes`.
     """
     plan = on_machine(plan, machine)
@@ -302,8 +297,8 @@ def records_of(plan: Plan, size: int, draft: Draft, cores: int = 1) -> Records:
     """Returns a recorded step of each stage of a world of `size`. draft: is not used up. Raises as `rank_bytes`."""
     samples = representatives(plan, plan.topology(size), draft)
     stages = sorted({stage for each in samples for stage in each})
-    taken = take_steps(plan, size, stages, cores, draft, records=True)
-    return records_from({stage: record for stage, (_, record) in zip(stages, taken, strict=True) if record}, samples, draft)
+    steps = take_steps(plan, size, stages, cores, draft, records=True)
+    return records_from({stage: record for stage, (_, record) in zip(stages, steps, strict=True) if record}, samples, draft)
 
 
 def records_from(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int]], draft: Draft) -> Records:
@@ -361,9 +356,8 @@ def moved_by_update(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns how many tensors of the weight's shape the plan's optimizer keeps per weight, from a step on the CPU.
-
-    Raises PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
+    """Returns how many tensors of the weight's shape the plan's optimizer keeps per weight, from a step on the CPU. Raises
+    PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:

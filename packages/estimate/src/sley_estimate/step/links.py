@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sley_core.errors import PlanError
-from sley_core.topology import AXES, TIE
+from sley_core.protocols import Collective
+from sley_core.topology import AXES, TIE, Topology
+from sley_estimate.bytes.fake_world import CopyKind
+from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import seconds_of
-
-if TYPE_CHECKING:
-    from sley_core.protocols import Collective
-    from sley_core.topology import Topology
-    from sley_estimate.bytes.fake_world import CopyKind
-    from sley_estimate.layers.operators import Operator
-    from sley_estimate.machine import LinksTable, LinkTable, MachineFile, WayTable
+from sley_estimate.machine import LinksTable, LinkTable, MachineFile, WayTable
 
 Ranks = Sequence[int]
 
@@ -43,6 +40,13 @@ class Cost(NamedTuple):
 NOTHING = Cost(0.0, 0.0)
 
 
+@lru_cache(maxsize=64)  # groups may have thousands of ranks
+def hosts_of(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int, int]:
+    """Returns the number of hosts of the ranks, and the most ranks on one."""
+    hosts = Counter(rank // ranks_per_host for rank in ranks)
+    return len(hosts), max(hosts.values())
+
+
 def collective(kind: Collective, num_bytes: int, ranks: Ranks, links: LinksTable) -> Cost:
     """Returns the cost of a collective of whole tensors of `num_bytes` over global ranks, while the other ranks of their hosts
     do the same in their groups. Raises PlanError "machine-links" for a link that the machine file lacks.
@@ -50,7 +54,7 @@ def collective(kind: Collective, num_bytes: int, ranks: Ranks, links: LinksTable
     size = len(ranks)
     if size == 1:
         return NOTHING
-    num_hosts, per_host = _on_hosts(ranks if isinstance(ranks, range) else tuple(ranks), links.ranks_per_host)
+    num_hosts, per_host = hosts_of(ranks if isinstance(ranks, range) else tuple(ranks), links.ranks_per_host)
     is_swap, rounds = kind == "swap", (2 if kind == "sum" else 1) * (size - 1)
     parts: list[tuple[Cost, float]] = []  # cost and overlap of each link on the way
     if per_host > 1:
@@ -73,13 +77,6 @@ def collective(kind: Collective, num_bytes: int, ranks: Ranks, links: LinksTable
 
 def _cost(way: WayTable, rounds: int, is_swap: bool, work_s: float) -> Cost:
     return Cost(way.latency_s * (1 if is_swap else rounds), work_s)
-
-
-@lru_cache(maxsize=64)  # groups may have thousands of ranks
-def _on_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int, int]:
-    """Returns the number of hosts of the ranks, and the most ranks on one."""
-    hosts = Counter(rank // ranks_per_host for rank in ranks)
-    return len(hosts), max(hosts.values())
 
 
 def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:

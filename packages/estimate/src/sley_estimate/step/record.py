@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -22,13 +22,11 @@ from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.comm.copies import storage_id
 from sley_core.errors import PlanError
 from sley_core.protocols import Collective
+from sley_core.run import Run
+from sley_core.topology import Topology
+from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import CopyKind, FakeDevice, StepListener, TakenSteps
 from sley_estimate.layers.operators import Operator, operator_of
-
-if TYPE_CHECKING:
-    from sley_core.run import Run
-    from sley_core.topology import Topology
-    from sley_estimate.bytes.fake_tensors import FakeTensors
 
 HOST = "host"  # the axis of copies between a device and its host: no group, the rank alone
 MESSAGES = "pp"  # the axis of messages, which the lists have already
@@ -122,9 +120,8 @@ class RankRecord:
 
 
 class Recording(StepListener):
-    """Records the last step of a fake run: `follow` the run, `begin` and `end` around the step, then read `record`.
-
-    Exchanges before it are numbered too, since the step may wait for them.
+    """Records the last step of a fake run: `follow` the run, `begin` and `end` around the step, then read `record`. Exchanges
+    before it are numbered too, since the step may wait for them.
     """
 
     record: RankRecord

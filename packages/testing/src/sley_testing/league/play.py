@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,12 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.errors import RunError, SleyError
 from sley_core.optim.config import AdamWConfig
+from sley_core.plan.plan import Plan
 from sley_testing.league.parts import DrawnSamples
 from sley_testing.league.rows import LeagueRow, Result, by_ranks, judged
 from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
 from sley_testing.verify.findings import read
 from sley_testing.verify.measure import Beside, check_complete, file_of, keep, keep_plain_step
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
 
 Start: TypeAlias = Callable[[Sequence[LeagueRow], int, Path], str]
 """Calls `take` on so many ranks, for these rows and this folder; returns why they failed, or nothing."""
@@ -40,9 +38,8 @@ ALONE, PLAIN = "alone", "plain"  # the folders of a row's references
 
 
 def play(rows: Sequence[LeagueRow], folder: Path, start: Start) -> Iterator[Result]:
-    """Yields the result of each row, those of few ranks first. folder: is empty; gets what is compared.
-
-    A row in which a rank fails ends the ranks; what they were still to do is started again without it.
+    """Yields the result of each row, those of few ranks first. folder: is empty; gets what is compared. A row in which a rank
+    fails ends the ranks; what they were still to do is started again without it.
     """
     kept = []
     for row in rows:

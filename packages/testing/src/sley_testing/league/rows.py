@@ -394,9 +394,8 @@ def _differs(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[Rank
 
 
 def in_lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yields a table of the largest relative errors, two lines a row: the numbers, and what goes wrong elsewhere.
-
-    A row that does not hold is followed by what differs first, and named again at the end.
+    """Yields a table of the largest relative errors, two lines a row: the numbers, and what goes wrong elsewhere. A row that
+    does not hold is followed by what differs first, and named again at the end.
     """
     heads = (*(kind.removeprefix("gradient ") for kind in SHOWN), "plain loop", "allowed")
     yield f"{'largest error':<18}" + "".join(f"{head:>12}" for head in heads)

@@ -27,10 +27,8 @@ class SeenHabit(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the relative errors that are allowed.
-
-    near: in the first step, where weights are still equal. far: later, and of weights. reduced: of gradients and what follows
-    from them, the sum of what the plan's handlers declare.
+    """Holds the relative errors that are allowed. near: in the first step, where weights are still equal. far: later, and of
+    weights. reduced: of gradients and what follows from them, the sum of what the plan's handlers declare.
     """
 
     near: float

@@ -246,9 +246,8 @@ class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _own_line() -> str | None:
-    """Returns file and line of the code that called an operation, if that is neither torch nor this loop.
-
-    A device's backward has a thread of its own, in which no Python code calls torch's operations.
+    """Returns file and line of the code that called an operation, if that is neither torch nor this loop. A device's backward
+    has a thread of its own, in which no Python code calls torch's operations.
     """
     frame: FrameType | None = sys._getframe(1).f_back  # that of the mode calls this
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):

@@ -10,25 +10,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError
+from sley_core.plan.plan import Plan
+from sley_core.records import GradientHandlerRecord
+from sley_core.run import Run
 from sley_testing.parity import relative_errors
+from sley_testing.plain import PlainStep
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
 from sley_testing.verify.findings import Compared, Kind, Limits, RankFindings
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from sley_core.plan.plan import Plan
-    from sley_core.records import GradientHandlerRecord
-    from sley_core.run import Run
-    from sley_testing.plain import PlainStep
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
 """A gradient of less than this share of the model's largest is zero but for rounding, as that of a bias of keys is: softmax

@@ -6,12 +6,14 @@ The loop has the first values, samples, learning rates and seeds of a run of one
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.step_state import MicroStep, Phase
@@ -20,19 +22,13 @@ from sley_core.generators import IN_USE
 from sley_core.model.buffers import train
 from sley_core.model.layers import Layer, Model, as_model
 from sley_core.optim.build import scale_learning_rate
+from sley_core.plan.plan import Plan
+from sley_core.run import Run
 from sley_testing.plain import NothingToTrainError
 from sley_testing.runs import weights
+from sley_testing.verify.findings import SeenHabit
 from sley_testing.verify.habits import HabitLoop
 from sley_testing.verify.measure import file_of, keep_plain_step, own_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-    from sley_core.plan.plan import Plan
-    from sley_core.run import Run
-    from sley_testing.verify.findings import SeenHabit
 
 
 class _Grouped(NamedTuple):
@@ -55,7 +51,6 @@ def refuse_unlike(plan: Plan) -> None:
 
 def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) -> None:
     """Takes `num_steps` of the loop, saves their results in `folder` as `measure.keep` does, and adds to the model's `habits`.
-
     run: of one process, which has taken no step. Raises RunError "plain-loop" if the loop fails.
     """
     loop = _loop_of(run, habits)
