@@ -108,11 +108,10 @@ def _loads(name: str, loader: Loader) -> Iterator[Verdict]:
 
 def _contract(name: str, loader: Loader) -> Iterator[Verdict]:
     for kind, each in _records(loader.load(name)):
-        why = _unknown(kind, each)
-        if why:
+        if why := _unknown(kind, each):
             yield Verdict("contract", name, each.name, "skipped", why)
             continue
-        report = _run_contract(kind, _table(name, each))
+        report = _run_contract(kind, {"use": f"{name}.{each.name}"})
         status: Status = "failed" if report.failures else "passed"
         yield Verdict("contract", name, each.name, status, "\n".join(report.failures or report.left_open))
 
@@ -128,7 +127,7 @@ def _verified(name: str, loader: Loader) -> Iterator[Verdict]:
             yield Verdict("verified", name, each.name, "skipped", why)
             continue
         try:
-            _compare(kind, each, _table(name, each))
+            _compare(kind, each, {"use": f"{name}.{each.name}"})
         except (AssertionError, SleyError) as error:
             yield Verdict("verified", name, each.name, "failed", str(error))
         else:
@@ -154,11 +153,6 @@ def _unknown(kind: RecordKind, each: Record) -> str:
     if needed:
         return f"its table needs {', '.join(f'`{key}`' for key in needed)}: inherit its contract in a test"
     return ""
-
-
-def _table(plugin: str, each: Record) -> Tables:
-    """Returns the table of a plan that uses the record with its defaults."""
-    return {"use": f"{plugin}.{each.name}"}
 
 
 def _run_contract(kind: RecordKind, table: Tables) -> _Report:
@@ -191,8 +185,10 @@ class _Report:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash is not None else str(report.longrepr)
             line = f"{name}: {message.strip().splitlines()[0] if message.strip() else 'it failed'}"
-            asks = message.startswith("NotImplementedError")  # how a contract says that its subclass must answer
-            (self.left_open if asks else self.failures).append(f"not checked, {line}" if asks else line)
+            if message.startswith("NotImplementedError"):  # how a contract says that its subclass must answer
+                self.left_open.append(f"not checked, {line}")
+            else:
+                self.failures.append(line)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -10,8 +10,9 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ from sley_core.engine.refusals import LeftParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_LANE, GroupEntry
-from sley_testing.happens_before import tensors_of
+from sley_testing.happens_before import replaced, tensors_of
 
 _PAIRED = ("send", "recv", "recv_any")
 _UNEVEN = ("all_to_all", "all_to_all_single")
@@ -89,7 +90,14 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
             assert anyone is None, f"a receive from any source has no order to prove: {group}{_at(anyone)}"
         together = {rank: [c for c in calls if c.op not in _PAIRED] for rank, calls in members.items()}
         _assert_alike(f"the order on {group} is not the same on all ranks", together)
-        for pair in _pairs(members):
+        # What each source sends to each target beside what that target receives from it, where both were recorded.
+        pairs: dict[tuple[int, int], dict[int, list[Collective]]] = {}
+        for rank, calls in members.items():
+            for call in calls:
+                if call.op in _PAIRED and call.peer is not None and call.peer in members:
+                    ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
+                    pairs.setdefault(ends, {ends[0]: [], ends[1]: []})[rank].append(call)
+        for pair in pairs.values():
             _assert_alike(f"a send and its receive on {group} do not match", pair)
 
 
@@ -105,17 +113,6 @@ def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tu
     return groups
 
 
-def _pairs(members: Mapping[int, list[Collective]]) -> Iterator[dict[int, list[Collective]]]:
-    """Returns what each source sends to each target beside what that target receives from it, where both were recorded."""
-    between: dict[tuple[int, int], dict[int, list[Collective]]] = {}
-    for rank, calls in members.items():
-        for call in calls:
-            if call.op in _PAIRED and call.peer is not None and call.peer in members:
-                ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
-                between.setdefault(ends, {ends[0]: [], ends[1]: []})[rank].append(call)
-    yield from between.values()
-
-
 def _assert_alike(what: str, members: Mapping[int, list[Collective]]) -> None:
     """Asserts that all members of a group issued the same collectives in the same order. what: begins the message."""
     for place in range(max(map(len, members.values()), default=0)):
@@ -124,15 +121,14 @@ def _assert_alike(what: str, members: Mapping[int, list[Collective]]) -> None:
         for rank, call in here.items():
             ranks[call and call.agreed].append(rank)
         if len(ranks) > 1:
-            lines = [_line(alike, here[alike[0]], place) for alike in ranks.values()]
+            lines = []
+            for alike in ranks.values():
+                who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
+                call = here[alike[0]]
+                lines.append(f"  {who}: {call}{_at(call)}" if call else f"  {who}: nothing after {place} calls")
             first = next(iter(members.values()))
             before = [f"  before it, on all: {first[place - 1]}{_at(first[place - 1])}"] if place else []
             raise AssertionError("\n".join([f"{what}: call {place + 1} differs", *lines, *before]))
-
-
-def _line(ranks: list[int], call: Collective | None, num_before: int) -> str:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"  {who}: {call}{_at(call)}" if call else f"  {who}: nothing after {num_before} calls"
 
 
 def _at(call: Collective) -> str:
@@ -156,20 +152,6 @@ _NAMES = {
 """torch's dispatched names, where they are not those of `torch.distributed`."""
 
 
-def _unseen() -> dict[tuple[type, str], tuple[str, int]]:
-    """Returns the verbs of sley-cma, which torch does not see: the name of each, and which argument this rank gives."""
-    if find_spec("sley_cma") is None:
-        return {}
-    transport, rows = import_module("sley_cma.transport").CmaTransport, import_module("sley_cma.rows").PublishedOffer
-    return {
-        (transport, "all_gather"): ("gather", 1),
-        (rows, "all_gather"): ("gather", 1),
-        (transport, "reduce_scatter"): ("reduce", 0),
-        (transport, "all_to_all"): ("swap", 1),
-        (transport, "all_reduce"): ("all_reduce", 0),
-    }
-
-
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _NUM_SITES = 3
 
@@ -178,35 +160,19 @@ _NUM_SITES = 3
 def collectives() -> Iterator[list[Collective]]:
     """Yields the list to which the collectives of the block are added, in the order in which this rank issues them."""
     recorder = _Recorder()
-    with recorder, _wrapped(recorder.saw):
+    with recorder, ExitStack() as stack:
+        # The verbs that read the memory of peers, which torch does not dispatch; and which argument this rank gives.
+        if find_spec("sley_cma") is not None:
+            transport, rows = import_module("sley_cma.transport").CmaTransport, import_module("sley_cma.rows").PublishedOffer
+            for kind, verb, operation, at in (
+                (transport, "all_gather", "gather", 1),
+                (rows, "all_gather", "gather", 1),
+                (transport, "reduce_scatter", "reduce", 0),
+                (transport, "all_to_all", "swap", 1),
+                (transport, "all_reduce", "all_reduce", 0),
+            ):
+                stack.enter_context(replaced(kind, verb, partial(recorder.around, operation, at)))
         yield recorder.calls
-
-
-@contextmanager
-def _wrapped(saw: Callable[[str, Members, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Wraps the transport that torch does not see, of all groups: `saw` is told what this rank gives, before each exchange."""
-
-    def members_of(one: Any) -> Members:
-        members: Members = (one.offers.connection if hasattr(one, "offers") else one).members
-        return members
-
-    def wrap(verb: Callable[..., Any], operation: str, given: int) -> Callable[..., Any]:
-        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-            tensors = args[given]
-            saw(operation, members_of(self), [tensors] if isinstance(tensors, Tensor) else tensors)
-            return verb(self, *args, **kwargs)
-
-        return told
-
-    unseen = _unseen()
-    verbs = [(kind, name, getattr(kind, name)) for kind, name in unseen]
-    for kind, name, verb in verbs:
-        setattr(kind, name, wrap(verb, *unseen[kind, name]))
-    try:
-        yield
-    finally:
-        for kind, name, verb in verbs:
-            setattr(kind, name, verb)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -220,15 +186,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             given = {argument.name: argument.default_value for argument in schema.arguments}
             given |= dict(zip(given, args, strict=False)) | (kwargs or {})
             group = given.get("process_group", given.get("group_name"))
+            if isinstance(group, str):
+                # torch has no public way from a name to a group
+                group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
             if group is not None:
-                self.calls.append(_describe(schema.name, _unboxed(group), given))
+                known = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+                self.calls.append(_describe(schema.name, known, given))
         return func(*args, **(kwargs or {}))
 
-    def saw(self, operation: str, members: Members, tensors: Sequence[Tensor]) -> None:
-        """Notes an exchange by cross-memory attach."""
-        numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
-        label = f"{members} {operation}"
-        self.calls.append(Collective(operation, label, members.ranks, numel, dtype, is_async=True, peer=None, site=_site()))
+    def around(self, operation: str, at: int, _name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `verb` of a transport by cross-memory attach, which notes the exchange of its argument number `at`."""
+
+        def call(transport: Any, *args: Any, **kwargs: Any) -> Any:
+            members: Members = (transport.offers.connection if hasattr(transport, "offers") else transport).members
+            tensors = [args[at]] if isinstance(args[at], Tensor) else args[at]
+            numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
+            self.calls.append(Collective(operation, f"{members} {operation}", members.ranks, numel, dtype, site=_site()))
+            return verb(transport, *args, **kwargs)
+
+        return call
 
 
 def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:
@@ -237,7 +213,10 @@ def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> 
     op = _NAMES.get(plain, plain)
     ranks = tuple(dist.get_process_group_ranks(group))
     peers = [given[key] for key in ("root_rank", "src", "dst") if key in given]
-    tensors = [] if "barrier" in op else list(tensors_of(_contribution(op, given)))
+    # What is of one size on all ranks: the input, the only one, or the output of a scatter.
+    prefix = "output" if op == "scatter" else "input"
+    part = next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
+    tensors = [] if "barrier" in op else list(tensors_of(part))
     named = group.group_desc not in ("", "undefined")
     communicator = group.group_desc if named else f"group {group.group_name}"
     return Collective(
@@ -268,19 +247,6 @@ def _asked_for(communicator: str) -> str:
     if communicator.startswith((f"{members.axis}[", f"{members.axis}.")):
         return communicator
     return GroupEntry(members.axis, DEFAULT_LANE, members.ranks).label
-
-
-def _contribution(op: str, given: Mapping[str, Any]) -> Any:
-    """Returns the argument whose size is the same on all ranks: the input, the only one, or the output of a scatter."""
-    prefix = "output" if op == "scatter" else "input"
-    return next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
-
-
-def _unboxed(group: Any) -> dist.ProcessGroup:
-    if isinstance(group, str):
-        # torch has no public way from a name to a group
-        group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def _site() -> tuple[str, ...]:
@@ -325,19 +291,14 @@ def drafts_kept() -> Iterator[list[tuple[Model, Traces]]]:
 
 
 def _described(value: Any) -> Any:
-    """Returns plain data that describes a module's attribute, for comparison."""
+    """Returns plain data that describes a module's attribute: of a tensor class, attributes, gradient and hooks."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else at: _described(held) for at, (key, held) in enumerate(value.items())}
-    if isinstance(value, Tensor):
-        return _tensor(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    name = getattr(value, "__qualname__", None)
-    return f"{type(value).__qualname__} {name}" if name else type(value).__qualname__
-
-
-def _tensor(value: Tensor) -> dict[str, Any]:
-    """Returns plain data that describes a tensor: class, attributes, gradient and hooks."""
+    if not isinstance(value, Tensor):
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        name = getattr(value, "__qualname__", None)
+        return f"{type(value).__qualname__} {name}" if name else type(value).__qualname__
     if isinstance(value, StandIn):
         value = value.shard
     kind: type[Tensor] = type(value)

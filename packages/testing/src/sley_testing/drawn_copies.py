@@ -135,15 +135,12 @@ class DrawnCopies:
         try:
             self.check(self.ledger.copies, stream, target, source)
         finally:
-            self._add(stream, Span(target), Span(source))
-
-    def _add(self, stream: int, target: Span, source: Span) -> None:
-        """Queues a copy on a stream, with what it needs first; poisons its target unless a queued copy still reads that."""
-        clock = self.ledger.streams[stream]
-        needs = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
-        if not any(other.source.overlaps(target) for queue in self._pending.values() for other in queue):
-            poison(target)  # else a copy that comes before this one would read it
-        self._pending[stream].append(_Copy(target, source, needs))
+            at, own = Span(target), Span(source)
+            clock = self.ledger.streams[stream]
+            needs = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
+            if not any(other.source.overlaps(at) for queue in self._pending.values() for other in queue):
+                poison(at)  # else a copy that comes before this one would read it
+            self._pending[stream].append(_Copy(at, own, needs))
 
     def tick(self) -> None:
         """Lets copies happen, or none, as drawn."""
@@ -183,7 +180,9 @@ class DrawnCopies:
         ready = [
             stream
             for stream, queue in self._pending.items()
-            if queue and (streams is None or stream in streams) and self._is_ready(queue[0])
+            if queue
+            and (streams is None or stream in streams)
+            and all(self._num_done.get(other, 0) >= number for other, number in queue[0].needs.items())
         ]
         if not ready:
             return False
@@ -195,9 +194,6 @@ class DrawnCopies:
                 target.copy_(source)
         self._num_done[stream] = self._num_done.get(stream, 0) + 1
         return True
-
-    def _is_ready(self, copy: _Copy) -> bool:
-        return all(self._num_done.get(stream, 0) >= number for stream, number in copy.needs.items())
 
 
 class DrawnStream:
@@ -247,12 +243,12 @@ class DrawnEvent:
         self._copies.force(self.clock)
         self._known()
 
-    def hold_device(self) -> None:
-        self._copies.force(self.clock)
-        merge(self._copies.ledger.device, self.clock)
-
     def _known(self) -> None:
         merge(self._copies.ledger.host, self.clock)
+        merge(self._copies.ledger.device, self.clock)
+
+    def hold_device(self) -> None:
+        self._copies.force(self.clock)
         merge(self._copies.ledger.device, self.clock)
 
 
@@ -347,17 +343,15 @@ def check_present(name: str, accesses: Sequence[Access]) -> None:
 
 def safe_to_print() -> AbstractContextManager[None]:
     """Returns a context manager in which tensors without memory can be printed, as in the traceback of a test."""
-    return replaced(torch.Tensor, "__repr__", _repr_of_present)
 
+    def wrap(_name: str, method: Callable[..., str]) -> Callable[..., str]:
+        def of(tensor: Tensor, *args: object, **kwargs: object) -> str:
+            needed, present = _bytes(tensor)
+            return method(tensor, *args, **kwargs) if present >= needed else f"<{described(tensor)}, freed>"
 
-def _repr_of_present(name: str, method: Callable[..., str]) -> Callable[..., str]:
-    """Returns `method` of a tensor, which for freed memory describes the tensor instead of reading it."""
+        return of
 
-    def of(tensor: Tensor, *args: object, **kwargs: object) -> str:
-        needed, present = _bytes(tensor)
-        return method(tensor, *args, **kwargs) if present >= needed else f"<{described(tensor)}, freed>"
-
-    return of
+    return replaced(torch.Tensor, "__repr__", wrap)
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence, Set
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from sley_core.errors import is_installed
 from sley_testing.processes import call_itself
@@ -46,7 +46,11 @@ class ForkedProgram:
         self._process.start()
         for output in outputs:
             output.close()
-        self.stdout, self.stderr = (_text(stream) for stream, _ in ends)
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(stream.fileno()), "r", encoding="utf-8", errors="replace") for stream, _ in ends
+        )
+        for stream, _ in ends:
+            stream.close()
         self._lock = threading.Lock()
 
     @property
@@ -72,16 +76,15 @@ class ForkedProgram:
         return code
 
 
-def _text(stream: Connection) -> TextIO:
-    file = os.fdopen(os.dup(stream.fileno()), "r", encoding="utf-8", errors="replace")
-    stream.close()
-    return file
-
-
 def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
     """Takes over folder, environment and streams in the new process, and becomes `python -m module`."""
     os.setsid()
-    _end_with_the_server()
+    if sys.platform == "linux":  # the server ends with pytest, and this program with the server: a killed pytest closes neither
+        # The server ends when nobody has the other end of this pipe, of which it gives each process it forks a copy.
+        server: Any = forkserver._forkserver  # private
+        os.close(server._forkserver_alive_fd)
+        server.__init__()  # a program that wants a server starts its own, as in an interpreter of its own
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(cwd)
     for number, connection in ((1, out), (2, err)):
         os.dup2(connection.fileno(), number)
@@ -89,17 +92,6 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
     path = list(sys.path)
     fork_children(path)
     run(module, arguments, env, [cwd], path)
-
-
-def _end_with_the_server() -> None:
-    """Makes the server end with pytest, and on Linux this program with its server: a killed pytest closes neither."""
-    if sys.platform != "linux":
-        return
-    # The server ends when nobody has the other end of this pipe, of which it gives each process it forks a copy.
-    server: Any = forkserver._forkserver  # private
-    os.close(server._forkserver_alive_fd)
-    server.__init__()  # a program that wants a server starts its own, as in an interpreter of its own
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 _EVERY_FILE = 65536
@@ -167,7 +159,9 @@ def _become(
         run(module, arguments, asked["env"], [] if safe else [str(Path.cwd())], path)
         code = 0
     except SystemExit as error:
-        code = _code_of(error)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -215,11 +209,3 @@ def _set_back(known: Set[str]) -> None:
         file = getattr(sys.modules[name], "__file__", None)
         if file is not None and not is_installed(file):
             del sys.modules[name]  # of the program's own folder: it is imported anew
-
-
-def _code_of(error: SystemExit) -> int:
-    """Returns the exit code that Python makes of it."""
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1

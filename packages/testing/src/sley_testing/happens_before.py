@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -98,16 +98,18 @@ class Ledger:
     def works(self, name: str, accesses: Sequence[Access]) -> None:
         """Enters an operation: the host's where all its tensors lie in memory of the host, else the device's."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
-            self._sweep()
-        found = [
-            (self._memory.get(storage._cdata) or self._remember(storage), one)
-            for one in accesses
-            if (storage := storage_of(one.tensor)) is not None
+            self.forgotten()
+            for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
+                del self._memory[key]
+        touched = [
+            (self._memory.get(storage._cdata) or self._remember(storage), access)
+            for access in accesses
+            if (storage := storage_of(access.tensor)) is not None
         ]
-        is_host = bool(found) and all(memory.is_host for memory, _ in found)
+        is_host = bool(touched) and all(memory.is_host for memory, _ in touched)
         if not is_host:
             self.device[DEVICE] += 1
-        for memory, access in found:
+        for memory, access in touched:
             span = extent(access.tensor)
             if memory.copies:
                 text = f"{name} {'writes' if access.writes else 'reads'} {described(access.tensor)}"
@@ -118,9 +120,7 @@ class Ledger:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Enters that the device frees the memory of `storage`, or gives it other memory."""
-        memory = self._memory.get(storage._cdata)
-        if memory is None:
-            memory = self._remember(storage)
+        memory = self._memory.get(storage._cdata) or self._remember(storage)
         self.device[DEVICE] += 1
         whole = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
         text = f"the storage of {storage.nbytes()} bytes is resized"
@@ -140,7 +140,9 @@ class Ledger:
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
-                self._enter(tensor, Copied(stream, number, *extent(tensor), writes, text))
+                new, memory = Copied(stream, number, *extent(tensor), writes, text), self._of(tensor)
+                memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
+                self._copied[storage_id(tensor)] = memory
         return number
 
     def forgotten(self) -> None:
@@ -155,11 +157,6 @@ class Ledger:
             for copy in memory.copies:
                 wait = "`wait`" if memory.is_host else "`hold_device`"
                 assert copy.is_known(clock), f"memory was forgotten while {copy} may be under way: {wait} is missing"
-
-    def _enter(self, tensor: Tensor, new: Copied) -> None:
-        memory = self._of(tensor)
-        memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
-        self._copied[storage_id(tensor)] = memory
 
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
         """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
@@ -191,12 +188,6 @@ class Ledger:
         memory = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]  # torch's
         self._memory[storage._cdata] = memory
         return memory
-
-    def _sweep(self) -> None:
-        """Drops what is known of memory that is gone."""
-        self.forgotten()
-        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
-            del self._memory[key]
 
 
 _SHAPE_ONLY = {"resize_", "resize_as_", "set_", "is_same_size", "is_pinned", "record_stream", "_unsafe_view"}
@@ -275,7 +266,9 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if func.is_view and func._can_decompose():  # in inference mode: a reshape, say, which may be a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
-        self.saw(str(func), list(_accesses(func, args, kwargs)))
+        names, written = _arguments(func)
+        given = () if written is None else (*zip(names, args, strict=False), *kwargs.items())
+        self.saw(str(func), [Access(tensor, name in (written or ())) for name, value in given for tensor in tensors_of(value)])
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -328,16 +321,6 @@ def replaced(owner: Any, name: str, wrap: Callable[[str, Callable[..., Any]], Ca
             setattr(owner, name, method)
         else:
             delattr(owner, name)
-
-
-def _accesses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Access]:
-    """Yields the tensors of a call, lists' ones too, whose memory it reads or writes."""
-    names, written = _arguments(func)
-    if written is None:
-        return
-    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        for tensor in tensors_of(value):
-            yield Access(tensor, name in written)
 
 
 @cache

@@ -240,7 +240,7 @@ class Walker:
             wanted = [torch.full_like(wanted[0], 7), *wanted[1:]]
         assert versions == [tensor._version for tensor in tensors[1:]], "a write to one tensor counts as one to another"
         self._kept += [
-            (_alias(tensor, (at + micro) % 3), value.clone())
+            ((tensor, tensor.view_as(tensor), tensor.numpy())[(at + micro) % 3], value.clone())
             for at, (tensor, value) in enumerate(zip(tensors, wanted, strict=True))
         ]
 
@@ -263,7 +263,3 @@ class Walker:
 
     def _chance(self, position: int, micro: int, lane: int) -> torch.Generator:
         return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro) * 2 + lane)
-
-
-def _alias(tensor: Tensor, way: int) -> Any:
-    return tensor if way == 0 else tensor.view_as(tensor) if way == 1 else tensor.numpy()

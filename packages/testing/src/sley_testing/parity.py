@@ -55,7 +55,14 @@ def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor
     _assert_same_layout(reference, other)
     wrong = [name for name, value in reference.items() if not same_bits(value, other[name])]
     if wrong:
-        lines = [f"  {name}: {_count_differing(reference[name], other[name])}" for name in wrong[:_SHOWN]]
+        lines = []
+        for name in wrong[:_SHOWN]:
+            values = [tensor.detach().cpu() for tensor in (reference[name], other[name])]
+            text = f"{values[0].dtype} against {values[1].dtype}"
+            if values[0].dtype == values[1].dtype:
+                unequal = values[0] != values[1]
+                text = f"{int(unequal.sum())} of {unequal.numel()} elements, error {_error(values[0], values[1], 0.0):.3g}"
+            lines.append(f"  {name}: {text}")
         raise AssertionError("\n".join([f"{len(wrong)} of {len(reference)} differ", *lines]))
 
 
@@ -84,14 +91,6 @@ def same_bits(reference: Tensor, other: Tensor) -> bool:
     if (reference.shape, reference.dtype) != (other.shape, other.dtype):
         return False
     return _bytes(reference) == _bytes(other)
-
-
-def _count_differing(reference: Tensor, other: Tensor) -> str:
-    """Returns in words how many elements differ, and the relative error."""
-    if reference.dtype != other.dtype:
-        return f"{reference.dtype} against {other.dtype}"
-    unequal = reference.detach().cpu() != other.detach().cpu()
-    return f"{int(unequal.sum())} of {unequal.numel()} elements, error {_error(reference, other, 0.0):.3g}"
 
 
 Bits = dict[str, bytes]  # of each tensor and number, by a name that no layout changes
@@ -162,14 +161,10 @@ def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
             elif one is not None:
                 own.copy_(one.tensor)
             if run.store.elements(param) is not None:
-                _join(run, own, _axis_of(run, param))
+                buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
+                assert buffer.shard is not None, param
+                _join(run, own, buffer.shard.axis)
             yield f"{param.name} {kind}", _unsharded(run, param, own)
-
-
-def _axis_of(run: Run, param: Param) -> str:
-    buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
-    assert buffer.shard is not None, param
-    return buffer.shard.axis
 
 
 def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:

@@ -136,7 +136,6 @@ class PlainLoop:
         return module(*args, **fields)
 
     def update(self) -> None:
-        """Lets the optimizer step."""
         self.optimizer.step()
 
     def backward(self, loss: Tensor) -> None:

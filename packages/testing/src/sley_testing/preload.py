@@ -35,21 +35,10 @@ def modules() -> Iterator[str]:
 
 
 def _all_of(package: ModuleType) -> Iterator[str]:
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=_leave_it):
+    # A package that does not import is not walked.
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
         if not module.name.endswith("__main__"):
             yield module.name
-
-
-def _leave_it(name: str) -> None:
-    """Does nothing: a package that does not import is not walked."""
-
-
-def tables() -> Iterator[type[Table]]:
-    """Yields every class of tables that has been imported; pydantic makes its validator when it is first used."""
-    found: list[type[Table]] = [Table]
-    for table in found:
-        found += table.__subclasses__()
-        yield table
 
 
 def assemble_once() -> None:
@@ -80,7 +69,9 @@ gc.disable()  # imports allocate much and free nothing: to look for garbage mean
 for _name in modules():
     with contextlib.suppress(Exception):
         import_module(_name)
-for _table in tables():
+_tables: list[type[Table]] = [Table]
+for _table in _tables:  # pydantic makes the validator of a table when it is first used
+    _tables += _table.__subclasses__()
     with contextlib.suppress(Exception):
         _table.model_rebuild()
 torch.set_num_threads(1)

@@ -110,20 +110,16 @@ def _run(job: Job) -> Outcome:
     try:
         function, args, kwargs = unpack(job.call)
         if job.init:
-            _join(job)
+            import torch.distributed as dist
+
+            # Longer than the parent waits, so that a hang is the parent's to report, with the stacks of all ranks.
+            timeout = timedelta(seconds=job.timeout_s + 60)
+            dist.init_process_group("gloo", init_method=job.store, rank=job.rank, world_size=job.size, timeout=timeout)
         with _background_failures_are_warnings():
             result = function(*args, **kwargs)
         return Outcome(job.rank, False, pack_result(result))
     except BaseException as error:
         return Outcome.of(job.rank, error)
-
-
-def _join(job: Job) -> None:
-    import torch.distributed as dist
-
-    # Longer than the parent waits, so that a hang is the parent's to report, with the stacks of all ranks.
-    timeout = timedelta(seconds=job.timeout_s + 60)
-    dist.init_process_group("gloo", init_method=job.store, rank=job.rank, world_size=job.size, timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -134,54 +130,46 @@ def _surroundings(job: Job) -> Iterator[None]:
     sys.path[:] = job.sys_path
     os.environ.clear()
     os.environ.update(job.environ)
-    _redirect_output(output_file(job.folder, job.rank))
+    output = os.open(output_file(job.folder, job.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+        assert isinstance(stream, io.TextIOWrapper), stream
+        stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that a rank that is killed has said it all
+    os.close(output)
     with stacks_file(job.folder, job.rank).open("w") as stacks:
         # SIGABRT dumps the stacks of all threads from C, even while the interpreter waits in a collective.
         faulthandler.enable(file=stacks, all_threads=True)
         import torch
 
         torch.set_num_threads(1)
-        _apply_filters(unpack(job.filters))
+        warnings.resetwarnings()
+        for action, message, category, module, line in unpack(job.filters):
+            patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
+            warnings.filterwarnings(action, patterns[0], category, patterns[1], line, append=True)
         try:
             yield
         finally:
             faulthandler.disable()
 
 
-def _redirect_output(path: Path) -> None:
-    """Redirects stdout and stderr to the file `path`, by line."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(file, stream.fileno())
-        assert isinstance(stream, io.TextIOWrapper), stream
-        stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that a rank that is killed has said it all
-    os.close(file)
-
-
-def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
-    """Sets the warning filters of the parent process."""
-    warnings.resetwarnings()
-    for action, message, category, module, line in filters:
-        patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
-        warnings.filterwarnings(action, patterns[0], category, patterns[1], line, append=True)
-
-
 @contextlib.contextmanager
 def _background_failures_are_warnings() -> Iterator[None]:
     """Turns what fails in a thread, or where nothing can be raised, into warnings of pytest's kind once the block is left."""
-    found: list[Warning] = []
+    failures: list[Warning] = []
+
+    def text(failure: Any) -> str:
+        return "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
 
     def in_thread(failure: threading.ExceptHookArgs) -> None:
-        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
-        found.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{text}"))
+        failures.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{text(failure)}"))
 
     def unraisable(failure: sys.UnraisableHookArgs) -> None:
-        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
-        found.append(pytest.PytestUnraisableExceptionWarning(f"{failure.err_msg or 'in'} {failure.object!r}\n{text}"))
+        what = f"{failure.err_msg or 'in'} {failure.object!r}"
+        failures.append(pytest.PytestUnraisableExceptionWarning(f"{what}\n{text(failure)}"))
 
     threading.excepthook, sys.unraisablehook = in_thread, unraisable
     yield
-    for warning in found:
+    for warning in failures:
         warnings.warn(warning, stacklevel=2)
 
 

@@ -61,9 +61,6 @@ class Ranks:
     timeout_s: float = 60.0
     init: bool = True
 
-    def __post_init__(self) -> None:
-        assert self.size >= 1, f"{self.size} ranks"
-
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         __tracebackhide__ = True
         return [pickle.loads(value) for value in self._values(pack((function, args, kwargs)))]
@@ -88,9 +85,16 @@ class Ranks:
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
             world.start(self._jobs(call, folder))
-            outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
+            outcomes = world.collect(self.timeout_s)
         if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended):
-            raise _first_failure(failed, self.size)
+            first, *others = failed
+            error = pickle.loads(first.error) if first.error else None
+            if not isinstance(error, BaseException) or isinstance(error, SystemExit | KeyboardInterrupt):
+                error = RankError(f"rank {first.rank} of {self.size}: {first.summary}")
+            error.add_note(f"rank {first.rank} of {self.size} failed first\n{first.trace}".rstrip())
+            for other in sorted(others, key=lambda outcome: outcome.rank):
+                error.add_note(f"rank {other.rank}: {other.summary}")
+            raise error
         return [outcome.value for outcome in outcomes]
 
     def _jobs(self, call: Packed, folder: str) -> list[Job]:
@@ -142,7 +146,8 @@ class _World:
                 process.join(max(0.0, deadline - time.monotonic()))
                 kill(process)
         for rank in range(len(self.processes)):
-            _echo(rank, output_file(self.folder, rank))
+            for line in _read(output_file(self.folder, rank)).splitlines():
+                print(f"[rank {rank}] {line}")
 
     def start(self, jobs: list[Job]) -> None:
         """Gives each rank its job. Slow once: the fork server comes up with the first process, outside any time limit."""
@@ -159,10 +164,11 @@ class _World:
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(pickle.dumps(job))
 
-    def collect(self, deadline: float, timeout_s: float) -> list[Outcome]:
-        """Returns one outcome per rank, at the latest shortly after `deadline` (of the monotonic clock)."""
+    def collect(self, timeout_s: float) -> list[Outcome]:
+        """Returns one outcome per rank, at the latest shortly after `timeout_s`."""
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout_s
         failed = False
         while len(outcomes) < len(self.connections):
             waiting = [c for rank, c in enumerate(self.connections) if rank not in outcomes]
@@ -192,7 +198,10 @@ class _World:
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(_LAST_WORDS_S)
             # A rank that dies silently is the cause of what its peers then say, so it comes first.
-            how = _how_it_ended(self.processes[rank].exitcode)
+            code = self.processes[rank].exitcode
+            how = "closed its connection without a result" if code is None else f"left with exit code {code} before it returned"
+            if code is not None and code < 0:
+                how = f"died of {signal.Signals(-code).name}"
             return Outcome.lost(rank, how, ended=0.0, trace=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
@@ -209,7 +218,8 @@ class _World:
         """Kills the ranks that have not finished; returns an error with their stacks."""
         hung = [(rank, process) for rank, process in enumerate(self.processes) if rank not in finished]
         for _, process in hung:
-            _signal(process, signal.SIGABRT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGABRT)
         deadline = time.monotonic() + _LAST_WORDS_S
         for _, process in hung:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -219,38 +229,6 @@ class _World:
         for rank, _ in hung:
             lines.append(f"stacks of rank {rank}:\n{self._stacks(rank) or '  none were written'}")
         return RankTimeoutError("\n".join(lines))
-
-
-def _first_failure(failed: list[Outcome], size: int) -> BaseException:
-    """Returns the exception to raise for `failed`, which is in order of time and not empty."""
-    first, *others = failed
-    error = pickle.loads(first.error) if first.error else None
-    if not isinstance(error, BaseException) or isinstance(error, SystemExit | KeyboardInterrupt):
-        error = RankError(f"rank {first.rank} of {size}: {first.summary}")
-    error.add_note(f"rank {first.rank} of {size} failed first\n{first.trace}".rstrip())
-    for other in sorted(others, key=lambda outcome: outcome.rank):
-        error.add_note(f"rank {other.rank}: {other.summary}")
-    return error
-
-
-def _how_it_ended(code: int | None) -> str:
-    """Returns in words how a process ended. code: its exit code."""
-    if code is None:
-        return "closed its connection without a result"
-    if code < 0:
-        return f"died of {signal.Signals(-code).name}"
-    return f"left with exit code {code} before it returned"
-
-
-def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-
-def _echo(rank: int, path: Path) -> None:
-    for line in _read(path).splitlines():
-        print(f"[rank {rank}] {line}")
 
 
 def _read(path: Path) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from textwrap import dedent
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
@@ -21,7 +20,7 @@ from pydantic.fields import FieldInfo
 from sley_core import hookspecs
 from sley_core.discovery import CORE
 from sley_core.plan.document import plain
-from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
+from sley_core.plan.kinds import COMPONENTS, a_word
 from sley_core.plan.loader import Loader
 from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
 from sley_core.plan.write import inline
@@ -50,19 +49,13 @@ order of the plan, never the order in which plugins were found. `sley_core/recor
 """
 
 
-@dataclass(frozen=True)
-class HookText:
+class HookText(NamedTuple):
     """Holds one hook's docstring in parts: `lines` has a text for each of HEADINGS; the one of `Example` is code."""
 
     name: str
     signature: str
     description: str
     lines: Mapping[str, str]
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the description."""
-        return self.description.split("\n\n")[0].split(". ")[0].replace("\n", " ").rstrip(".:")
 
 
 def hooks() -> Iterator[HookText]:
@@ -93,17 +86,16 @@ def read_hook(name: str, function: Callable[..., object]) -> HookText:
 
 def hooks_page() -> str:
     """Returns the content of docs/hooks.md."""
-    found = list(hooks())
-    index = [f"| [`{hook.name}`](#{hook.name}) | {hook.summary} |\n" for hook in found]
-    return _INTRODUCTION + "".join(index) + "".join(map(_section, found))
-
-
-def _section(hook: HookText) -> str:
-    table = "".join(f"| {heading} | {line} |\n" for heading, line in hook.lines.items() if heading != "Example")
-    return (
-        f"\n## {hook.name}\n\n```python\n{hook.signature}\n```\n\n{hook.description}\n\n"
-        f"| | |\n|---|---|\n{table}\n```python\n{hook.lines['Example']}\n```\n"
-    )
+    index, sections = [], []
+    for hook in hooks():
+        summary = hook.description.split("\n\n")[0].split(". ")[0].replace("\n", " ").rstrip(".:")
+        index.append(f"| [`{hook.name}`](#{hook.name}) | {summary} |\n")
+        table = "".join(f"| {heading} | {line} |\n" for heading, line in hook.lines.items() if heading != "Example")
+        sections.append(
+            f"\n## {hook.name}\n\n```python\n{hook.signature}\n```\n\n{hook.description}\n\n"
+            f"| | |\n|---|---|\n{table}\n```python\n{hook.lines['Example']}\n```\n"
+        )
+    return "".join([_INTRODUCTION, *index, *sections])
 
 
 INTRODUCTION = f"""\
@@ -161,7 +153,12 @@ def plan_page() -> str:
         parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
     plugins = [Loader().load(name) for name in PLUGINS]
     for spec in COMPONENTS:
-        parts.append(f"## `{spec.header}`\n\n{spec.summary} {_choice(spec)}")
+        choice = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
+        if spec.default:
+            choice += f'; left out, `use = "{spec.default}"`'
+        elif spec.known:
+            choice += "; left out, the one that the schedule names, or the only one that the plan's plugins have"
+        parts.append(f"## `{spec.header}`\n\n{spec.summary} {choice}.")
         for plugin in plugins:
             for record in plugin.records[spec.kind].values():
                 about = record.summary or _doc(record.config)
@@ -169,16 +166,6 @@ def plan_page() -> str:
         if spec.factory:
             parts.append(f"### `factory`\n\n{_doc(spec.factory)}\n\n{_table(rows(spec.factory))}")
     return "\n".join(part.rstrip() + "\n" for part in parts)
-
-
-def _choice(spec: ComponentTable) -> str:
-    """Returns the sentence that says what `use` and `factory` take and what the default is."""
-    names = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
-    if spec.default:
-        return f'{names}; left out, `use = "{spec.default}"`.'
-    if spec.known:
-        return f"{names}; left out, the one that the schedule names, or the only one that the plan's plugins have."
-    return f"{names}."
 
 
 def _doc(model: type[Table]) -> str:

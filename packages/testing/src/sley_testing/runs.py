@@ -93,9 +93,12 @@ def record(
             prepare(run)
         recorded.first = weights(run)
         for number in range(num_steps):
-            own: GivenBatch | None = None
-            if batches is not None:
-                own = _own(batches[number], run)
+            own = None if batches is None else batches[number]
+            if isinstance(own, Mapping):  # this rank's rows, or those of its micro-batches
+                own = {name: value[run.rows] for name, value in own.items()}
+            elif own is not None:
+                size = plan.batch.micro_size
+                own = own[run.rows.start // size : run.rows.stop // size]
             recorded.rows.append(run.step(own))
             recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
@@ -123,34 +126,18 @@ def gradients(run: Run) -> Tensors:
     """Copies on the host of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are
     those of which a reducer left parts to ranks.
     """
-    present = set(run.store.params)  # in the order of the registry, which is one order on all ranks of `wp`
-    reduced = _from_parts(run)
-    parts = {
-        param: reduced[param] if param in reduced else run.store.gradient(param) for param in run.registry if param in present
-    }
-    return {param.name: gradient.cpu() for param, gradient in wholes(parts, run.groups).items()}
-
-
-def _from_parts(run: Run) -> dict[Param, Tensor]:
-    """Returns whole gradients where buffers are cut: a collective of their ranks per buffer, in one order on all."""
-    found: dict[Param, Tensor] = {}
+    parts: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
-        if buffer.shard is not None:
+        if buffer.shard is not None:  # a collective of the buffer's ranks, in one order on all
             group = run.groups[buffer.shard.axis]
             whole = torch.empty_like(buffer.data)
-            lane = next(iter(group.lanes))
-            group.all_gather(whole, buffer.own, what="parts of gradients", lane=lane).wait()
+            group.all_gather(whole, buffer.own, what="parts of gradients", lane=next(iter(group.lanes))).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
-                found[param] = whole[start : start + view.numel()].view(view.shape)
-    return found
-
-
-def _own(batch: GivenBatch, run: Run) -> GivenBatch:
-    """This rank's rows, or those of its micro-batches."""
-    if isinstance(batch, Mapping):
-        return {name: value[run.rows] for name, value in batch.items()}
-    size = run.plan.batch.micro_size
-    return batch[run.rows.start // size : run.rows.stop // size]
+                parts[param] = whole[start : start + view.numel()].view(view.shape)
+    # In the order of the registry, which is one order on all ranks of `wp`.
+    present = set(run.store.params)
+    parts = {param: parts[param] if param in parts else run.store.gradient(param) for param in run.registry if param in present}
+    return {param.name: gradient.cpu() for param, gradient in wholes(parts, run.groups).items()}
 
 
 def weights(run: Run) -> Tensors:
@@ -174,7 +161,8 @@ def assert_same_run(reference: Recorded, other: Recorded) -> None:
 
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
     """Asserts that each of `others` equals the one-process `reference`, within this precision's limits."""
-    floor = _floor(reference.gradients[0])
+    # A gradient below this share of the model's largest is zero but for rounding.
+    floor = 1e-6 * max((float(one.double().norm()) for one in reference.gradients[0].values()), default=0.0)
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
         assert_close_gradients(reference.gradients[0], other.gradients[0], GRADIENTS[precision], floor=floor)
@@ -212,11 +200,6 @@ def _assert_close_rows(reference: Recorded, other: Recorded, precision: str, ran
 
 def _part(whole: Tensors, of: Tensors) -> Tensors:
     return {name: whole[name] for name in of}
-
-
-def _floor(gradients: Tensors) -> float:
-    """Returns the norm below which a gradient counts as zero but for rounding: 1e-6 of the largest of the model."""
-    return 1e-6 * max((float(gradient.double().norm()) for gradient in gradients.values()), default=0.0)
 
 
 def same_on_all(recorded: Sequence[Recorded]) -> None:

@@ -102,14 +102,14 @@ class _Pickler(pickle.Pickler):
 
 
 def _sources(names: set[str]) -> dict[str, Source]:
+    """Returns the sources of these modules and of the packages that they are in, which come first."""
     parts = [name.split(".") for name in names if name != "__main__" and _file(sys.modules.get(name))]
     wanted = {".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1)}
-    return {name: _source(module) for name in sorted(wanted) if (module := sys.modules.get(name))}
-
-
-def _source(module: ModuleType) -> Source:
-    folders = getattr(module, "__path__", None)
-    return Source(_file(module), None if folders is None else tuple(folders))
+    modules = {name: module for name in sorted(wanted) if (module := sys.modules.get(name))}
+    return {
+        name: Source(_file(module), tuple(module.__path__) if hasattr(module, "__path__") else None)
+        for name, module in modules.items()
+    }
 
 
 def _file(module: ModuleType | None) -> str | None:
@@ -123,19 +123,14 @@ def _ensure(name: str, source: Source) -> None:
     if known and (source.file is None or _file(known) == source.file):
         return
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        found = None
-    if found and (source.file is None or (found.origin and str(Path(found.origin).resolve()) == source.file)):
+        spec = None
+    if spec and (source.file is None or (spec.origin and str(Path(spec.origin).resolve()) == source.file)):
         importlib.import_module(name)
-    else:
-        _load(name, source)
-
-
-def _load(name: str, source: Source) -> None:
-    """Loads `name` from its file; a package that has none, as pytest makes them up, is made up again."""
+        return
     folders = None if source.folders is None else list(source.folders)
-    if source.file is None:
+    if source.file is None:  # a package that pytest has made up is made up again
         module = sys.modules[name] = ModuleType(name)
         module.__path__ = folders or []
         return

@@ -211,7 +211,7 @@ class Recipes:
         if name is None:
             return None
         try:
-            named = tuple((name, _key(value)) for name, value in kwargs.items()) if kwargs else ()
+            named = tuple((key, _key(value)) for key, value in kwargs.items()) if kwargs else ()
             return name, tuple(map(_key, args)), named
         except _UnknownError:
             return None
@@ -249,10 +249,8 @@ class Recipes:
 
 @cache
 def _operator_name(func: Any) -> str | None:
-    if func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
-        return None
-    name: str = func.name()
-    return name
+    is_never = func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags
+    return None if is_never else func.name()
 
 
 def _result(mode: FakeTensors, recipe: Any, inputs: Sequence[FakeTensor], new: list[Tensor]) -> Any:

@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sley_core.comm.backends import Direct, Done, installed_transports
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, HostStream, storage_id
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Exchange, Simulation, nothing
+from sley_core.comm.group import Exchange
+from sley_core.comm.groups import Simulation, nothing
 from sley_core.comm.progress import ActionProgress, Members
 from sley_core.comm.transport import Transport, Work
 from sley_core.data.dataset import AnyDataset
@@ -276,13 +277,16 @@ class TakenSteps(Simulation):
         memory is attached, the first counts.
         """
         records = installed_transports() if attaches and self._kind == "cpu" else ()
-        scratch: Callable[[Tensor], object] = (
-            records[0].load(records[0].scratch) if records and records[0].scratch else nothing_of
-        )
+        own_scratch = records[0].scratch if records else None
+        scratch: Callable[[Tensor], object] = records[0].load(own_scratch) if own_scratch else lambda own: None
         is_direct = self._kind == "cpu" and not records
         return {
             name: FakeTransport(
-                members, name, self._began, Direct(members, name, lane).num_scratch_rows if is_direct else no_rows, scratch
+                members,
+                name,
+                self._began,
+                Direct(members, name, lane).num_scratch_rows if is_direct else lambda num_rows: 0,
+                scratch,
             )
             for name, lane in lanes.items()
         }
@@ -308,14 +312,6 @@ class TakenSteps(Simulation):
 
     def _began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
         return self.listener.began(kind, axis, lane, num_bytes)
-
-
-def no_rows(num_rows: int) -> int:
-    return 0
-
-
-def nothing_of(own: Tensor) -> None:
-    """Takes no memory for a sum."""
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:

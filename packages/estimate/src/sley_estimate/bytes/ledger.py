@@ -80,8 +80,11 @@ class Ledger:
 
     def see(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor` until it is freed, or notes its new size; skips an ignored one."""
-        if self._polled:
-            self._poll()
+        for watched, reference in list(self._polled.items()):
+            if torch.UntypedStorage._expired(reference):
+                del self._polled[watched]
+                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
+                self._gone(watched, None)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
@@ -200,13 +203,6 @@ class Ledger:
         for at, change, place in sorted(events):
             total += change
             yield at, total, place
-
-    def _poll(self) -> None:
-        for key, reference in list(self._polled.items()):
-            if torch.UntypedStorage._expired(reference):
-                del self._polled[key]
-                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
-                self._gone(key, None)
 
     def _forget(self, key: int, _: object) -> None:
         del self._ignored[key]

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -137,14 +137,35 @@ def _steps_taken(
                     recording.begin()
                 # New tensors over the same memory: layers keep results of each tensor.
                 take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micros)])
-                _set_owners(run, ledger, on_host)
+                for part in PARTS:
+                    for _, tensor in run.memory.inventory.everything(part):
+                        if part in on_host:
+                            ledger.move_out(tensor)
+                        elif (piece := ledger.piece_of(tensor)) is not None:
+                            piece.owner = piece.owner or part
                 gc.collect(0)  # reference cycles count to the step's end
             if recording is not None:
                 recording.end()
             ledger.date_back(POOLED, starts[0] if first < micros else starts[-1], StepPlace(STEPS, BEGINNING, ""))
         batch_bytes = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        result = _result(run, ledger, batch_bytes, on_host)
-        return replace(result, num_micros=micros, of_micros=of_micros), first == micros
+        peak, at = ledger.peak()
+        place = ledger.place_at(at)
+        alive = Counter({"batch": batch_bytes} if batch_bytes else {})
+        for piece in ledger.alive_at(at):
+            alive[piece.owner or kind_of_piece(piece)] += piece.num_bytes
+        result = RankBytes(
+            rank=rank,
+            stage=run.topology.coordinates(rank).stage,
+            states={part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
+            batch=batch_bytes,
+            peak=peak + batch_bytes,
+            place=place,
+            alive=dict(alive.most_common()),
+            curve=[(entry, num_bytes + batch_bytes) for entry, num_bytes in ledger.curve(place.step or STEPS)],
+            num_micros=micros,
+            of_micros=of_micros,
+        )
+        return result, first == micros
 
 
 @contextmanager
@@ -180,37 +201,6 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
             f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
             hint="the output of a layer must follow from the shapes of its input, and from the batch",
         ) from error
-
-
-def _result(run: Run, ledger: Ledger, batch: int, on_host: Collection[str]) -> RankBytes:
-    """Returns the ledger's bytes, to which those of the batch on a CPU are added."""
-    peak, at = ledger.peak()
-    place = ledger.place_at(at)
-    alive = Counter({"batch": batch} if batch else {})
-    for piece in ledger.alive_at(at):
-        alive[piece.owner or kind_of_piece(piece)] += piece.num_bytes
-    return RankBytes(
-        rank=run.world.rank,
-        stage=run.topology.coordinates(run.world.rank).stage,
-        states={part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
-        batch=batch,
-        peak=peak + batch,
-        place=place,
-        alive=dict(alive.most_common()),
-        curve=[(entry, num_bytes + batch) for entry, num_bytes in ledger.curve(place.step or STEPS)],
-        num_micros=0,
-        of_micros=0,
-    )
-
-
-def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owner of each piece that exists between two steps; takes the memory of parts `on_host` off all counts."""
-    for part in PARTS:
-        for _, tensor in run.memory.inventory.everything(part):
-            if part in on_host:
-                ledger.move_out(tensor)
-            elif (piece := ledger.piece_of(tensor)) is not None:
-                piece.owner = piece.owner or part
 
 
 def kind_of_piece(piece: MemoryPiece) -> str:

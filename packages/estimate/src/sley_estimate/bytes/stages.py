@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import accumulate, islice
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -64,11 +64,8 @@ def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool
     kinds = stage_kinds(plan, topology, draft)
     firsts = sorted({kinds.index(kind) for kind in kinds})
     known = dict(zip(firsts, take_steps(plan, size, firsts, cores, draft, records=records), strict=True))
-    result = []
-    for number, kind in enumerate(kinds):
-        memory, record = known[kinds.index(kind)]
-        result.append((_on_stage(memory, draft.stage.at(number), topology), record))
-    return result
+    stages = ((number, *known[kinds.index(kind)]) for number, kind in enumerate(kinds))
+    return [(_on_stage(memory, draft.stage.at(number), topology), record) for number, memory, record in stages]
 
 
 def take_steps(
@@ -255,30 +252,23 @@ def forked(calls: Iterable[Callable[[], T]], at_once: int, limit_s: float) -> It
             if not ready:
                 raise late_error(limit_s)
             for ended in ready:
+                assert isinstance(ended, Connection), ended
                 number, process, _ = running[ended]
-                result = _received(ended, process)
+                try:
+                    is_done, result = cast("tuple[bool, Any]", ended.recv())
+                except EOFError:
+                    process.join()
+                    message = f"a process that took a stage's steps without values ended with code {process.exitcode}"
+                    raise RunError("estimate-ended", message, hint="-9 is the system's when memory runs out") from None
+                process.join()
+                if not is_done:
+                    raise result
                 del running[ended]
                 yield number, result
     finally:
         for _, process, _ in running.values():
             process.kill()
             process.join()
-
-
-def _received(receiver: Any, process: Any) -> Any:
-    try:
-        is_done, result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RunError(
-            "estimate-ended",
-            f"a process that took a stage's steps without values ended with code {process.exitcode}",
-            hint="-9 is the system's when memory runs out",
-        ) from None
-    process.join()
-    if not is_done:
-        raise result
-    return result
 
 
 def _work(call: Callable[[], Any], sender: Connection) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from sley_core.comm.device import Device, Span
@@ -113,20 +113,27 @@ class LayerBench:
         value: the output of the layer before; None for the first. split: whether the halves of a split backward are timed; else
         they are 0.
         """
-        on_meta, on_host = layer.module, _tensors_of(self._host.made(layer))
+        on_meta = layer.module
+        on_host = [
+            (module, name, tensor)
+            for module in self._host.made(layer).modules()
+            for named in (module.named_parameters, module.named_buffers)
+            for name, tensor in named(recurse=False, remove_duplicate=False)
+        ]
         device, keep = self.device.torch_device, self.plan.precision.keep
         self._host.place({layer.name}, dtype=self.dtype, device=device, keep=keep)
         if self._attention is not None:
             self._attention.attach(self.model.layers)
         calls, queue, outputs = self._calls, WeightQueue(), list[Any]()
         with self._accumulating(layer):
-            with self._products(layer, queue) if self._is_direct else nullcontext():
+            products = partial(queued_products, layer.module, queue, self.gradients or self.dtype)
+            with products() if self._is_direct else nullcontext():
                 whole = self._medians(
                     lambda host_s: calls.whole(layer, value, outputs, host_s), lambda: calls.in_a_row(layer, value, None)
                 )
             parts = Half(0.0, 0.0), Half(0.0, 0.0)
             if split:
-                with self._products(layer, queue):
+                with products():
                     parts = self._medians(
                         lambda host_s: calls.split(layer, value, queue, host_s), lambda: calls.in_a_row(layer, value, queue)
                     )
@@ -154,15 +161,12 @@ class LayerBench:
         if self.device.is_async:
             is_near = any(host > NEARLY * device for host, device in zip(ahead, device_s, strict=True))
             with self._gradients.dropped() if self._gradients else nullcontext():
-                host_s = self._row_medians(in_a_row) if is_near else _host_medians([call(unknown) for _ in range(HOST_CALLS)])
+                until_s = time.perf_counter() + HOST_S * self.repetitions
+                rows = [in_a_row() if is_near else _host_medians([call(unknown) for _ in range(HOST_CALLS)])]
+                while is_near and time.perf_counter() < until_s:
+                    rows.append(in_a_row())
+                host_s = median(first for first, _ in rows), median(second for _, second in rows)
         return Half(device_s[0], host_s[0]), Half(device_s[1], host_s[1])
-
-    def _row_medians(self, in_a_row: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        until_s = time.perf_counter() + HOST_S * self.repetitions
-        rows = [in_a_row()]
-        while time.perf_counter() < until_s:
-            rows.append(in_a_row())
-        return median(first for first, _ in rows), median(second for _, second in rows)
 
     @contextmanager
     def _accumulating(self, layer: Layer) -> Iterator[None]:
@@ -178,9 +182,6 @@ class LayerBench:
                 self._gradients = None
         layer.module.zero_grad(set_to_none=True)
 
-    def _products(self, layer: Layer, queue: WeightQueue) -> AbstractContextManager[None]:
-        return queued_products(layer.module, queue, self.gradients or self.dtype)
-
     def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
         """Returns the first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
         plan, size = self.plan, self.plan.batch.global_size
@@ -195,15 +196,6 @@ class LayerBench:
 
 def _host_medians(calls: Sequence[Halves]) -> tuple[float, float]:
     return median(first.host_s for first, _ in calls), median(second.host_s for _, second in calls)
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (each, name, tensor)
-        for each in module.modules()
-        for named in (each.named_parameters, each.named_buffers)
-        for name, tensor in named(recurse=False, remove_duplicate=False)
-    ]
 
 
 @dataclass
@@ -341,7 +333,7 @@ class LayerGradients:
         with ExitStack() as hooks:
             for parameter, _ in self._direct:
                 parameter.grad = None
-                _hook(hooks, parameter, _drop)
+                _hook(hooks, parameter, lambda summed: setattr(summed, "grad", None))
             self._are_dropped = True
             try:
                 yield
@@ -363,10 +355,6 @@ class LayerGradients:
 def _hook(hooks: ExitStack, parameter: Parameter, take: Callable[[Tensor], None]) -> None:
     hook = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]  # torch's
     hooks.callback(hook.remove)
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:

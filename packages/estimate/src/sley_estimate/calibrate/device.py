@@ -115,19 +115,18 @@ class Lead:
             self._memory = HostMemory(WRITTEN_BYTES["cpu"], lock=False).data
         else:
             self._memory = torch.empty(WRITTEN_BYTES["cuda"], dtype=torch.uint8, device=device.torch_device)
-        self._write_s = self._seconds_of_a_write() if device.is_async else 0.0
+        self._write_s = 0.0
+        if device.is_async:
+            self._memory.zero_()
+            began = device.moment()
+            for _ in range(20):
+                self._memory.zero_()
+            self._write_s = device.seconds_between(began, device.moment()) / 20
 
     def __call__(self, host_s: float = 0.0) -> None:
         """Starts writes for longer than `host_s`; at least one."""
         for _ in range(1 + (ceil(LEAD * host_s / self._write_s) if self._write_s else 0)):
             self._memory.zero_()
-
-    def _seconds_of_a_write(self) -> float:
-        self._memory.zero_()
-        began = self._device.moment()
-        for _ in range(20):
-            self._memory.zero_()
-        return self._device.seconds_between(began, self._device.moment()) / 20
 
 
 def measure_host(device: Device) -> dict[str, float]:
@@ -137,7 +136,13 @@ def measure_host(device: Device) -> dict[str, float]:
     On a CPU the memory that a copy left is freed and allocated anew for the next one, as in an offload.
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
-    to_host, to_device = _copy_s(device, num_bytes)
+    memory, stream = device.host_memory(num_bytes), device.copy_stream()
+    there = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    times = [_out_and_back(device, memory, stream, there)]
+    while len(times) <= REPETITIONS and sum(map(sum, times)) < PATIENCE_S:
+        times.append(_out_and_back(device, memory, stream, there))
+    ways = zip(*(times[1:] or times), strict=True)  # the first touches new pages
+    to_host, to_device = (max(statistics.median(way), 1e-9) for way in ways)
     table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _start_s(device)}
     if device.is_async:
         table["memory_bandwidth"] = host_bandwidth(device)
@@ -220,17 +225,6 @@ def _start_s(device: Device) -> float:
             seconds = device.seconds_between(began, device.moment())
         times.append(seconds / NUM_SMALL)
     return min(times)
-
-
-def _copy_s(device: Device, num_bytes: int) -> tuple[float, float]:
-    """Returns the median seconds of a copy to the host, and of one back."""
-    memory, stream = device.host_memory(num_bytes), device.copy_stream()
-    there = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    times = [_out_and_back(device, memory, stream, there)]
-    while len(times) <= REPETITIONS and sum(map(sum, times)) < PATIENCE_S:
-        times.append(_out_and_back(device, memory, stream, there))
-    out, into = zip(*(times[1:] or times), strict=True)  # the first touches new pages
-    return max(statistics.median(out), 1e-9), max(statistics.median(into), 1e-9)
 
 
 def _out_and_back(device: Device, memory: HostMemory, stream: CopyStream, there: torch.Tensor) -> tuple[float, float]:

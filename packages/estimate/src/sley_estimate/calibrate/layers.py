@@ -13,7 +13,6 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.assemble import DTYPES, draft_model, dtypes
@@ -296,17 +295,18 @@ class Echo(Transport):
         return Done()
 
 
-class _NoCommunicators(dict[str, dist.ProcessGroup]):
-    def __missing__(self, lane: str) -> dist.ProcessGroup:
-        raise NotImaginedError(f"asks for the communicator of the lane `{lane}` itself")
+class _Lanes(dict[str, Any]):
+    """Raises NotImaginedError, with `what`, for a lane that it does not have."""
 
+    def __init__(self, what: str, lanes: dict[str, Any]) -> None:
+        super().__init__(lanes)
+        self.what = what
 
-class _EchoTransports(dict[str, Transport]):
-    def __missing__(self, lane: str) -> Transport:
-        raise NotImaginedError(f"asks for a transport of the lane `{lane}`, which its group does not have")
+    def __missing__(self, lane: str) -> Any:
+        raise NotImaginedError(f"asks for the {self.what} of the lane `{lane}`, which an imagined group does not have")
 
 
 def imagined(axis: str, echo: Echo, size: int) -> Group:
     """Returns a group of `size` ranks whose exchanges `echo` imitates. It raises NotImaginedError for anything else."""
-    transports: dict[str, Transport] = _EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
-    return Group(axis, tuple(range(size)), 0, _NoCommunicators(), transports, imitate=echo.imitate)
+    transports = _Lanes("transport", dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
+    return Group(axis, tuple(range(size)), 0, _Lanes("communicator", {}), transports, imitate=echo.imitate)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,7 +28,7 @@ from sley_core.errors import RunError, SleyError
 from sley_core.optim.config import AdamWConfig
 from sley_core.plan.plan import Plan
 from sley_testing.league.parts import DrawnSamples
-from sley_testing.league.rows import LeagueRow, Result, by_ranks, judged
+from sley_testing.league.rows import LeagueRow, Result, judged
 from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
 from sley_testing.verify.findings import read
 from sley_testing.verify.measure import Beside, check_complete, file_of, keep, keep_plain_step
@@ -48,10 +50,13 @@ def play(rows: Sequence[LeagueRow], folder: Path, start: Start) -> Iterator[Resu
             kept.append(row)
         except Exception as error:
             yield Result(row, failed=f"as one process: {reason(error)}")
-    for num_ranks, left in by_ranks(kept).items():
+    for num_ranks, rows_of_size in groupby(sorted(kept, key=attrgetter("num_ranks")), key=attrgetter("num_ranks")):
+        left = list(rows_of_size)
         while left:
             failed = start(left, num_ranks, folder)
-            done = [row for row in left if _is_done(row, folder)]
+            # Done is a row of which every rank has written what it found beside the last reference.
+            last = {row.name: folder / row.name / (PLAIN if row.plain else ALONE) for row in left}
+            done = [row for row in left if all((last[row.name] / f"rank-{rank}.json").is_file() for rank in range(num_ranks))]
             yield from (_result(row, folder) for row in done)
             left = [row for row in left if row not in done]
             if left:
@@ -80,42 +85,27 @@ def keep_references(row: LeagueRow, folder: Path) -> None:
 def take(rows: Sequence[LeagueRow], world: World, folder: Path) -> None:
     """Takes the steps of all rows on this rank and writes what it found; all ranks of `world` call it with the same rows."""
     for row in rows:
-        _take(row, world, folder / row.name)
-
-
-def _take(row: LeagueRow, world: World, folder: Path) -> None:
-    """Runs all layouts of a row, and writes what this rank found beside the references."""
-    plans = row.plans()
-    kept = [folder / name for name in (ALONE, PLAIN) if (folder / name).is_dir()]
-    references = [Beside(world.rank, plans[0], one) for one in kept]
-    for number, plan in enumerate(plans):
-        _take_layout(row, plan, number, world, folder, references)
-    for reference, one in zip(references, kept, strict=True):
-        reference.found.write(one)
-
-
-def _take_layout(row: LeagueRow, plan: Plan, number: int, world: World, folder: Path, references: Sequence[Beside]) -> None:
-    """Takes the steps of layout `number` of the row: from the checkpoint of the one before, to one for the next."""
-    with assemble(plan, world) as run:
-        if number > 0:
-            run.load_checkpoint(folder / f"saved-{number}")
-        for reference in references:
-            reference.begin(run)
-        for _ in range(row.steps):
-            if row.moves and run.num_steps_done > 0:
-                run.memory.offload()
-                run.memory.onload()
-            found = run.step()
-            for reference in references:
-                reference.step(run, run.num_steps_done, found)
-        if number + 1 < len(row.layouts):
-            run.save_checkpoint(folder / f"saved-{number + 1}")
-
-
-def _is_done(row: LeagueRow, folder: Path) -> bool:
-    """Returns whether every rank has written what it found beside the last of the row's references."""
-    last = folder / row.name / (PLAIN if row.plain else ALONE)
-    return all((last / f"rank-{rank}.json").is_file() for rank in range(row.num_ranks))
+        own, plans = folder / row.name, row.plans()
+        kept = [own / name for name in (ALONE, PLAIN) if (own / name).is_dir()]
+        references = [Beside(world.rank, plans[0], one) for one in kept]
+        for number, plan in enumerate(plans):
+            # From the checkpoint of the layout before, to one for the next.
+            with assemble(plan, world) as run:
+                if number > 0:
+                    run.load_checkpoint(own / f"saved-{number}")
+                for reference in references:
+                    reference.begin(run)
+                for _ in range(row.steps):
+                    if row.moves and run.num_steps_done > 0:
+                        run.memory.offload()
+                        run.memory.onload()
+                    numbers = run.step()
+                    for reference in references:
+                        reference.step(run, run.num_steps_done, numbers)
+                if number + 1 < len(plans):
+                    run.save_checkpoint(own / f"saved-{number + 1}")
+        for reference, one in zip(references, kept, strict=True):
+            reference.found.write(one)
 
 
 def _result(row: LeagueRow, folder: Path) -> Result:

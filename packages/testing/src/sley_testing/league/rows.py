@@ -13,12 +13,6 @@ from sley_testing.verify.findings import Kind, Limits, RankFindings, as_number, 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-ONE_PROCESS: Tables = {
-    "parallel": {"dp": 1},
-    "gradient_handlers": [],
-    **dict.fromkeys(("pipeline", "weights", "sequence", "activations", "offload")),
-}
-"""The changes that leave a row's plan without its layout."""
 
 LIMIT = 1e-6
 """The relative error that a row in fp32 may have: of losses, norms, gradients and weights alike, in every step."""
@@ -62,8 +56,10 @@ class LeagueRow:
         return [self._plan(layout) for layout in self.layouts]
 
     def plan_alone(self) -> Plan:
-        """Returns the plan of one process that computes the same."""
-        return self._plan({**self.layouts[0], **ONE_PROCESS, **self.alone})
+        """Returns the plan of one process that computes the same: without what makes a layout."""
+        no_layout = {"parallel": {"dp": 1}, "gradient_handlers": []}
+        none = dict.fromkeys(("pipeline", "weights", "sequence", "activations", "offload"))
+        return self._plan({**self.layouts[0], **no_layout, **none, **self.alone})
 
     @property
     def layout(self) -> str:
@@ -80,26 +76,13 @@ class LeagueRow:
 
 def _in_words(tables: Tables) -> str:
     """Returns `dp 2 x wp 2, pp.one_f_one_b, dp.bucketed`; of one rank, how many micro-batches it has."""
-    parallel = tables.get("parallel", {})
+    parallel, batch = tables.get("parallel", {}), tables["batch"]
     sizes = [f"{axis} {parallel[axis]}" for axis in ("dp", "sp", "wp", "pp") if parallel.get(axis, 1) > 1]
-    batch = tables["batch"]
     axes = " x ".join(sizes) or f"{batch['global_size'] // batch['micro_size']} micro-batches"
-    listed = [*tables.get("gradient_handlers", []), *tables.get("offload", [])]
     single = [tables[key] for key in ("pipeline", "activations") if key in tables]
-    return ", ".join([axes, *(_name(one) for one in (*single, *listed))])
-
-
-def _name(table: dict[str, Any]) -> str:
-    name: str = table["use"]
-    return name
-
-
-def by_ranks(rows: Sequence[LeagueRow]) -> dict[int, list[LeagueRow]]:
-    """Returns the rows of each number of ranks, fewest ranks first."""
-    found: dict[int, list[LeagueRow]] = {}
-    for row in sorted(rows, key=lambda row: row.num_ranks):
-        found.setdefault(row.num_ranks, []).append(row)
-    return found
+    return ", ".join(
+        [axes, *(one["use"] for one in (*single, *tables.get("gradient_handlers", []), *tables.get("offload", [])))]
+    )
 
 
 _SMALL: Tables = {
@@ -381,16 +364,12 @@ def judged(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFi
     found["loss"] = max(found["loss"], found.get("held-out loss", 0.0))
     errors = {kind: found[kind] for kind in SHOWN if kind in found}
     beside_plain = None if plain is None else max(one.error for one in worst(plain, limits))
-    return Result(row, errors, beside_plain, tuple(_differs(row, alone, plain or (), limits)))
-
-
-def _differs(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings], limits: Limits) -> list[str]:
-    """Returns what differs first from one process, or else from the plain loop; nothing where the row holds."""
-    for what, found in (("one process", alone), ("the plain loop", plain)):
-        if differences(found, limits):
-            lines = list(in_words(found, limits, row.num_steps))
-            return [f"beside {what} it {lines[0]}", *lines[1 : lines.index("")]]
-    return []
+    differs: tuple[str, ...] = ()
+    for what, findings in (("the plain loop", plain or ()), ("one process", alone)):  # what differs from one process wins
+        if differences(findings, limits):
+            lines = list(in_words(findings, limits, row.num_steps))
+            differs = (f"beside {what} it {lines[0]}", *lines[1 : lines.index("")])
+    return Result(row, errors, beside_plain, differs)
 
 
 def in_lines(results: Sequence[Result]) -> Iterator[str]:

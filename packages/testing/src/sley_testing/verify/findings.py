@@ -17,6 +17,17 @@ Kind = Literal["first value", "loss", "gradient", "gradient norm", "held-out los
 KINDS: tuple[Kind, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
 _TOLD = 5
 
+_MEANINGS: dict[Kind, str] = {
+    "first value": "ranks do not begin with the weights that one process begins with",
+    "loss": "the forward computes something else, or on other samples",
+    "gradient": "the forward agrees: look at the backward and at what sums gradients",
+    "gradient norm": "every gradient agrees: look at what the layout counts twice, or not at all",
+    "held-out loss": "the evaluation computes something else, or on other samples",
+    "weight": "the gradient agrees, and only the update differs: look at the optimizer, its state, and what else changes "
+    "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer enlarges what rounding changes",
+}
+"""What a difference suggests, that is, where to look."""
+
 
 class SeenHabit(NamedTuple):
     """What the module `where` does, in words, that is right in a plain loop and needs care elsewhere."""
@@ -139,7 +150,7 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, i
     else:
         what = "the plan" if len(ranks) == 1 else f"{len(ranks)} ranks"
         what += " and a plain loop" if is_plain else f" and one process{' without its layout' * (len(ranks) == 1)}"
-        yield f"{what} agree over {_steps(num_steps)}"
+        yield f"{what} agree over {num_steps} step{'s' * (num_steps != 1)}"
     yield ""
     yield f"{'':<16}{'largest error':>14}{'allowed':>12}  where"
     for one in worst(ranks, limits):
@@ -205,7 +216,9 @@ def _cause(wrong: Sequence[tuple[RankFindings, Compared]], reference: str) -> It
     """Yields what differs first from `reference`, and how many others differ in the same way."""
     rank, first = wrong[0]
     since = "before the first step" if first.step == 0 else f"since step {first.step}"
-    yield f"differs: {_subject(first)}, {since}, on stage {rank.stage} (rank {rank.rank})"
+    article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}
+    subject = f"{article[first.kind]} `{first.name}`" if first.name else f"the {first.kind}"
+    yield f"differs: {subject}, {since}, on stage {rank.stage} (rank {rank.rank})"
     if first.times is not None:
         yield f"  it is {first.times:.6g} times that of {reference}"
     else:
@@ -219,26 +232,5 @@ def _cause(wrong: Sequence[tuple[RankFindings, Compared]], reference: str) -> It
     by_rank = sorted({each for each, other in alike if other.name == first.name})
     if len(by_rank) > 1:
         yield f"  on ranks {', '.join(map(str, by_rank))} alike"
-    yield f"  {_meaning(first)}"
-
-
-def _subject(one: Compared) -> str:
-    article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}
-    return f"{article[one.kind]} `{one.name}`" if one.name else f"the {one.kind}"
-
-
-def _meaning(one: Compared) -> str:
-    """Returns what such a difference suggests, that is, where to look."""
-    return {
-        "first value": "ranks do not begin with the weights that one process begins with",
-        "loss": "the forward computes something else, or on other samples" if one.step == 1 else "see what came before",
-        "gradient": "the forward agrees: look at the backward and at what sums gradients",
-        "gradient norm": "every gradient agrees: look at what the layout counts twice, or not at all",
-        "held-out loss": "the evaluation computes something else, or on other samples",
-        "weight": "the gradient agrees, and only the update differs: look at the optimizer, its state, and what else changes "
-        "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer enlarges what rounding changes",
-    }[one.kind]
-
-
-def _steps(num: int) -> str:
-    return "1 step" if num == 1 else f"{num} steps"
+    sees = "see what came before" if first.kind == "loss" and first.step > 1 else _MEANINGS[first.kind]
+    yield f"  {sees}"

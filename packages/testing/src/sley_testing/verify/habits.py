@@ -155,9 +155,11 @@ class HabitLoop(PlainLoop):
         """Notes if a copy of the layer as it was gives another output from the same seeds."""
         with self._seeded(name, self._step, self._micro), torch.no_grad():
             again = twin(*args, **fields)
-        pairs = zip(tensors_in([output]), tensors_in([again]), strict=False)
-        if not all(one.shape == two.shape and _are_close(one, two) for one, two in pairs):
-            self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
+        for one, two in zip(tensors_in([output]), tensors_in([again]), strict=False):
+            is_number = one.is_floating_point() or one.is_complex()
+            limit = max(1e-5, torch.finfo(one.dtype).eps) if is_number else 0.0
+            if one.shape != two.shape or not torch.allclose(one, two, rtol=limit, atol=limit, equal_nan=True):
+                self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
 
     def _look_at_module(self, name: str, module: nn.Module) -> None:
         """Notes what can be seen of a layer without a call."""
@@ -169,12 +171,6 @@ class HabitLoop(PlainLoop):
             for key, buffer in part.named_buffers(recurse=False):
                 if buffer.dtype.itemsize <= NARROW_BYTES and buffer.is_floating_point() and buffer.dtype != usual:
                     self._note(f"{path}.{key}", f"is a buffer in {str(buffer.dtype).removeprefix('torch.')}")
-
-
-def _are_close(one: Tensor, two: Tensor) -> bool:
-    """Returns whether two tensors of one shape differ by rounding at most."""
-    limit = max(1e-5, torch.finfo(one.dtype).eps) if one.is_floating_point() or one.is_complex() else 0.0
-    return torch.allclose(one, two, rtol=limit, atol=limit, equal_nan=True)
 
 
 def _contents(values: Any) -> Any:

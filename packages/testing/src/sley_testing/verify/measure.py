@@ -46,13 +46,8 @@ def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False
         for one in plan.gradient_handlers
     ]
     reduced = sum(record.tolerance_with(config) for record, config in handlers)
-    precision = _precision(plan)
+    precision = BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
     return Limits(GRADIENTS[precision], WEIGHTS[precision], reduced)
-
-
-def _precision(plan: Plan) -> str:
-    """Returns the key of the plan's tolerances."""
-    return BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
 
 
 def keep(run: Run, num_steps: int, folder: Path) -> None:
@@ -212,7 +207,8 @@ def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]
             expected, found = float(reference[key]), float(row[key])
             scale = max(abs(expected), 1e-30)
             same = expected == found or (math.isnan(expected) and math.isnan(found))
-            yield Compared(kind, step, "", 0.0 if same else _finite(abs(found - expected) / scale), expected, found)
+            error = 0.0 if same else abs(found - expected) / scale
+            yield Compared(kind, step, "", error if math.isfinite(error) else math.inf, expected, found)
 
 
 def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
@@ -252,7 +248,3 @@ _opened: Callable[[str], AbstractContextManager[Any]] = lambda file: safe_open(f
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().double().norm())
-
-
-def _finite(error: float) -> float:
-    return error if math.isfinite(error) else math.inf

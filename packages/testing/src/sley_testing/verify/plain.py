@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError, UsageError
 from sley_core.generators import IN_USE
 from sley_core.model.buffers import train
-from sley_core.model.layers import Layer, Model, as_model
+from sley_core.model.layers import as_model
 from sley_core.optim.build import scale_learning_rate
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
@@ -53,19 +53,22 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
     """Takes `num_steps` of the loop, saves their results in `folder` as `measure.keep` does, and adds to the model's `habits`.
     run: of one process, which has taken no step. Raises RunError "plain-loop" if the loop fails.
     """
-    loop = _loop_of(run, habits)
+    loop, device = _loop_of(run, habits), run.world.device
+    assert run.samples.feed is not None, "a run of one process reads its samples"
     save_file(own_weights(run), file_of(folder, 0, "weights"))
     for number in range(1, num_steps + 1):
         try:
             with loop.steps(number):
                 scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
-                made = loop.step(_micros(run))
+                batch = run.samples.splitter.fed(run.samples.feed.next())
+                micros = [{name: device.move(value) for name, value in micro.items()} for micro in batch.micros]
+                step = loop.step(micros)
         except NothingToTrainError:
             raise RunError("plain-loop", "the loss of a micro-batch depends on no parameter that is trained") from None
         except Exception as error:
             message = f"{loop.place} fails in step {number} of a plain loop, too: {type(error).__name__}: {error}"
             raise RunError("plain-loop", message) from error
-        keep_plain_step(folder, number, made, run.plan.optimizer.config.clip_norm)
+        keep_plain_step(folder, number, step, run.plan.optimizer.config.clip_norm)
 
 
 def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
@@ -75,8 +78,16 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
         model = as_model(plan.model.build(run.samples.dataset.info)).build(plan.run.seed)
     for layer in model.layers:
         layer.module.to(run.world.device.torch_device)
-    _take_values(run, model)
-    evaluated = {name for layer in model.layers for name, part in _named(layer) if not part.training}
+    values = weights(run)
+    for layer in model.layers:  # parameters in the run's dtypes, frozen as there; buffers with the run's values
+        for path, parameter in layer.module.named_parameters(layer.name):
+            param = next(param for param in run.registry if path == param.name or path in param.aliases)
+            parameter.data = parameter.data.to(param.parameter.dtype)
+            parameter.requires_grad_(param.trainable)
+        for path, buffer in layer.module.named_buffers(layer.name):
+            buffer.copy_(values[path])
+    modules = [named for layer in model.layers for named in layer.module.named_modules(prefix=layer.name)]
+    evaluated = {name for name, module in modules if not module.training}
     train(model)
     config: Any = plan.optimizer.config
 
@@ -109,27 +120,3 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
     masters = {one.param.name: one.parameter.detach() for one in update.masters.stepped}
     loop.load(weights(run) | masters)
     return loop
-
-
-def _take_values(run: Run, model: Model) -> None:
-    """Gives parameters the dtype of the run's and freezes those that it has frozen; gives buffers the run's values."""
-    found = weights(run)
-    for layer in model.layers:
-        for path, parameter in layer.module.named_parameters(layer.name):
-            param = next(param for param in run.registry if path == param.name or path in param.aliases)
-            parameter.data = parameter.data.to(param.parameter.dtype)
-            parameter.requires_grad_(param.trainable)
-        for path, buffer in layer.module.named_buffers(layer.name):
-            buffer.copy_(found[path])
-
-
-def _named(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
-    yield from layer.module.named_modules(prefix=layer.name)
-
-
-def _micros(run: Run) -> list[dict[str, Tensor]]:
-    """Returns the micro-batches of the run's next samples, on its device."""
-    samples = run.samples
-    assert samples.feed is not None, "a run of one process reads its samples"
-    batch = samples.splitter.fed(samples.feed.next())
-    return [{name: run.world.device.move(value) for name, value in micro.items()} for micro in batch.micros]
