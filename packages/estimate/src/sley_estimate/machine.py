@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from sley_core.errors import Diagnostic, PlanError
+from sley_core.errors import PlanError
 from sley_core.plan.document import Document, by_place, plain
 from sley_core.plan.faults import faults
 from sley_core.plan.read import read_file, read_tables
@@ -260,7 +260,12 @@ def load_machine(path: str | Path) -> MachineFile:
     try:
         document = read_file(path)
     except PlanError as error:
-        raise PlanError.many([_of_machine(each) for each in error.diagnostics]) from None
+        problems = []
+        for each in error.diagnostics:
+            code, message = each.code.replace("plan-", "machine-", 1), each.message.replace("not a plan", "not a machine file")
+            hint = MAKE if code == "machine-missing" else each.hint
+            problems.append(replace(each, code=code, message=message, hint=hint))
+        raise PlanError.many(problems) from None
     return _checked(document)
 
 
@@ -287,9 +292,3 @@ def _checked(document: Document) -> MachineFile:
     except ValidationError as error:
         problems = faults(error, MachineFile, tables, (), document, "the machine file")
         raise PlanError.many(by_place(problems)) from None
-
-
-def _of_machine(diagnostic: Diagnostic) -> Diagnostic:
-    code = diagnostic.code.replace("plan-", "machine-", 1)
-    message = diagnostic.message.replace("not a plan", "not a machine file")
-    return replace(diagnostic, code=code, message=message, hint=MAKE if code == "machine-missing" else diagnostic.hint)

@@ -83,7 +83,7 @@ class MovedStorage:
         (self._host,) = arena.places([round_up(self.num_bytes, PAGESIZE)])
         self._stream = stream
         self._source: torch.UntypedStorage | None = storage
-        self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; while it lives, no other storage has this one's address
+        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; while it lives, no other storage has this one's address
         self._back: torch.UntypedStorage | None = None
         self._places: dict[Geometry, int] = {}
         self._handles: list[weakref.ref[Handle]] = []
@@ -127,7 +127,9 @@ class MovedStorage:
             for handle in self._alive():
                 handle.look()
         self._stream.follow()
-        self._stream.copy(self._host[: self.num_bytes], _tensor_of(self._source, self.device))
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._source)
+        self._stream.copy(self._host[: self.num_bytes], whole)
         self.is_sent = True
 
     def release(self) -> None:
@@ -142,11 +144,6 @@ class MovedStorage:
     def _alive(self) -> list[Handle]:
         """Returns the handles that autograd has not dropped."""
         return [handle for reference in self._handles if (handle := reference()) is not None]
-
-    def original(self) -> torch.UntypedStorage | None:
-        """Returns the storage that was saved, if anybody still has it."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        return storage
 
     def fetch(self) -> bool:
         """Starts to bring the storage back if it is away; returns whether it was."""
@@ -206,7 +203,9 @@ class Handle:
         """
         if self._saved is not None:
             self._check(self._saved[0])
-        elif self._bits is not None and (original := self.moved.original()) is not None:
+        elif (
+            self._bits is not None and (original := torch.UntypedStorage._new_with_weak_ptr(self.moved.weak.cdata)) is not None
+        ):
             self._check(self._over(original))
         if self._fault:
             raise written(self.layer, self._fault)
@@ -253,12 +252,6 @@ def written(layer: str, how: str = "since its forward saved it") -> RunError:
         f"a tensor that the backward of layer {layer!r} needs was written on in place {how}",
         hint="let the layer make a new tensor (`h = h + x`); `core.keep` refuses it too, and autograd names the operation",
     )
-
-
-def _tensor_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """Returns all of a storage: uint8 [bytes]."""
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class Spans:
@@ -397,7 +390,12 @@ class HostActivations(ActivationPolicy):
         parameter, buffer or pool, and is no more than its memory. Pools are asked each time: they grow within a step.
         """
         assert self._parts is not None, "not attached"
-        if not _is_plain(tensor) or tensor.device != self._parts.world.device.torch_device:
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if is_wrapped or not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+            return False  # more than a geometry of a storage
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return False
+        if tensor.device != self._parts.world.device.torch_device:
             return False
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -470,14 +468,6 @@ class HostActivations(ActivationPolicy):
             event.hold_device()
             for moved in storages:
                 moved.release()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor is no more than a geometry of a storage: no subclass, nor a wrapper of a batch."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    if is_wrapped or not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 def _kept(tensor: Tensor, layer: str) -> KeptTensor | Tensor:

@@ -76,7 +76,11 @@ def _leaks(run: Any, min_bytes: int) -> list[Leak]:
     # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():
         tensors_left = {
-            id(tensor): tensor for tensor in _tensors(inventory.device, min_bytes) if _address(tensor) not in places
+            id(one): one
+            for one in gc.get_objects()
+            # by type: `isinstance` would ask objects that pretend, such as lazy modules, what they are
+            if issubclass(type(one), Tensor) and one.device == inventory.device and (address := _address(one))
+            if address not in places and one.untyped_storage().nbytes() >= min_bytes and not is_host_memory(one)
         }
         paths = _paths(tensors_left, dict(_roots(run)))
         best: dict[int, Leak] = {}
@@ -95,15 +99,6 @@ def _roots(run: Any) -> Iterator[tuple[str, object]]:
     yield "optimizer", run.stepper.update.optimizer
     yield "store", run.store
     yield "stepper", run.stepper
-
-
-def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
-    """Yields all tensors that Python knows, on `device`, with a storage of at least `min_bytes`."""
-    for one in gc.get_objects():
-        # by type: `isinstance` would ask objects that pretend, such as lazy modules, what they are
-        is_here = issubclass(type(one), Tensor) and one.device == device and _address(one)
-        if is_here and one.untyped_storage().nbytes() >= min_bytes and not is_host_memory(one):
-            yield one
 
 
 def _address(tensor: Tensor) -> int:
@@ -172,7 +167,14 @@ def _children(one: Any, *, is_far: bool) -> Iterator[tuple[str, object]]:
             elif is_far or not str(key).endswith("_hooks"):
                 yield f".{key}", value
     elif issubclass(kind, FunctionType | MethodType | partial):
-        yield from _of_callable(one) if is_far else ()
+        if is_far and issubclass(kind, MethodType):
+            yield "", one.__self__
+        elif is_far and issubclass(kind, partial):
+            yield from ((".args", one.args), (".keywords", one.keywords), (".func", one.func))
+        elif is_far:
+            for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=False):
+                with suppress(ValueError):  # a variable that has no value yet
+                    yield f"({name})", cell.cell_contents
     elif not issubclass(kind, ModuleType):
         yield from _attributes(one)
         # Iterators and containers written in C have no attributes.
@@ -180,18 +182,6 @@ def _children(one: Any, *, is_far: bool) -> Iterator[tuple[str, object]]:
         if not has_names and not issubclass(kind, Tensor):
             children = [child for child in gc.get_referents(one) if not issubclass(type(child), FrameType)]
             yield from ((" > " + _name(child), child) for child in children)
-
-
-def _of_callable(one: Any) -> Iterator[tuple[str, object]]:
-    """Yields the variables of a closure, the object of a method, the arguments of a partial."""
-    if issubclass(type(one), MethodType):
-        yield "", one.__self__
-    elif issubclass(type(one), partial):
-        yield from ((".args", one.args), (".keywords", one.keywords), (".func", one.func))
-    else:
-        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=False):
-            with suppress(ValueError):  # a variable that has no value yet
-                yield f"({name})", cell.cell_contents
 
 
 def _attributes(one: object) -> Iterator[tuple[str, object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -119,34 +119,28 @@ class BetweenSteps(Mover):
 
 
 class Gate:
-    """Hooks on every module of `modules` while it is closed; none while it is open, so that a step pays nothing. check: called
-    before a module's forward; makes weights that are coming usable, or raises for weights that are away.
+    """Hooks on every module of `modules` while it is closed; none while it is open, so that a step pays nothing.
+
+    check: called before a module's forward; makes weights that are coming usable, or raises for weights that are away.
     """
 
     def __init__(self, modules: Sequence[nn.Module], check: Callable[[], None]) -> None:
         self._modules = modules
-        self._check = check
-        self._hooks: list[RemovableHandle] = []
-
-    @property
-    def is_closed(self) -> bool:
-        return bool(self._hooks)
+        self._before = lambda *_: check()
+        self.hooks: list[RemovableHandle] = []
 
     def close(self) -> None:
         """Puts the hooks on, before those that the program has."""
-        for layer in () if self._hooks else self._modules:
+        for layer in () if self.hooks else self._modules:
             for module in layer.modules():
-                self._hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
-                self._hooks.append(module.register_state_dict_pre_hook(self._before))  # type: ignore[no-untyped-call]  # torch's
+                self.hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
+                self.hooks.append(module.register_state_dict_pre_hook(self._before))  # type: ignore[no-untyped-call]  # torch's
 
     def open(self) -> None:
         """Takes the hooks off."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-        self._hooks.clear()
-
-    def _before(self, *_: Any) -> None:
-        self._check()
+        self.hooks.clear()
 
 
 class Manager(OffloadManager):
@@ -177,7 +171,7 @@ class Manager(OffloadManager):
             # For code that gathers shards in a backward by hand, whose forward came before they left. In steps and evaluations
             # the gate is open on all ranks.
             check = partial(self._check_layers, "a use of a layer's weights")
-            parts.waits.before_layer(layer.name, check, lambda: self._gate.is_closed)
+            parts.waits.before_layer(layer.name, check, lambda: bool(self._gate.hooks))
         for part in self.parts:
             self._movers[part] = self._mover(part, parts, inventory, arena)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 
+_MOVES = attrgetter("moves")
+
+
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     """Yields problems: `memory.selective` with compiled layers; shared host copies of states that move in every step."""
@@ -43,7 +47,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 def sley_records() -> list[Record]:
     def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
         return OffloadManagerRecord(
-            name=name, config=config, build="sley_memory.offload:Manager", summary=summary, parts=_moves, scope=_scope
+            name=name, config=config, build="sley_memory.offload:Manager", summary=summary, parts=_MOVES, scope=_scope
         )
 
     return [
@@ -74,7 +78,7 @@ def sley_records() -> list[Record]:
             config=HostOptimizerConfig,
             build="sley_memory.host_optimizer:HostOptimizer",
             summary="Masters and optimizer states on the host, which steps them there.",
-            parts=_moves,
+            parts=_MOVES,
             scope=_scope,
             steps_on_host=True,
         ),
@@ -84,24 +88,15 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
+    in_steps = attrgetter("steps_in_buckets")
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {
-        **{f"memory.{name}": {"in_steps": _steps_in_buckets} for name in by_call},
-        "memory.optimizer_states": {"variants": [{"when": "between_steps"}], "in_steps": _steps_in_buckets},
+        **{f"memory.{name}": {"in_steps": in_steps} for name in by_call},
+        "memory.optimizer_states": {"variants": [{"when": "between_steps"}], "in_steps": in_steps},
         "memory.host_optimizer": {"variants": [{}]},
         "memory.host": {"variants": [{}], "copies": True},
         "memory.selective": {"variants": [{}]},
     }
-
-
-def _steps_in_buckets(config: OffloadConfig) -> bool:
-    """Returns whether optimizer states are on the device only while their weights are stepped."""
-    return config.steps_in_buckets
-
-
-def _moves(config: OffloadConfig) -> tuple[str, ...]:
-    """Returns the parts of a run's memory that the table moves."""
-    return config.moves
 
 
 def _scope(config: OffloadConfig) -> Scope:

@@ -173,7 +173,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return tuple(result)
         result = func(*args, **(kwargs or {}))
         if is_attention and self._is_first:
-            self._kept.put(result, is_drawn=_draws(func, args, kwargs or {}))
+            names = [argument.name for argument in func._schema.arguments]
+            options = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            self._kept.put(result, is_drawn=float(options.get("dropout_p") or 0.0) > 0)
         return result
 
 
@@ -238,13 +240,6 @@ class _Second(_Run):
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]  # torch's
         if kind is None or kind is _StopRecomputationError:
             self.kept.check_taken()
-
-
-def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether an attention was called with dropout."""
-    names = [argument.name for argument in func._schema.arguments]
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    return float(options.get("dropout_p") or 0.0) > 0
 
 
 class SelectiveRecompute(Recompute):

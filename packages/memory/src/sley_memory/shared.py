@@ -272,21 +272,18 @@ def fingerprints(memories: Sequence[Tensor]) -> list[int]:
     most_rows = max(memory.numel() // 4 // WIDTH for memory in memories)
     # Once for all of them: many small pieces would otherwise cost more operations than bytes.
     factors = _factors(WIDTH + max(most_rows, WIDTH + 2) + 1, memories[0].device)
-    prints: list[int] = torch.stack([_fingerprint(memory, factors) for memory in memories]).tolist()
-    return prints
-
-
-def _fingerprint(memory: Tensor, factors: Tensor) -> Tensor:
-    """Returns the fingerprint of a memory, int64 []. factors: of the places in a row, then of rows and of the rest."""
-    of_places, of_rest = factors[:WIDTH], factors[WIDTH:]
-    num_words = memory.numel() // 4
-    words = memory[: num_words * 4].view(torch.int32)
-    num_rows = num_words // WIDTH
-    table = words[: num_rows * WIDTH].view(num_rows, WIDTH)
-    sums = [(rows * of_places).sum(1) for rows in torch.split(table, CHUNK.get(memory.device.type, CHUNK["cuda"]))]
-    tail = torch.cat([words[num_rows * WIDTH :].long(), memory[num_words * 4 :].long()])
-    last = (tail * of_rest[: tail.numel()]).sum().reshape(1)
-    return (torch.cat([*sums, last]) * of_rest[: num_rows + 1]).sum()
+    of_places, of_rest = factors[:WIDTH], factors[WIDTH:]  # of the places in a row, then of rows and of the rest
+    prints = []
+    for memory in memories:
+        num_words = memory.numel() // 4
+        words = memory[: num_words * 4].view(torch.int32)
+        num_rows = num_words // WIDTH
+        table = words[: num_rows * WIDTH].view(num_rows, WIDTH)
+        sums = [(rows * of_places).sum(1) for rows in torch.split(table, CHUNK.get(memory.device.type, CHUNK["cuda"]))]
+        tail = torch.cat([words[num_rows * WIDTH :].long(), memory[num_words * 4 :].long()])
+        last = (tail * of_rest[: tail.numel()]).sum().reshape(1)
+        prints.append((torch.cat([*sums, last]) * of_rest[: num_rows + 1]).sum())
+    return [int(number) for number in torch.stack(prints).tolist()]
 
 
 def _factors(count: int, device: torch.device) -> Tensor:

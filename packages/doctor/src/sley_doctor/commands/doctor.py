@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ from sley_doctor.reports.fault_report import FoundReports, read
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.slow.judge import Judgement, judge
 from sley_doctor.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
-from sley_doctor.verdict.verdict import Verdict, evidence, state_in_words, state_of, verdict
+from sley_doctor.verdict.verdict import evidence, state_in_words, state_of, verdict
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.run_folder import FAULTS
 
@@ -39,7 +39,15 @@ def doctor(
     judged = judge(records)
     if form is OutputFormat.json:
         data = {
-            "attempts": [_data(one) for one in found],
+            "attempts": [
+                {
+                    "attempt": one.attempt,
+                    **asdict(verdict(one)),
+                    "evidence": evidence(one.ranks),
+                    "unreadable": list(one.unreadable),
+                }
+                for one in found
+            ],
             "state": asdict(state),
             "slow": [{**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes],
             "why_not": judged.why_not,
@@ -54,32 +62,13 @@ def doctor(
     typer.echo("\n\n".join(parts))
 
 
-def _data(found: FoundReports) -> dict[str, Any]:
-    return {
-        "attempt": found.attempt,
-        **asdict(verdict(found)),
-        "evidence": evidence(found.ranks),
-        "unreadable": list(found.unreadable),
-    }
-
-
 def _text(run: Path, found: FoundReports, has_attempts: bool) -> Iterator[str]:
     """Yields the lines of one attempt."""
     seen = verdict(found)
     if has_attempts:
         yield f"attempt {found.attempt}"
-    yield from _fields(seen)
-    yield "what ranks said"
-    yield from (f"  {line}" for line in evidence(found.ranks))
-    if found.unreadable:
-        yield f"  could not be read: {', '.join(found.unreadable)}"
-    yield f"stacks of all threads: {run / FAULTS / str(found.attempt)}"
-
-
-def _fields(seen: Verdict) -> Iterator[str]:
-    """Yields what is known of the verdict, a line for each."""
     named = ", ".join(map(str, seen.ranks)) or "nobody can be named: two ranks differ, and either may be wrong"
-    shown = {
+    fields = {
         "cause": seen.cause,
         "rank": named,
         "step": str(seen.step) if seen.step else "",
@@ -88,7 +77,12 @@ def _fields(seen: Verdict) -> Iterator[str]:
         "exchange": "; ".join(f"{one} (number {one.number} of `{one.queue}`)" for one in seen.exchanges),
         "remedy": seen.remedy,
     }
-    yield from (f"{name:<10}{value}" for name, value in shown.items() if value)
+    yield from (f"{name:<10}{value}" for name, value in fields.items() if value)
+    yield "what ranks said"
+    yield from (f"  {line}" for line in evidence(found.ranks))
+    if found.unreadable:
+        yield f"  could not be read: {', '.join(found.unreadable)}"
+    yield f"stacks of all threads: {run / FAULTS / str(found.attempt)}"
 
 
 def _slow(judged: Judgement, records: Sequence[WorkRecord]) -> Iterator[str]:

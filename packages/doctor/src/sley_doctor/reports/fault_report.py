@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from train_cli.run_folder import FAULTS
 
 if TYPE_CHECKING:
     from sley_core.comm.guard import Turn
-    from sley_core.comm.progress import Progress
     from sley_core.comm.world import World
     from sley_core.errors import Diagnostic
 
@@ -126,14 +125,14 @@ def attempt_of(environ: Mapping[str, str]) -> int:
 
 def write(run_folder: Path, report: FaultReport) -> None:
     """Writes the report of a rank, atomically; the first one of an attempt is kept. Raises OSError."""
-    path = _folder(run_folder) / f"rank-{report.rank}.json"
+    path = run_folder / FAULTS / str(attempt_of(os.environ)) / f"rank-{report.rank}.json"
     if not path.exists():
         _write(path, asdict(report))
 
 
 def write_launch(run_folder: Path, report: LaunchReport) -> None:
     """Writes the report of a launcher. Raises OSError."""
-    _write(_folder(run_folder) / LAUNCHER, asdict(report))
+    _write(run_folder / FAULTS / str(attempt_of(os.environ)) / LAUNCHER, asdict(report))
 
 
 def forget(run_folder: Path) -> None:
@@ -152,10 +151,6 @@ def read(run_folder: Path) -> list[FoundReports]:
     attempts = sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal() and path.is_dir())
     found = (_attempt(root / str(attempt), attempt) for attempt in attempts)
     return [one for one in found if one.ranks or one.launch or one.unreadable]
-
-
-def _folder(run_folder: Path) -> Path:
-    return run_folder / FAULTS / str(attempt_of(os.environ))
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -212,52 +207,28 @@ def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Map
 
 def seen(world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
     """Returns the report of this rank's present state, from the groups that were made last."""
-    known = FaultReport(
-        world.rank,
-        world.size,
-        kind,
-        time.time(),
-        what.code,
-        what.message,
-        what.hint or "",
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        stacks=stacks,
-    )
-    if not world.made:
-        return known
-    groups = world.made[-1]
-    return replace(_with_progress(known, groups.progress), stage=groups["pp"].coord)
-
-
-def _with_progress(known: FaultReport, progress: Progress) -> FaultReport:
-    step_progress = progress.step_progress
-    # Copied, since the main thread of a rank that is stuck may go on.
-    queues = {queue: tuple(map(_exchange, list(kept))) for queue, kept in list(progress.recent.items())}
-    return replace(
-        known,
-        step=step_progress.step,
-        finished=str(step_progress.finished),
-        pending=str(step_progress.pending),
-        layer=step_progress.layer,
-        wait=_wait(progress),
-        exchanges=queues,
-    )
-
-
-def _wait(progress: Progress) -> SeenWait | None:
-    """Returns the wait in which this rank is or has failed, as a report has it; None if there is none."""
-    wait = progress.wait
-    if wait is None:
-        return None
-    return SeenWait(_exchange(wait.turn), wait.seconds, wait.end, wait.peer)
+    place: dict[str, Any] = {}
+    if world.made:
+        groups = world.made[-1]
+        progress, step, wait = groups.progress, groups.progress.step_progress, groups.progress.wait
+        place = {
+            "stage": groups["pp"].coord,
+            "step": step.step,
+            "finished": str(step.finished),
+            "pending": str(step.pending),
+            "layer": step.layer,
+            "wait": None if wait is None else SeenWait(_exchange(wait.turn), wait.seconds, wait.end, wait.peer),
+            # Copied, since the main thread of a rank that is stuck may go on.
+            "exchanges": {queue: tuple(map(_exchange, list(kept))) for queue, kept in list(progress.recent.items())},
+        }
+    error = what.code, what.message, what.hint or ""
+    host, now = socket.gethostname(), time.time()
+    return FaultReport(world.rank, world.size, kind, now, *error, host=host, pid=os.getpid(), stacks=stacks, **place)
 
 
 def _exchange(turn: Turn) -> SeenExchange:
-    members = turn.members
-    return SeenExchange(
-        turn.operation, turn.what, str(members), members.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer
-    )
+    group = turn.members
+    return SeenExchange(turn.operation, turn.what, str(group), group.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer)
 
 
 def _stacks() -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -95,7 +96,18 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
     feed: of the run's samples, for which a step waits. notes: of the run; a file that cannot be written ends the recording
     with one more, and nothing else.
     """
-    file = WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", _start(parts), notes)
+    start = Start(
+        parts.world.rank,
+        parts.world.size,
+        parts.groups["pp"].coord,
+        socket.gethostname(),
+        os.getpid(),
+        parts.world.device.type,
+        time.time(),
+        sum(entry.numel for entry in parts.registry.trainable),
+        {layer.name: _likeness(layer) for layer in parts.layers},
+    )
+    file = WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", start, notes)
     recorder = WorkRecorder(parts, feed, file.add)
     recorder.attach()
     try:
@@ -207,7 +219,9 @@ class WorkRecorder:
             self._last = self._step
         else:
             self._samples.forget_step()
-        if self._is_window_over(now):
+        steps, seconds = self._samples.num_steps, now - self._window_began
+        is_long = seconds >= max((now - self._began) * SHARE, LEAST_S) and steps >= LEAST_STEPS
+        if steps > 0 and (is_long or seconds >= MOST_S):
             self._write()
         self._spent = self._samples.spent
         step_progress = self._progress.step_progress
@@ -219,11 +233,6 @@ class WorkRecorder:
         self._numbers = dict(self._progress.numbers) if self._is_detailed else None
         step_progress.follow_layer = self.called if self._is_detailed else None
         step_progress.follow_output = self.made if self._is_detailed else None
-
-    def _is_window_over(self, now: float) -> bool:
-        steps, seconds = self._samples.num_steps, now - self._window_began
-        is_long = seconds >= max((now - self._began) * SHARE, LEAST_S) and steps >= LEAST_STEPS
-        return steps > 0 and (is_long or seconds >= MOST_S)
 
     def _write(self) -> None:
         """Writes the samples so far, if there are any, as a window."""
@@ -264,26 +273,9 @@ def _place_of(entry: object) -> str:
     return _PLACES.get(str(entry), EVALUATION)
 
 
-def _start(parts: Parts) -> Start:
-    return Start(
-        parts.world.rank,
-        parts.world.size,
-        parts.groups["pp"].coord,
-        socket.gethostname(),
-        os.getpid(),
-        parts.world.device.type,
-        time.time(),
-        sum(entry.numel for entry in parts.registry.trainable),
-        {layer.name: _likeness(layer) for layer in parts.layers},
-    )
-
-
 def _likeness(layer: Layer) -> str:
     """Returns a text that is equal for layers that do the same work: kinds and sizes of their parts."""
-    kinds: dict[str, int] = {}
-    for module in layer.module.modules():
-        kind = type(module).__name__
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(type(module).__name__ for module in layer.module.modules())
     elements = sum(prod(parameter.shape) for parameter in layer.module.parameters())
     made_of = " ".join(f"{kind}x{count}" if count > 1 else kind for kind, count in kinds.items())
     return f"{made_of} {elements}"

@@ -165,32 +165,24 @@ def _excess(own: RankWork, peers: list[RankWork], others: list[RankWork], place:
         usual = _usual(one.work.get(place, NOTHING) for one in likes)
         if not likes or not _is_apart(spent, usual, MOST_RATIO):
             return None
-        layer = _layer_beyond(own, peers, place, spent.middle - usual.middle)
-        return Excess(place, layer, spent.middle - usual.middle, usual.middle)
+        seconds = spent.middle - usual.middle
+        beyond = {
+            layer: one.middle - _usual(peer.layers.get(place, {}).get(layer, NOTHING) for peer in peers).middle
+            for layer, one in own.layers.get(place, {}).items()
+        }
+        most = max(beyond, key=lambda layer: beyond[layer], default="")
+        stands_out = bool(peers) and bool(most) and beyond[most] >= seconds / 2
+        return Excess(place, most if stands_out else "", seconds, usual.middle)
     if place[0] in _OF_CHUNKS and place in own.layers:
         return max(_beyond_alike(own, place, block), key=lambda one: one.seconds, default=None)
     if place in (UPDATE, MESSAGES) and others:
-        usual = _usual(_scaled(one, own, place) for one in others)
+        # Where `own` steps more elements than a like, its update takes as much longer.
+        factors = [max(1.0, own.start.trained / max(1, one.start.trained)) if place == UPDATE else 1.0 for one in others]
+        times = [one.work.get(place, NOTHING) for one in others]
+        usual = _usual(Spread(*(value * factor for value in one)) for one, factor in zip(times, factors, strict=True))
         if _is_apart(spent, usual, MOST_FAR_RATIO):
             return Excess(place, "", spent.middle - usual.middle, usual.middle)
     return None
-
-
-def _scaled(like: RankWork, own: RankWork, place: str) -> Spread:
-    """Returns the time of `like`, scaled up to the number of elements that `own` steps where `like` steps fewer."""
-    spent = like.work.get(place, NOTHING)
-    factor = max(1.0, own.start.trained / max(1, like.start.trained)) if place == UPDATE else 1.0
-    return Spread(*(value * factor for value in spent))
-
-
-def _layer_beyond(own: RankWork, peers: list[RankWork], place: str, seconds: float) -> str:
-    """Returns the layer in which most of an excess arises; "" if there is none."""
-    found = {
-        layer: spent.middle - _usual(peer.layers.get(place, {}).get(layer, NOTHING) for peer in peers).middle
-        for layer, spent in own.layers.get(place, {}).items()
-    }
-    most = max(found, key=lambda layer: found[layer], default="")
-    return most if peers and most and found[most] >= seconds / 2 else ""
 
 
 def _beyond_alike(own: RankWork, place: str, block: Block) -> Iterator[Excess]:
@@ -198,18 +190,16 @@ def _beyond_alike(own: RankWork, place: str, block: Block) -> Iterator[Excess]:
     for layer, spent in own.layers[place].items():
         likeness = own.start.layers.get(layer)
         alike = [
-            one
+            there
             for rank in block.ranks.values()
-            for other, one in _of_direction(rank, place[0]).items()
-            if likeness is not None and other != layer and rank.start.layers.get(other) == likeness
+            for other_place, layers in rank.layers.items()
+            if other_place[0] == place[0] and likeness is not None
+            for other, there in layers.items()
+            if other != layer and rank.start.layers.get(other) == likeness
         ]
         usual = _usual(alike)
         if alike and _is_apart(spent, usual, MOST_FAR_RATIO):
             yield Excess(place, layer, spent.middle - usual.middle, usual.middle)
-
-
-def _of_direction(rank: RankWork, letter: str) -> dict[str, Spread]:
-    return {layer: one for place, some in rank.layers.items() if place[0] == letter for layer, one in some.items()}
 
 
 def _usual(likes: Iterable[Spread]) -> Spread:

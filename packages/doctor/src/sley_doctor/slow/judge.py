@@ -108,25 +108,20 @@ def _ranks(blocks: Sequence[Block]) -> list[Cause]:
     """Returns the ranks that work longer than their likes while others wait; a run of one rank has no others."""
     found = []
     for rank in blocks[0].ranks:
-        seen = [(block, excesses(block, rank)) for block in blocks]
-        slow = [
-            (block, some)
-            for block, some in seen
-            if sum(one.seconds for one in some) >= LEAST_SHARE * block.step_s
-            and not block.has_time_left(rank)
-            and _is_waited_for(block, rank, some)
-        ]
+        slow = []
+        for block in blocks:
+            some = excesses(block, rank)
+            beyond_s = sum(one.seconds for one in some)
+            if beyond_s < LEAST_SHARE * block.step_s or block.has_time_left(rank):
+                continue
+            # Others wait for about as long: work that overlaps other work makes no rank wait. Waits for the device are no sign
+            # of it, since a device has work of its own.
+            waits = [one.waiting_s for number, one in block.ranks.items() if number != rank]
+            if max(waits, default=-1.0) >= beyond_s / 2:
+                slow.append((block, some))
         if _is_most([block for block, _ in slow], blocks):
             found.append(_named(rank, slow))
     return found
-
-
-def _is_waited_for(block: Block, rank: int, some: Sequence[Excess]) -> bool:
-    """Returns whether others wait for about as long as the rank works longer; work that overlaps other work makes no rank wait.
-    Waits for the device are no sign of it, since a device has work of its own.
-    """
-    waits = [one.waiting_s for number, one in block.ranks.items() if number != rank]
-    return max(waits, default=-1.0) >= sum(one.seconds for one in some) / 2
 
 
 def _named(rank: int, slow: Sequence[tuple[Block, list[Excess]]]) -> Cause:

@@ -17,7 +17,7 @@ from sley_doctor.reports.work_record import (
     Queue,
     WorkRecord,
 )
-from sley_doctor.slow.blocks import Block, RankWork, middle
+from sley_doctor.slow.blocks import Block, middle
 from sley_doctor.slow.judge import LEAST_SHARE, Cause, Judgement
 
 SHOWN_S = 5e-5  # what takes less is not shown
@@ -163,13 +163,15 @@ def _for_whom(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tu
     if queue.peer is not None:
         return (queue.peer,)
     others = [one for one in queue.ranks if one != rank and one in blocks[-1].ranks]
-    waited = {one: middle(_waited(block.ranks[one], name) for block in blocks) for one in others}
+    # How long each waits in the queue, or in all of its own queues where this is none of them.
+    waited = {
+        one: middle(
+            rank.waits[name].middle if name in rank.waits else rank.waiting_s + rank.device_s
+            for rank in (block.ranks[one] for block in blocks)
+        )
+        for one in others
+    }
     return (min(waited, key=lambda one: waited[one]),) if waited else tuple(one for one in queue.ranks if one != rank)
-
-
-def _waited(rank: RankWork, name: str) -> float:
-    """Returns the seconds of a step that `rank` waits in the queue; if the queue is not its own, in all its queues."""
-    return rank.waits[name].middle if name in rank.waits else rank.waiting_s + rank.device_s
 
 
 def _exchange(name: str) -> str:

@@ -19,6 +19,9 @@ from sley_doctor.reports.fault_report import FaultReport, SeenExchange, SeenWait
 Kind = Literal["size", "left out", "too many", "other", "group", "not started"]
 
 _MESSAGES = frozenset({"send", "receive"})
+_PLACE = re.compile(r"(announcement|what stage).* (forward|backward), .* of micro-batch (\d+)")
+"""What a message of a stage link is, with flow and micro-batch, as far as its words name them."""
+
 _READ = re.compile(r" of \d+$")
 """Ends the name of a queue in which a rank waits until others have read what it offers."""
 
@@ -51,7 +54,8 @@ def _has_same_words(one: SeenExchange, other: SeenExchange) -> bool:
     if not {one.operation, other.operation} <= _MESSAGES:
         return (one.operation, one.what) == (other.operation, other.what)
     # Of some messages, as of those that begin a walk, the words name no place at one end.
-    places = {place for place in map(_place_of_message, (one.what, other.what)) if place}
+    found = [re.search(_PLACE, what) for what in (one.what, other.what)]
+    places = {match.groups() for match in found if match}
     return len(places) <= 1
 
 
@@ -62,18 +66,13 @@ def late_for(wait: SeenWait, by_rank: Mapping[int, FaultReport]) -> list[int]:
         return [wait.peer]
     others = exchange.ranks if exchange.peer is None else (exchange.peer,)
     own = next((rank for rank, one in by_rank.items() if one.wait is not None and one.wait.exchange is exchange), -1)
-    return [rank for rank in others if rank != own and not _has_started(by_rank.get(rank), exchange)]
-
-
-def _has_started(report: FaultReport | None, exchange: SeenExchange) -> bool:
-    seen = report.exchanges.get(_READ.sub("", exchange.queue), ()) if report is not None else ()
-    return bool(seen) and seen[-1].number >= exchange.number
-
-
-def _place_of_message(what: str) -> tuple[str, ...]:
-    """Returns what a message of a stage link is, with flow and micro-batch, as far as its words name them."""
-    found = re.search(r"(announcement|what stage).* (forward|backward), .* of micro-batch (\d+)", what)
-    return found.groups() if found else ()
+    late = []
+    for rank in others:
+        report = by_rank.get(rank)
+        started = report.exchanges.get(_READ.sub("", exchange.queue), ()) if report is not None else ()
+        if rank != own and not (started and started[-1].number >= exchange.number):
+            late.append(rank)
+    return late
 
 
 def _in_another_group(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
@@ -113,18 +112,10 @@ def _at_one_number(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
             if seen := report.exchanges.get(queue):
                 groups.setdefault(seen[-1].ranks, {})[rank] = {one.number: one for one in seen}
         for started in groups.values():
-            if found := _first_difference(started):
-                return found
-    return None
-
-
-def _first_difference(started: Mapping[int, Mapping[int, SeenExchange]]) -> Divergence | None:
-    """Compares the exchanges of one queue, by rank and number."""
-    for number in sorted({number for numbers in started.values() for number in numbers}):
-        here = {rank: numbers[number] for rank, numbers in started.items() if number in numbers}
-        kinds = _alike(here)
-        if len(kinds) > 1:
-            return _named(started, number, kinds)
+            for number in sorted({number for numbers in started.values() for number in numbers}):
+                here = {rank: numbers[number] for rank, numbers in started.items() if number in numbers}
+                if len(kinds := _alike(here)) > 1:
+                    return _named(started, number, kinds)
     return None
 
 
@@ -151,7 +142,8 @@ def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds
     if _has_same_words(here, there):
         told = f"rank {odd} has {here.num_bytes} bytes for the {here}, where rank {most} has {there.num_bytes}"
         return Divergence("size", names, both, told)
-    differ = f"rank {odd} makes the {here} where rank {most} makes the {there}, the {_th(number)} of that queue"
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    differ = f"rank {odd} makes the {here} where rank {most} makes the {there}, the {number}{ending} of that queue"
     after, later = usual.get(number + 1), own.get(number + 1)
     if after is not None and is_same(after, here):
         told = f"{differ}: rank {odd} has left that out" if is_clear else f"{differ}: one has left it out"
@@ -179,7 +171,9 @@ def _not_started(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     # What fewest have come to: in what all wait for at last, those wait too that only follow. Whoever waits for ranks that wait
     # for messages of each other follows too.
     first = (_circle_of_messages(found) or found)[0]
-    if len(first.late) > first.started and _is_usual(first, by_rank):
+    others = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
+    is_usual = any(seen.what == first.exchange.what for exchanges in others for seen in exchanges)
+    if len(first.late) > first.started and is_usual:
         # It would have come for all: the rank is ahead, because it has left out what the others wait for.
         first = next((one for one in found if one.late == (first.rank,)), first)
     wait = by_rank[first.late[0]].wait
@@ -218,14 +212,3 @@ def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
                 # A message has two ends, whatever the group: they differ, and nobody says who is wrong.
                 members = 2 if exchange.peer is not None else sum(one in by_rank for one in exchange.ranks)
                 yield _Late(members - len(waiting), rank, exchange, tuple(waiting))
-
-
-def _is_usual(one: _Late, by_rank: Mapping[int, FaultReport]) -> bool:
-    """Returns whether other ranks have made such an exchange before."""
-    others = (report.exchanges.get(one.exchange.queue, ()) for rank, report in by_rank.items() if rank != one.rank)
-    return any(seen.what == one.exchange.what for exchanges in others for seen in exchanges)
-
-
-def _th(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

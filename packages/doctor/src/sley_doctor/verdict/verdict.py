@@ -67,7 +67,10 @@ def state_of(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
     except TakenError:
         return RunState(RUNNING, step, time)
     outcome = _outcome(run, len(steps), max((record.start.time for record in records), default=0.0))
-    if outcome == KILLED and _may_be_elsewhere(records, now, time):
+    # A run may be under way although this host has no lock on its folder, which rank 0's host would have.
+    times = [record.windows[-1].time for record in records if record.windows]
+    host = records[0].start.host if records else socket.gethostname()
+    if outcome == KILLED and (host != socket.gethostname() or now - max([*times, time or 0.0]) < RECENT_S):
         outcome = UNKNOWN
     return RunState(outcome, step, time)
 
@@ -84,16 +87,13 @@ def _outcome(run: Path, num_rows: int, start: float) -> str:
         return KILLED
 
 
-def _may_be_elsewhere(records: Sequence[WorkRecord], now: float, row: float | None) -> bool:
-    """Returns whether a run may be under way although this host has no lock on its folder, which rank 0's host would have."""
-    times = [record.windows[-1].time for record in records if record.windows]
-    host = records[0].start.host if records else socket.gethostname()
-    return host != socket.gethostname() or now - max([*times, row or 0.0]) < RECENT_S
-
-
 def state_in_words(found: RunState, now: float) -> str:
     """Returns one sentence. now: seconds since the epoch."""
-    ago = "" if found.time is None else f", {_ago(now - found.time)} ago"
+    ago = ""
+    if found.time is not None:
+        seconds = max(0.0, now - found.time)
+        ago = f", {seconds:.0f} s ago" if seconds < 120 else f", {seconds / 60:.0f} min ago"
+        ago = f", {seconds / 3600:.0f} h ago" if seconds >= 7200 else ago
     came = f"all ranks finished step {found.step}{ago}" if found.step else "no step was taken"
     free = "the last attempt has written no summary, and no process on this host holds the run's lock"
     match found.state:
@@ -106,12 +106,6 @@ def state_in_words(found: RunState, now: float) -> str:
             ask = "ask again in a minute, or on the host of rank 0"
             return f"{free}: it may be running on another host, or was killed ({ask}); {came}"
     return f"the run has ended: {found.state}; {came}"
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 _LONGEST = 240  # of what a rank said, as much is shown: C++ says a great deal

@@ -48,34 +48,23 @@ def calibrate(
     if ranks is not None and not is_rank:
         if plan is not None:
             load_plan(plan, overrides or [])  # so that a mistake is reported once, and not by each rank
-        raise typer.Exit(_launch(context.ensure_object(Settings), out, plan, overrides or [], ranks))
-    _measure(out, plan, overrides or [])
+        from train_cli.local_launch import launch
 
-
-def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[str], ranks: int) -> int:
-    """Starts the local ranks and waits for them; returns the exit code."""
-    from train_cli.local_launch import launch
-
-    arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides}
-    target = "sley_estimate.commands.calibrate:measure_on_rank"
-    fault = launch(target, arguments, ranks, out.absolute().parent, say=console.say, terminated_s=TIMEOUT_S)
-    console.show(fault, settings)
-    return fault.exit_code
+        arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides or []}
+        target = "sley_estimate.commands.calibrate:measure_on_rank"
+        fault = launch(target, arguments, ranks, out.absolute().parent, say=console.say, terminated_s=TIMEOUT_S)
+        console.show(fault, context.ensure_object(Settings))
+        raise typer.Exit(fault.exit_code)
+    measure_on_rank(str(out), str(plan) if plan else None, overrides or [])
 
 
 def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
-    """Measures as one rank of a local launch; returns its exit code."""
-    _measure(Path(out), Path(plan) if plan else None, overrides)
-    return EXIT_OK
-
-
-def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
-    """Measures in this process; rank 0 writes the file. A rank that fails reports the reason to the launcher."""
+    """Measures in this process, the only rank or one of a local launch; rank 0 writes the file. Returns the exit code."""
     from sley_core.comm.world import World
     from sley_estimate.calibrate.layers import measure
 
     try:
-        resolved = load_plan(plan, overrides) if plan else None
+        resolved = load_plan(Path(plan), overrides) if plan else None
         device = resolved.run.device if resolved else "auto"
         with World.join(device, timeout_s=TIMEOUT_S) as world:
             measured = measure(world, resolved, TIMEOUT_S)
@@ -86,8 +75,9 @@ def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
         machine, left_out = measured
         for variant in left_out:
             console.say(f"not timed: {variant}")
-        out.write_text(machine_text(machine), "utf-8")
+        Path(out).write_text(machine_text(machine), "utf-8")
         console.say(f"{machine.device.name}: {out} has {_contents(machine)}")
+    return EXIT_OK
 
 
 def _contents(machine: MachineFile) -> str:

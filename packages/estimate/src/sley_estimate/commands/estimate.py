@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from sley_estimate.layers.prices import Source
     from sley_estimate.machine import MachineFile
     from sley_estimate.step.estimate import PlanSeconds
-    from sley_estimate.step.lanes import Exposed
 
 GIB = 1 << 30
 COUNTED = "counted are a rank's tensors; its process needs more: libraries, CUDA's context, what allocators keep free"
@@ -205,25 +204,19 @@ def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         waited: dict[str, float] = defaultdict(float)
         for span in step.exposed:
             if span.rank == stage:
-                waited[_awaited(span)] += span.end_s - span.start_s
+                kind, _, way = span.lane.partition(" ")
+                what = WAITS.get(kind, f"`{kind}`")
+                if isinstance(span.key, Delivery):
+                    source = "activations" if span.key.flow == "forward" else "gradients"
+                    what = f"{source} from stage {way.split('>')[0]}"
+                waited[what] += span.end_s - span.start_s
         by_length = sorted(waited.items(), key=lambda item: -item[1])
-        waits = ", ".join(f"{_ms(value)} waiting for {what}" for what, value in by_length)
+        texts = ((f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms", what) for what, value in by_length)
+        waits = ", ".join(f"{value} waiting for {what}" for value, what in texts)
         idle = f"idle {step.idle(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
     yield f"  {_sources(seconds)} ({machine.device.name})"
-
-
-def _awaited(span: Exposed) -> str:
-    if isinstance(span.key, Delivery):
-        what = "activations" if span.key.flow == "forward" else "gradients"
-        return f"{what} from stage {span.lane.split(' ')[1].split('>')[0]}"
-    kind = span.lane.split(" ")[0]
-    return WAITS.get(kind, f"`{kind}`")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _sources(seconds: PlanSeconds) -> str:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from sley_core.plan.plan import Plan
     from sley_estimate.search.find import ExactEstimate, Result, SearchResult
-    from sley_estimate.search.layouts import Layout
 
 BUDGET_S = 140.0  # default seconds after the ranking in which layouts begin the steps that verify them
 
@@ -114,7 +113,13 @@ def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> It
     if result.dropped:
         yield f"  {result.dropped:,} that seemed to fit do not, as `estimate` says"
     if not result.fastest:
-        yield _nothing(result, limit)
+        if result.smallest is None or limit is None:
+            hints = (result.hints.get(reason) for reason, _ in result.refused.most_common())
+            hint = next((f" (hint: {hint})" for hint in hints if hint), "")
+            yield f"no layout of this plan is left in this world, for the reasons above{hint}"
+        else:
+            need, smallest = shown(int(result.smallest.takes.num_bytes)), result.smallest.layout
+            yield f"nothing fits into {shown(limit)}: the smallest layout found needs {need} or more: {smallest}"
         return
     how = "verified by estimate" if result.num_exact else "rough"
     yield f"fastest ({how})"
@@ -126,15 +131,6 @@ def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> It
     if result.front:
         yield f"less memory for more time ({how})"
         yield from map(_row, result.front)
-
-
-def _nothing(result: SearchResult, limit: int | None) -> str:
-    if result.smallest is None or limit is None:
-        hints = (result.hints.get(reason) for reason, _ in result.refused.most_common())
-        hint = next((f" (hint: {hint})" for hint in hints if hint), "")
-        return f"no layout of this plan is left in this world, for the reasons above{hint}"
-    need = shown(int(result.smallest.takes.num_bytes))
-    return f"nothing fits into {shown(limit)}: the smallest layout found needs {need} or more: {result.smallest.layout}"
 
 
 def _row(result: Result) -> str:
@@ -162,15 +158,7 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
     takes = best.takes
     how = "rough" if not hasattr(takes, "sources") else "verified by estimate"
     head = f"# {world} ranks: {takes.seconds:.4g} s per step, {shown(int(takes.num_bytes))} on the fullest rank, {how}\n"
-    comments = _comments(best.layout)
-    texts = []
-    for text in sections(best.layout.plan(plan, world).tables):
-        comment = comments.pop(text.split("\n", 1)[0], None)  # of several tables with one header the first gets it
-        texts.append(f"# {comment}\n{text}" if comment else text)
-    return head + "\n".join(texts)
-
-
-def _comments(layout: Layout) -> dict[str, str]:
+    layout = best.layout
     choices = {
         "[activations]": layout.activations,
         "[pipeline]": layout.schedule,
@@ -179,6 +167,15 @@ def _comments(layout: Layout) -> dict[str, str]:
         "[[gradient_handlers]]": layout.reducer,
         "[[offload]]": layout.offload,
     }
+    comments = {header: f"search: {choice}" for header, choice in choices.items() if choice is not None}
+    comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows"
+    comments["[batch]"] = f"search: micro_size = {layout.micro_size}"
+    texts = []
+    for text in sections(layout.plan(plan, world).tables):
+        comment = comments.pop(text.split("\n", 1)[0], None)  # of several tables with one header the first gets it
+        texts.append(f"# {comment}\n{text}" if comment else text)
+    return head + "\n".join(texts)
+
     return {
         "[parallel]": f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows",
         "[batch]": f"search: micro_size = {layout.micro_size}",

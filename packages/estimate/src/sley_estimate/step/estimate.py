@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -214,11 +215,8 @@ class _Pricing:
         if began.kind == "to_host" or began.kind == "to_device":
             cost = copy_cost(began.kind, began.num_bytes, self.machine)
         else:
-            groups = once(
-                self._groups,
-                (began.axis, stage),
-                lambda: groups_at_once(record.topology, began.axis, record.groups[began.axis], links),
-            )
+            at_once = partial(groups_at_once, record.topology, began.axis, record.groups[began.axis], links)
+            groups: list[Ranks] = once(self._groups, (began.axis, stage), at_once)
             cost = slowest(began.kind, began.num_bytes, groups, links)
         ways: tuple[str, ...] = (began.kind,) if is_copy else ("sends", "receives")
         return Exchange(
