@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -37,7 +36,7 @@ from sley_core.errors import RunError
 from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
 from sley_core.plan.plan import Plan
-from sley_core.protocols import Loss, SequenceCommunicator
+from sley_core.protocols import SequenceCommunicator
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import MICRO, Value, entered, queued_products, run_backward, seeds
@@ -99,9 +98,10 @@ class LayerBench:
         self.gradients = gradients
         self.repetitions = repetitions
         self._is_direct = gradients == dtype and plan.precision.accumulation == "direct"
-        caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
-        fields, forgets = self._micro_batch(dataset), gradients is None
-        self._calls = LayerCalls(device, caller, fields, plan.loss.build(), model.layers[-1], forgets=forgets, apart=apart)
+        self._caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
+        self._fields, self._loss, self._apart = self._micro_batch(dataset), plan.loss.build(), apart
+        self._lead = Lead(device)
+        self._empty_s = empty_backward_s(device) if device.is_async else 0.0
         self._host = HostModel(model)
         self._attention = attention
         self._gradients: LayerGradients | None = None
@@ -124,18 +124,18 @@ class LayerBench:
         self._host.place({layer.name}, dtype=self.dtype, device=device, keep=keep)
         if self._attention is not None:
             self._attention.attach(self.model.layers)
-        calls, queue, outputs = self._calls, WeightQueue(), list[Any]()
+        queue, outputs = WeightQueue(), list[Any]()
         with self._accumulating(layer):
             products = partial(queued_products, layer.module, queue, self.gradients or self.dtype)
             with products() if self._is_direct else nullcontext():
                 whole = self._medians(
-                    lambda host_s: calls.whole(layer, value, outputs, host_s), lambda: calls.in_a_row(layer, value, None)
+                    lambda host_s: self._whole(layer, value, outputs, host_s), lambda: self._in_a_row(layer, value, None)
                 )
             parts = Half(0.0, 0.0), Half(0.0, 0.0)
             if split:
                 with products():
                     parts = self._medians(
-                        lambda host_s: calls.split(layer, value, queue, host_s), lambda: calls.in_a_row(layer, value, queue)
+                        lambda host_s: self._split(layer, value, queue, host_s), lambda: self._in_a_row(layer, value, queue)
                     )
         if self._attention is not None:
             self._attention.detach()
@@ -193,33 +193,10 @@ class LayerBench:
         first = Slices(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
 
-
-def _host_medians(calls: Sequence[Halves]) -> tuple[float, float]:
-    return median(first.host_s for first, _ in calls), median(second.host_s for _, second in calls)
-
-
-@dataclass
-class LayerCalls:
-    """Calls layers on one micro-batch, `fields`, and times the halves of a call. last: the layer before the loss. forgets:
-    whether gradients are dropped after each call. apart: as of `LayerBench`.
-    """
-
-    device: Device
-    caller: LayerCaller
-    fields: Mapping[str, Tensor]
-    loss: Loss
-    last: Layer
-    forgets: bool
-    apart: Callable[[], Sequence[Span]]
-
-    def __post_init__(self) -> None:
-        self._lead = Lead(self.device)
-        self._empty_s = empty_backward_s(self.device) if self.device.is_async else 0.0
-
-    def whole(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
+    def _whole(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
         """Runs the layer forward and backward; sets `outputs` to its output. host_s: of the host to start each half."""
         outputs.clear()
-        in_flight, args, named = entered(layer, value, self.fields)
+        in_flight, args, named = entered(layer, value, self._fields)
 
         def forward() -> None:
             outputs.append(self._called(layer, in_flight, args, named))
@@ -230,9 +207,9 @@ class LayerCalls:
         self._forget(layer)
         return Half(there(), forward_s), Half(back(), max(0.0, backward_s - self._empty_s))
 
-    def split(self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
+    def _split(self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
         """Runs the layer with a split backward, whose halves are timed."""
-        in_flight, args, named = entered(layer, value, self.fields)
+        in_flight, args, named = entered(layer, value, self._fields)
         gradients = seeds(in_flight, self._called(layer, in_flight, args, named))
 
         def first_half() -> None:
@@ -247,10 +224,10 @@ class LayerCalls:
     def _timed(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
         """Runs `work` behind a lead; returns the host's seconds, and a function that waits and returns the device's."""
         self._lead(host_s)
-        self.apart()
+        self._apart()
         began, began_s = self.device.moment(), time.perf_counter()
         work()
-        taken_s, ended, apart = time.perf_counter() - began_s, self.device.moment(), self.apart()
+        taken_s, ended, apart = time.perf_counter() - began_s, self.device.moment(), self._apart()
 
         def device_s() -> float:
             whole, *others = (self.device.seconds_between(*span) for span in ((began, ended), *apart))
@@ -258,11 +235,11 @@ class LayerCalls:
 
         return taken_s, device_s
 
-    def in_a_row(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float]:
+    def _in_a_row(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float]:
         """Runs the layer some times forward, then as often backward; returns the host's seconds for each half of one call, of a
         host that does not wait. queue: splits the backward, whose halves count then.
         """
-        calls = [entered(layer, value, self.fields) for _ in range(ROW)]
+        calls = [entered(layer, value, self._fields) for _ in range(ROW)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
         outputs = [self._called(layer, *each) for each in calls]
@@ -283,14 +260,18 @@ class LayerCalls:
         return (forward_s, backward_s) if queue is None else (backward_s, products_s)
 
     def _forget(self, layer: Layer) -> None:
-        if self.forgets:
+        if self.gradients is None:
             layer.module.zero_grad(set_to_none=True)
 
     def _called(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
-        output = self.caller(layer, args, named, MICRO)
-        if layer is self.last:
-            in_flight.loss = self.loss.loss(output, self.fields)
+        output = self._caller(layer, args, named, MICRO)
+        if layer is self.model.layers[-1]:
+            in_flight.loss = self._loss.loss(output, self._fields)
         return output
+
+
+def _host_medians(calls: Sequence[Halves]) -> tuple[float, float]:
+    return median(first.host_s for first, _ in calls), median(second.host_s for _, second in calls)
 
 
 def empty_backward_s(device: Device) -> float:
