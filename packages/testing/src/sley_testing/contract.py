@@ -153,7 +153,15 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
         run = assemble(plan_from_dict(tables(handlers, num_micros, reduction=reduction)), world)
         own_hooks = _num_hooks(run)
         if splits:
-            _split_reduce_groups(run)
+            # Like a weight that is sharded over all ranks, parameters of ALONE reduce over a group of one. Handlers are
+            # attached again, with new numbers, since ranks have already agreed on those of the run.
+            for param in run.registry:
+                if param.name.startswith(ALONE):
+                    param.reduce_group = "sp"
+            assert run.groups["sp"].size == 1, run.groups["sp"]
+            run.store.lay_out(by_reduce_group)
+            for handler in run.stepper.handlers:
+                handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
         for number in range(NUM_STEPS):
             if fail and number in (0, NUM_STEPS - 1):
                 fail_once(run, num_micros - 1)
@@ -296,19 +304,6 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
         assert error <= tolerance, (
             f"{name}: relative error {error:.3g} after {num_steps} steps; its record allows {tolerance:.3g}"
         )
-
-
-def _split_reduce_groups(run: Run) -> None:
-    """Lets parameters of the layer ALONE reduce over a group of one, like a weight that is sharded over all ranks. Handlers are
-    attached again, with new numbers, since ranks have already agreed on those of the run.
-    """
-    for param in run.registry:
-        if param.name.startswith(ALONE):
-            param.reduce_group = "sp"
-    assert run.groups["sp"].size == 1, run.groups["sp"]
-    run.store.lay_out(by_reduce_group)
-    for handler in run.stepper.handlers:
-        handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
 
 
 def _num_hooks(run: Run) -> int:

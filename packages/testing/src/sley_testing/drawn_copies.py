@@ -270,7 +270,12 @@ class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
         self._copies.check(self._copies.ledger.resized, storage)
         old = storage.nbytes()
 
-        return partial(poison_bytes, storage, old, num_bytes)
+        def poison_new() -> None:
+            if num_bytes > old:  # NaN, whatever they are read as
+                with _disable_current_modes():
+                    as_tensor(storage, torch.uint8, old, (num_bytes - old,), (1,)).fill_(0xFF)
+
+        return poison_new
 
 
 class Span:
@@ -305,13 +310,6 @@ def poison(span: Span) -> None:
             tensor.fill_(float("nan"))
         elif tensor.dtype != torch.bool:
             tensor.fill_(0xFF if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).max)
-
-
-def poison_bytes(storage: torch.UntypedStorage, first: int, last: int) -> None:
-    """Fills bytes `first` to `last` of `storage`, if there are any: NaN, whatever they are read as."""
-    if last > first:
-        with _disable_current_modes():
-            as_tensor(storage, torch.uint8, first, (last - first,), (1,)).fill_(0xFF)
 
 
 def as_tensor(

@@ -10,7 +10,7 @@ compared with the same run without the hook.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,7 +68,10 @@ def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> See
                 with collectives() as calls:
                     seen.rows.append(run.step())
                 seen.calls.append(list(calls))
-                seen.graphs.append(list(_with_graphs()))
+                gc.collect()
+                tensors = (each for each in gc.get_objects() if type(each) is Tensor)
+                graphs = ((each.shape, each.grad_fn) for each in tensors)
+                seen.graphs.append([f"{tuple(shape)} of {graph.name()}" for shape, graph in graphs if graph is not None])
                 if run.stepper.executor.hooks:
                     seen.counts.append(counts_of(run.stepper.executor.hooks[0]))
             seen.weights = weights(run)
@@ -148,11 +151,3 @@ class SchedulerHookContract:
                     same = repr(wanted.get(key)) == repr(found.get(key))
                     assert same, f"{when}, rank {rank}, step {found['step']}: {key} is {found.get(key)}, not {wanted.get(key)}"
             assert_same_bits(plain.weights, seen.weights)
-
-
-def _with_graphs() -> Iterator[str]:
-    """Yields a description of each tensor in this process that has a graph behind it."""
-    gc.collect()
-    for one in gc.get_objects():
-        if type(one) is Tensor and one.grad_fn is not None:
-            yield f"{tuple(one.shape)} of {one.grad_fn.name()}"

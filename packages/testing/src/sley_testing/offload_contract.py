@@ -173,27 +173,20 @@ def _running(tables: dict[str, Any], texts: Path, order: int | None = None, *, c
         with assemble(plan, World.alone("cpu")) as run:
             yield run
         return
-    device = DrawnDevice(order=order)
-    with device.watching(), World.alone(device) as world, _earlier_frozen():
-        run = assemble(plan, world)
-        try:
-            yield run
-        finally:
-            if closes:
-                run.close()
-
-
-@contextmanager
-def _earlier_frozen() -> Iterator[None]:
-    """Keeps Python's collector from what there is already, in the block; after it too, where it was so before."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    device, was_frozen = DrawnDevice(order=order), gc.get_freeze_count()
+    if not was_frozen:  # keeps the collector from what is there already
+        gc.freeze()
     try:
-        yield
+        with device.watching(), World.alone(device) as world:
+            run = assemble(plan, world)
+            try:
+                yield run
+            finally:
+                if closes:
+                    run.close()
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _bits(run: Run, parts: Sequence[Part]) -> Bits:

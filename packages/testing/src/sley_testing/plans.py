@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,17 +100,10 @@ TOKENS = DataInfo(
 """What packed token data of 97 ids and sequences of 24 says of itself."""
 
 
-@dataclass
-class _Given:
-    """Stands for a plan's component: something that builds layers."""
-
-    build: Callable[[DataInfo], Any]
-    name: str = "given"
-
-
 def on_meta(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
     """Returns the model of `function(info)`, on meta."""
-    return build_on_meta(_Given(function), info, seed)  # type: ignore[arg-type]
+    component: Any = SimpleNamespace(build=function, name="given")  # stands for a plan's
+    return build_on_meta(component, info, seed)
 
 
 def with_values(

@@ -47,8 +47,6 @@ def assemble_once() -> None:
     It takes no step: autograd refuses to work in a process that was forked after its first backward. The random numbers of
     this process are as they were.
     """
-    import torch
-
     from sley_core.assemble import assemble
     from sley_core.comm.backends import installed_transports
     from sley_core.comm.world import World

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -107,16 +107,11 @@ def listening_sockets(pid: int) -> list[Listener]:
             for line in (_PROC / str(pid) / "net" / table).read_text("ascii").splitlines()[1:]:
                 _, local, _, state, *rest = line.split()
                 if state == _LISTEN and f"socket:[{rest[5]}]" in sockets:
-                    found.append(_listener(local))
+                    # In hex: the address as 32-bit words of the host's byte order, a colon, the port.
+                    address, port = local.split(":")
+                    words = (int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8))
+                    found.append(Listener(ip_address(b"".join(words)), int(port, 16)))
     return found
-
-
-def _listener(text: str) -> Listener:
-    """Reads the kernel's form, all in hex: the address as 32-bit words of the host's byte order, a colon, the port."""
-    address, port = text.split(":")
-    words = [int(address[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(address), 8)]
-    packed = b"".join(words)
-    return Listener(IPv4Address(packed) if len(packed) == 4 else IPv6Address(packed), int(port, 16))
 
 
 def _processes() -> Iterator[Process]:

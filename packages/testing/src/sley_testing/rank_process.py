@@ -78,14 +78,6 @@ class Outcome:
         return cls(rank, True, summary=how, trace=trace, ended=ended)
 
 
-def output_file(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.out")
-
-
-def stacks_file(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.stacks")
-
-
 def rank_main(connection: Connection) -> None:
     """Does one job in a process of its own. Ends quietly if the parent is gone before it sent a job."""
     # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
@@ -130,13 +122,13 @@ def _surroundings(job: Job) -> Iterator[None]:
     sys.path[:] = job.sys_path
     os.environ.clear()
     os.environ.update(job.environ)
-    output = os.open(output_file(job.folder, job.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    output = os.open(Path(job.folder, f"rank{job.rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
         assert isinstance(stream, io.TextIOWrapper), stream
         stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that a rank that is killed has said it all
     os.close(output)
-    with stacks_file(job.folder, job.rank).open("w") as stacks:
+    with Path(job.folder, f"rank{job.rank}.stacks").open("w") as stacks:
         # SIGABRT dumps the stacks of all threads from C, even while the interpreter waits in a collective.
         faulthandler.enable(file=stacks, all_threads=True)
         import torch

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from sley_testing import rank_process
-from sley_testing.rank_process import Job, Outcome, output_file, rank_main, stacks_file
+from sley_testing.rank_process import Job, Outcome, rank_main
 from sley_testing.shipping import Packed, pack
 
 GRACE_S = 1.0  # how long the other ranks have to finish once one has failed
@@ -146,7 +146,7 @@ class _World:
                 process.join(max(0.0, deadline - time.monotonic()))
                 kill(process)
         for rank in range(len(self.processes)):
-            for line in _read(output_file(self.folder, rank)).splitlines():
+            for line in _read(Path(self.folder, f"rank{rank}.out")).splitlines():
                 print(f"[rank {rank}] {line}")
 
     def start(self, jobs: list[Job]) -> None:
@@ -207,7 +207,7 @@ class _World:
     def _stacks(self, rank: int) -> str:
         """Returns the Python stacks that faulthandler wrote in `rank`, each down to where the kit called the function."""
         kept: list[str] = []
-        for thread in _read(stacks_file(self.folder, rank)).split("\n\n"):
+        for thread in _read(Path(self.folder, f"rank{rank}.stacks")).split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith(("Thread", "Current thread", "  File"))]
             kits = [index for index, line in enumerate(frames) if rank_process.__file__ in line]
             if frames and not (kits and frames[kits[0]].endswith(" in _end_with_parent")):

@@ -61,7 +61,10 @@ class ScheduleContract:
             schedule = self._schedule()
             placement = schedule.placement(stages)
             lists = schedule.lists(stages, micros)
-            costs = _drawn_costs(placement.num_positions, chance)
+            # Times of every action at each position, and of each transfer, from nearly none to three units.
+            seconds = {kind: tuple(chance.uniform(0.1, 3) for _ in range(placement.num_positions)) for kind in Kind}
+            nothing = (0,) * placement.num_positions
+            costs = Costs(seconds, tuple(chance.uniform(0, 3) for _ in nothing[1:]), nothing, nothing, nothing[1:])
             simulate(lower(lists, placement, micros), placement, costs)
             forwards = [forward_only(actions) for actions in lists]
             simulate(lower(forwards, placement, micros, training=False), placement, costs)
@@ -149,13 +152,6 @@ def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables
     """Asserts that two stages, with these further tables, train as one process does."""
     layouts = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **tables}, NUM_STEPS, folder=texts)
     assert_parity_of_parts(alone(plan, NUM_STEPS, folder=texts), layouts, "fp64")
-
-
-def _drawn_costs(positions: int, chance: Random) -> Costs:
-    """Returns times of every action at each position, and of each transfer, from nearly none to three units."""
-    seconds = {kind: tuple(chance.uniform(0.1, 3) for _ in range(positions)) for kind in Kind}
-    nothing = (0,) * positions
-    return Costs(seconds, tuple(chance.uniform(0, 3) for _ in nothing[1:]), nothing, nothing, nothing[1:])
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, micros: int, where: str) -> None:
