@@ -42,16 +42,9 @@ class MatmulsTable(Table):
     """Products by the dtype of their inputs, `[device.matmul.bf16]`."""
 
     fp64: MatmulTable | None = None
-    """Of fp64."""
-
-    fp32: MatmulTable | None = None
-    """Of fp32; where tensor cores multiply them as tf32, at that rate."""
-
+    fp32: MatmulTable | None = None  # where tensor cores multiply them as tf32, at that rate
     bf16: MatmulTable | None = None
-    """Of bf16."""
-
     fp16: MatmulTable | None = None
-    """Of fp16."""
 
 
 class DeviceTable(Table):
@@ -187,16 +180,11 @@ class LayerTable(Table):
     """Seconds of the second half."""
 
     host_forward: Measured = 0.0
-    """Seconds of the host to start the forward, where it runs ahead of the device; else 0."""
+    """Seconds of the host to start each, where it runs ahead of the device, without the accumulation of gradients; else 0."""
 
     host_backward: Measured = 0.0
-    """Seconds of the host to start the whole backward, without the accumulation of gradients."""
-
     host_input_gradient: Measured = 0.0
-    """Seconds of the host to start the first half."""
-
     host_weight_gradient: Measured = 0.0
-    """Seconds of the host to start the second half."""
 
     output_bytes: Annotated[int, Field(ge=0, le=10**13), Words("bytes, from 0 to 1e13")]
     """Bytes of its output."""

@@ -7,17 +7,14 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sley_core.api.comm import HostMemory
-from sley_core.api.memory import DevicePool
+from sley_core.api.memory import DevicePool, Moved
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
-
-if TYPE_CHECKING:
-    from sley_core.api.memory import Moved
-    from sley_memory.config import SizeClassesConfig
+from sley_memory.config import SizeClassesConfig
 
 
 def size_classes(config: SizeClassesConfig) -> DevicePool:

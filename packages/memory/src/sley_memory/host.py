@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from mmap import PAGESIZE
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +29,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sley_core.api.actions import Action
+from sley_core.api.comm import CopyEvent, CopyStream
 from sley_core.api.memory import is_plain, storage_id, sum_of_bits, version_of
 from sley_core.api.model import tensors_in
-from sley_core.api.parts import round_up
+from sley_core.api.parts import MicroStep, Parts, Phase, round_up
 from sley_core.errors import RunError
 from sley_core.protocols import ActivationPolicy
 from sley_memory.arena import HostArena
-from sley_memory.config import chosen
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import CopyEvent, CopyStream
-    from sley_core.api.parts import MicroStep, Parts, Phase
-    from sley_memory.config import HostConfig
+from sley_memory.config import HostConfig, chosen
 
 MOST_WASTE = 1.25  # a spare place up to this much larger than a request is lent: lengths differ from step to step
 

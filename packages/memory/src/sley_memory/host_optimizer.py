@@ -13,20 +13,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, cycle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, HostMemory
-from sley_core.api.memory import Moved, OffloadManager, Part, Where
-from sley_core.api.parts import ALIGNMENT_BYTES, round_up
+from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, Where
+from sley_core.api.parts import ALIGNMENT_BYTES, Parts, round_up
+from sley_memory.config import HostOptimizerConfig
 from sley_memory.movers import MB, Streams, by_bytes
-
-if TYPE_CHECKING:
-    from sley_core.api.memory import MemoryInventory, Stepped
-    from sley_core.api.parts import Parts
-    from sley_memory.config import HostOptimizerConfig
 
 RING = 2  # buckets whose gradients are on the host at once: one is stepped while the next arrives
 

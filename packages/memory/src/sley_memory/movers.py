@@ -12,18 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, CopyStream
-from sley_core.api.memory import Moved, StorageEntry, Where, free, grow, is_plain, storage_id
+from sley_core.api.memory import Moved, Stepped, StorageEntry, Where, free, grow, is_plain, storage_id
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
-
-if TYPE_CHECKING:
-    from sley_core.api.memory import Stepped
-    from sley_memory.arena import HostArena
+from sley_memory.arena import HostArena
 
 SMALL = 1 << 20  # bytes. A larger copy takes 40 us and more at 25 GB/s, so the time to start it does not count
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from sley_core.api.memory import Moved, OffloadManager, Part, StorageEntry, Where, is_away, storage_id
+from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, StorageEntry, Where, is_away, storage_id
+from sley_core.api.parts import Param, Parts
 from sley_memory.arena import HostArena
+from sley_memory.config import OffloadConfig
 from sley_memory.movers import MB, Gradients, HostCopy, Mover, Pieces, Streams, Trimmed, by_bytes, packed
 from sley_memory.shared import SharedCopies
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
-
-    from sley_core.api.memory import MemoryInventory, Stepped
-    from sley_core.api.parts import Param, Parts
-    from sley_memory.config import OffloadConfig
 
 OF_LAYERS: tuple[Part, ...] = ("weights", "buffers")  # parts that a layer's forward needs
 

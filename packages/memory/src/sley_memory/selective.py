@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,7 @@ from torch.utils.checkpoint import _StopRecomputationError  # by which a second 
 from sley_core.api.memory import version_of
 from sley_core.api.model import Recompute
 from sley_core.errors import RunError
-from sley_memory.config import chosen
-
-if TYPE_CHECKING:
-    from sley_memory.config import SelectiveConfig
+from sley_memory.config import SelectiveConfig, chosen
 
 
 class KeptAttention:

@@ -18,19 +18,16 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sley_core.api.comm import CopyEvent, Group
 from sley_core.api.memory import Moved, Part, StorageEntry, Where, free, grow
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
+from sley_memory.arena import HostArena
 from sley_memory.movers import HostCopy, Mover, Pieces, Streams, can_leave, make_room
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import CopyEvent, Group
-    from sley_memory.arena import HostArena
 
 Report = list[tuple[str, int, int]]  # name, bytes and fingerprint of each piece of one rank
 

@@ -136,33 +136,6 @@ def by_hand(tables: dict[str, Any], seen: Seen, *, evaluates: bool = False) -> T
     return {copy.name: copy.parameter.detach() for copy in copies}
 
 
-class Evaluated:
-    """A run that evaluates, and saves in `folder`, after its last step. seen: as `train` returns it. saved: what `save_weights`
-    writes; exported: what an export takes from the checkpoint. loss: the held-out one; again: with `saved` loaded.
-    """
-
-    def __init__(self, tables: dict[str, Any], folder: Path) -> None:
-        self.seen = train(tables, save=folder / "saved")
-        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
-            self.has_modes = run.stepper.update.traits.has_modes
-            run.load_checkpoint(folder / "saved")
-            while run.num_steps_done < NUM_STEPS:
-                run.step()
-            self.loss = run.evaluate()
-            run.save_weights(folder / "weights", precision="full")
-            run.save_checkpoint(folder / "last")
-        files = WeightFiles(folder / "weights")
-        self.saved = {name: files.tensor(name) for name in files.names}
-        reader = checkpoint_files(run.plan.loader)
-        found = None if reader is None else reader.open(str(folder / "last"))
-        assert found is not None, "there is no checkpoint"
-        _, weights = plan_and_weights(found)
-        self.exported = {name: weights.tensor(name) for name in weights.names}
-        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
-            run.load_weights(self.saved)
-            self.again = run.evaluate()
-
-
 class OptimizerContract:
     """Tests an optimizer: inherit, set `optimizer` to the table `[optimizer]`, and pytest does the rest. only_matrices: whether
     it takes parameters of two dims alone, as Muon does.
@@ -235,16 +208,32 @@ class OptimizerContract:
     def test_what_is_evaluated_and_saved_is_after_eval(self, compute: str, tmp_path: Path) -> None:
         """If it has modes, as schedule-free ones do: the weights of an evaluation, of files and of an export."""
         tables = self._plan(evaluation={"every": 100, "steps": 2}, precision={"compute": compute})
-        found = Evaluated(tables, tmp_path)
-        if not found.has_modes:
-            pytest.skip("it has no modes")
-        wanted = by_hand(tables, found.seen, evaluates=True)
+        seen = train(tables, save=tmp_path / "saved")
+        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+            if not run.stepper.update.traits.has_modes:
+                pytest.skip("it has no modes")
+            run.load_checkpoint(tmp_path / "saved")
+            while run.num_steps_done < NUM_STEPS:
+                run.step()
+            loss = run.evaluate()
+            run.save_weights(tmp_path / "weights", precision="full")
+            run.save_checkpoint(tmp_path / "last")
+        files = WeightFiles(tmp_path / "weights")
+        saved = {name: files.tensor(name) for name in files.names}
+        reader = checkpoint_files(run.plan.loader)
+        checkpoint = None if reader is None else reader.open(str(tmp_path / "last"))
+        assert checkpoint is not None, "there is no checkpoint"
+        _, exported = plan_and_weights(checkpoint)
+        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+            run.load_weights(saved)
+            again = run.evaluate()
+        wanted = by_hand(tables, seen, evaluates=True)
         within = EXACT if compute == "fp64" else 1e-5
-        assert_close_gradients(wanted, found.saved, within)
-        assert_close_gradients(wanted, found.exported, within)
-        error = abs(found.loss - found.again) / abs(found.again)
+        assert_close_gradients(wanted, saved, within)
+        assert_close_gradients(wanted, {name: exported.tensor(name) for name in exported.names}, within)
+        error = abs(loss - again) / abs(again)
         assert error < (EXACT if compute == "fp64" else 2**-7), (
-            f"the held-out loss is {found.loss}, and {found.again} with the weights after `eval()`"
+            f"the held-out loss is {loss}, and {again} with the weights after `eval()`"
         )
 
     def test_a_parameter_without_a_gradient_stays(self) -> None:

@@ -115,41 +115,41 @@ class WorkSamples:
         for found in self._waits.values():
             found.steps_s, found.exchanges, found.num_bytes = [], 0, 0
 
-    def seconds(self) -> Spread:
-        """Returns how long steps took."""
-        return spread(self._seconds)
-
-    def work(self) -> dict[str, Spread]:
-        """Returns the work by place, its layers' included."""
+    def window(self, last: int, time_s: float, usage: Usage, private_mb: float, device_mb: float) -> Window:
+        """Returns the window of these samples, the last of which is step `last`, as written at `time_s`."""
+        num_steps, missing = max(1, self.num_steps), len(self._steps)
+        names = {number: name for name, number in self._places.items()}
         inside: dict[int, list[int]] = {}
-        for (base, _), number in self._layers.items():
+        layers: dict[str, dict[str, Spread]] = {}
+        for (base, layer), number in self._layers.items():
             inside.setdefault(base, []).append(number)
-        return {
+            if some := [step[number] for step in self._steps if _at(step, number)]:  # of the steps that have it
+                layers.setdefault(names[base], {})[layer] = spread(some)
+        work = {
             name: spread([sum(_at(step, number) for number in (place, *inside.get(place, ()))) for step in self._steps])
             for name, place in self._places.items()
         }
-
-    def layers(self) -> dict[str, dict[str, Spread]]:
-        """Returns the work by place and layer, of the steps that have it."""
-        names = {number: name for name, number in self._places.items()}
-        found: dict[str, dict[str, Spread]] = {}
-        for (base, layer), number in self._layers.items():
-            if some := [step[number] for step in self._steps if _at(step, number)]:
-                found.setdefault(names[base], {})[layer] = spread(some)
-        return found
-
-    def waits(self) -> dict[str, Spread]:
-        """Returns the waits of a step by queue; 0 in steps before a queue first occurred."""
-        missing = len(self._steps)
-        return {queue: spread([0.0] * (missing - len(found.steps_s)) + found.steps_s) for queue, found in self._waits.items()}
-
-    def queues(self) -> dict[str, Queue]:
-        """Returns the queues, with the exchanges and bytes in which this rank waited."""
-        steps = max(1, self.num_steps)
-        return {
-            queue: Queue(found.turn.members.ranks, found.turn.peer, found.exchanges / steps, found.num_bytes / steps)
-            for queue, found in self._waits.items()
+        # 0 in steps before a queue first occurred.
+        waits = {queue: spread([0.0] * (missing - len(each.steps_s)) + each.steps_s) for queue, each in self._waits.items()}
+        queues = {
+            queue: Queue(each.turn.members.ranks, each.turn.peer, each.exchanges / num_steps, each.num_bytes / num_steps)
+            for queue, each in self._waits.items()
         }
+        return Window(
+            last - self.num_steps + 1,
+            last,
+            time_s,
+            spread(self._seconds),
+            work,
+            layers,
+            waits,
+            queues,
+            usage,
+            private_mb,
+            device_mb,
+            self.sent,
+            self.taken,
+        )
 
     def _one_more(self) -> int:
         self.spent.append(0.0)

@@ -38,7 +38,6 @@ from sley_doctor.reports.work_record import (
     UPDATE,
     Start,
     Usage,
-    Window,
     line,
 )
 from train_cli.run_folder import WORK
@@ -241,25 +240,8 @@ class WorkRecorder:
         now = time.perf_counter()
         usage = used()
         device_mb = torch.cuda.memory_allocated(self._device) / 2**20 if self._device.type == "cuda" else 0.0
-        self._add(
-            line(
-                Window(
-                    self._last - self._samples.num_steps + 1,
-                    self._last,
-                    now + self._to_epoch,
-                    self._samples.seconds(),
-                    self._samples.work(),
-                    self._samples.layers(),
-                    self._samples.waits(),
-                    self._samples.queues(),
-                    Usage(*(round(after - before, 6) for after, before in zip(usage, self._usage, strict=True))),
-                    private_mb(),
-                    device_mb,
-                    self._samples.sent,
-                    self._samples.taken,
-                )
-            )
-        )
+        used_since = Usage(*(round(after - before, 6) for after, before in zip(usage, self._usage, strict=True)))
+        self._add(line(self._samples.window(self._last, now + self._to_epoch, used_since, private_mb(), device_mb)))
         self._usage, self._window_began = usage, now
         self._samples.clear()
 

@@ -171,17 +171,14 @@ class Ledger:
             if piece.owner in owners and piece.born > event:
                 piece.born, piece.place = event, place
 
-    def peak(self) -> tuple[int, int]:
-        """Returns the most bytes at once, and the last event with as many; (0, 0) if there was no memory."""
-        return max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
-
-    def alive_at(self, event: int) -> list[MemoryPiece]:
-        """Returns the pieces that existed right after `event`, in order of birth."""
-        return [piece for piece in self.pieces if piece.born <= event and (piece.died is None or piece.died > event)]
-
-    def place_at(self, event: int) -> StepPlace:
-        """Returns where the step was at an event that brought memory; step 0 if it brought none."""
-        return next((piece.place for piece in self.pieces if piece.born == event), StepPlace(0, "", ""))
+    def peak(self) -> tuple[int, StepPlace, list[MemoryPiece]]:
+        """Returns the most bytes at once, where the step was at the last event with as many, and the pieces then, by birth;
+        step 0 if there was no memory.
+        """
+        num_bytes, event = max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
+        place = next((piece.place for piece in self.pieces if piece.born == event), StepPlace(0, "", ""))
+        alive = [piece for piece in self.pieces if piece.born <= event and (piece.died is None or piece.died > event)]
+        return num_bytes, place, alive
 
     def curve(self, step: int) -> list[tuple[str, int]]:
         """Returns (entry, most bytes during it) for each entry of a step in which memory came or went, in order."""

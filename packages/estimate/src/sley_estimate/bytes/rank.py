@@ -148,10 +148,9 @@ def _steps_taken(
                 recording.end()
             ledger.date_back(POOLED, starts[0] if first < micros else starts[-1], StepPlace(STEPS, BEGINNING, ""))
         batch_bytes = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        peak, at = ledger.peak()
-        place = ledger.place_at(at)
+        peak, place, pieces = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
-        for piece in ledger.alive_at(at):
+        for piece in pieces:
             alive[piece.owner or kind_of_piece(piece)] += piece.num_bytes
         result = RankBytes(
             rank=rank,

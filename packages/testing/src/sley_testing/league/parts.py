@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+from sley_testing.habits import Embed
 
 VOCAB = 40
 
@@ -74,13 +75,6 @@ class DrawnSamples:
 
 
 _WIDTH, _RANK = 16, 3
-
-
-class Embed(nn.Embedding):
-    """Looks tokens up: [b, s] int64 -> [b, s, width]."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
 
 
 class Adapted(nn.Module):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from pathlib import Path
 from types import FrameType
@@ -52,19 +52,16 @@ class HabitLoop(PlainLoop):
         self._step, self._micro = 0, 0
         self.place = "its start"
         self.habits = habits
-        outer = sorted(name for name in evaluated if name.rpartition(".")[0] not in evaluated)
-        for name in outer:
+        for name in sorted(name for name in evaluated if name.rpartition(".")[0] not in evaluated):
             self._note(name, "was in evaluation mode when the factory returned it: a run calls `train()` first")
         for name, module in self.layers:
             self._look_at_module(name, module)
         if has_modes(self.optimizer):
             self._note("the optimizer", "has `train()` and `eval()`: a run evaluates and saves between them")
 
-    @contextmanager
-    def steps(self, step: int) -> Iterator[None]:
-        """Returns a context manager for step number `step`, from 1."""
+    def begin(self, step: int) -> None:
+        """Begins step number `step`, from 1."""
         self._step, self._micro = step, -1
-        yield
 
     def forward(self, micro: Mapping[str, Tensor]) -> Any:
         self._micro += 1
@@ -123,7 +120,10 @@ class HabitLoop(PlainLoop):
         given, versions, state = _contents(args), _versions(args), comparable_state()
         on_fields = _versions(tuple(fields.values()))
         held, kept = _prints(module), _state(module)
-        twin = _copied(module)
+        try:
+            twin = deepcopy(module)  # with the states of its generators
+        except Exception:  # what a module of one's own holds may refuse to be copied in any way
+            twin = None
         with _Ops() as ops:
             output = module(*args, **fields)
         drew = comparable_state()
@@ -148,18 +148,14 @@ class HabitLoop(PlainLoop):
                 self._note(f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another")
         has_changed = given != _contents(args) or versions != _versions(args) or written
         if twin is not None and not has_changed and on_fields == _versions(tuple(fields.values())):
-            self._call_again(name, twin, args, fields, output)
+            with self._seeded(name, self._step, self._micro), torch.no_grad():
+                again = twin(*args, **fields)
+            for one, two in zip(tensors_in([output]), tensors_in([again]), strict=False):
+                is_number = one.is_floating_point() or one.is_complex()
+                limit = max(1e-5, torch.finfo(one.dtype).eps) if is_number else 0.0
+                if one.shape != two.shape or not torch.allclose(one, two, rtol=limit, atol=limit, equal_nan=True):
+                    self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
         return output
-
-    def _call_again(self, name: str, twin: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor], output: Any) -> None:
-        """Notes if a copy of the layer as it was gives another output from the same seeds."""
-        with self._seeded(name, self._step, self._micro), torch.no_grad():
-            again = twin(*args, **fields)
-        for one, two in zip(tensors_in([output]), tensors_in([again]), strict=False):
-            is_number = one.is_floating_point() or one.is_complex()
-            limit = max(1e-5, torch.finfo(one.dtype).eps) if is_number else 0.0
-            if one.shape != two.shape or not torch.allclose(one, two, rtol=limit, atol=limit, equal_nan=True):
-                self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
 
     def _look_at_module(self, name: str, module: nn.Module) -> None:
         """Notes what can be seen of a layer without a call."""
@@ -192,14 +188,6 @@ def _state(module: nn.Module) -> dict[str, Any]:
         for key, value in vars(part).items()
         if isinstance(value, bool | int | float | str)
     }
-
-
-def _copied(module: nn.Module) -> nn.Module | None:
-    """Returns a copy of a layer, with the states of its generators; None if it cannot be copied."""
-    try:
-        return deepcopy(module)
-    except Exception:  # what a module of one's own holds may refuse to be copied in any way
-        return None
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:

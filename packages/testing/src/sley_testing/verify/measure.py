@@ -92,7 +92,11 @@ class Beside:
         precision = plan.precision.compute
         self.found = RankFindings(rank, stage=0)
         self._folder = folder
-        self._quiet = _Quiet(precision)
+        self._share = NOISE[precision]
+        # Parameters whose gradient was zero but for rounding, below `floor`, in this step or one before, which has moved the
+        # weight at random.
+        self._quiet: set[str] = set()
+        self._floor = 0.0
         self._far = WEIGHTS[precision] + limits(plan).reduced
         self._noise: dict[str, Tensor] = {}
 
@@ -109,7 +113,6 @@ class Beside:
         if row.get("skipped") and reference.get("skipped"):
             self.found.skipped.append(step)  # gradients that are not finite have nothing to compare
         else:
-            self._quiet.look(file_of(self._folder, step, "gradients"))
             found = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
             self._look(step, found)
             self.found.compared += self._tensors("gradient", step, found, "gradients")
@@ -125,7 +128,7 @@ class Beside:
         sizes, times = (_norm(expected), _norm(found)), _times(expected, found, error)
         if step == 0 or not error:
             return Compared(kind, step, name, error, *sizes, times)
-        if name in self._quiet.names and (kind == "weight" or sizes[1] <= 8 * self._quiet.floor):
+        if name in self._quiet and (kind == "weight" or sizes[1] <= 8 * self._floor):
             return Compared(kind, step, name, error, *sizes, times, num_noise=expected.numel(), sure=0.0)
         noise = self._noise.get(name)
         if kind != "weight" or noise is None:
@@ -134,10 +137,14 @@ class Beside:
         return Compared(kind, step, name, error, *sizes, times, int(noise.count_nonzero()), sure)
 
     def _look(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Notes the elements of this step's gradients that differ by more than a weight may: where a gradient agrees as a
-        whole, they are so small that rounding decides them.
+        """Notes what rounding decides of this step's gradients: parameters whose norm is a small share of the largest; and
+        elements that differ by more than a weight may, where the gradient agrees as a whole.
         """
         with _opened(file_of(self._folder, step, "gradients")) as tensors:
+            norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
+            self._floor = self._share * max(norms.values(), default=0.0)
+            # Exactly zero is no noise: nothing but zero agrees with it.
+            self._quiet |= {name for name, norm in norms.items() if 0.0 < norm < self._floor}
             for name, found in gradients.items():
                 expected = tensors.get_tensor(name)
                 differs = (found - expected).abs() > self._far * expected.abs()
@@ -173,23 +180,6 @@ def dropouts(run: Run) -> list[str]:
                 yield name
 
     return [name for layer in run.layers for name in named(layer.module, layer.name)]
-
-
-class _Quiet:
-    """Collects the parameters whose gradient was zero but for rounding in any step so far: its norm was below `floor`."""
-
-    def __init__(self, precision: str) -> None:
-        self._share = NOISE[precision]
-        self.names: set[str] = set()  # of this step, or of one before it, which has moved the weight at random
-        self.floor = 0.0
-
-    def look(self, file: str) -> None:
-        """Adds the parameters whose gradient norm in `file` is above 0 but below `floor`, a share of the largest norm."""
-        with _opened(file) as tensors:
-            norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
-        self.floor = self._share * max(norms.values(), default=0.0)
-        # Exactly zero is no noise: nothing but zero agrees with it.
-        self.names |= {name for name, norm in norms.items() if 0.0 < norm < self.floor}
 
 
 def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:

@@ -58,11 +58,10 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
     save_file(own_weights(run), file_of(folder, 0, "weights"))
     for number in range(1, num_steps + 1):
         try:
-            with loop.steps(number):
-                scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
-                batch = run.samples.splitter.fed(run.samples.feed.next())
-                micros = [{name: device.move(value) for name, value in micro.items()} for micro in batch.micros]
-                step = loop.step(micros)
+            loop.begin(number)
+            scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
+            batch = run.samples.splitter.fed(run.samples.feed.next())
+            step = loop.step([{name: device.move(value) for name, value in micro.items()} for micro in batch.micros])
         except NothingToTrainError:
             raise RunError("plain-loop", "the loss of a micro-batch depends on no parameter that is trained") from None
         except Exception as error:
@@ -93,14 +92,11 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
 
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         grouped = [_Grouped(name, one, run.registry[name].decays) for name, one in named if one.requires_grad]
-        built: torch.optim.Optimizer = plan.optimizer.build(
-            update.parameter_groups(grouped),  # type: ignore[arg-type]  # what has a name, a parameter and `decays`
-            run.world.device.torch_device,
-        )
+        groups = update.parameter_groups(grouped)  # type: ignore[arg-type]  # what has a name, a parameter and `decays`
+        built: torch.optim.Optimizer = plan.optimizer.build(groups, run.world.device.torch_device)
         return built
 
-    caller = run.stepper.executor.caller
-    seeds = LayerCaller(run.world.device, plan.run.seed, caller.policy)
+    seeds = LayerCaller(run.world.device, plan.run.seed, run.stepper.executor.caller.policy)
     layers = {layer.name: layer for layer in model.layers}
 
     @contextmanager
