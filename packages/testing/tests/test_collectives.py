@@ -17,6 +17,7 @@ from torch.distributed import all_reduce as imported_all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 from sley_core.comm.groups import make_groups
+from sley_core.comm.world import World
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.ranks import Ranks
@@ -162,8 +163,8 @@ def test_an_exchange_has_the_name_of_the_group_that_was_asked_for(ranks):
         assert_same_sequence(swapped)
 
 
-def test_the_fixture_records_in_this_process(fake_world, collectives):
-    with fake_world(5, 8), collectives() as calls:
+def test_a_process_of_a_world_without_peers_is_recorded():
+    with World.fake(5, 8), collectives() as calls:
         dist.broadcast(torch.ones(3), src=2)
     assert [(call.op, call.peer, len(call.ranks)) for call in calls] == [("broadcast", 2, 8)]
 

@@ -8,8 +8,7 @@ assert_parity(reference, layouts, "fp64")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
@@ -72,25 +70,6 @@ def write_texts(folder: Path) -> None:
     for name in ("a", "b"):
         documents = [f"{name}{number} " + "the sley beats home " * (number % 7) for number in range(60)]
         (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents), "utf-8")
-
-
-@contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Makes the default group that of rank `rank` of `size` within the block; afterwards there is none, as before.
-
-        for rank in range(64):
-            with fake_world(rank, 64):
-                group = dist.new_group([rank ^ 1, rank])
-
-    Raises AssertionError if a default group is up already: worlds do not nest.
-    """
-    assert not dist.is_initialized(), "a default group is up already, and worlds do not nest"
-    dist.init_process_group("fake", rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 _ROWS = Field("int64", sequence_dim=1)

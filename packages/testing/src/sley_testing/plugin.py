@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sley_testing.collectives import Collective
     from sley_testing.ranks import Ranks
 
 
@@ -87,26 +85,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     torch.set_num_threads(1)
     yield make
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
-    """`with fake_world(rank, size):` makes this process one rank of a world that has no others. Groups and shapes are real,
-    data does not move. See `sley_testing.plans`.
-    """
-    from sley_testing.plans import fake_world
-
-    return fake_world
-
-
-@pytest.fixture
-def collectives() -> Callable[[], AbstractContextManager[list[Collective]]]:
-    """`with collectives() as calls:` records the collectives of the block; `assert_same_sequence` compares ranks. In a function
-    that `ranks` runs, import it from `sley_testing.collectives`.
-    """
-    from sley_testing.collectives import collectives
-
-    return collectives
 
 
 @pytest.fixture(scope="session")

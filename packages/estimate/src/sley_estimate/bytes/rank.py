@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -137,12 +137,7 @@ def _steps_taken(
                     recording.begin()
                 # New tensors over the same memory: layers keep results of each tensor.
                 take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micros)])
-                for part in PARTS:
-                    for _, tensor in run.memory.inventory.everything(part):
-                        if part in on_host:
-                            ledger.move_out(tensor)
-                        elif (piece := ledger.piece_of(tensor)) is not None:
-                            piece.owner = piece.owner or part
+                _set_owners(run, ledger, on_host)
                 gc.collect(0)  # reference cycles count to the step's end
             if recording is not None:
                 recording.end()
@@ -200,6 +195,18 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
             f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
             hint="the output of a layer must follow from the shapes of its input, and from the batch",
         ) from error
+
+
+def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
+    """Sets the owner of each piece that exists between two steps; takes the memory of parts `on_host` off all counts. Keeps no
+    tensor, as a loop in the caller would.
+    """
+    for part in PARTS:
+        for _, tensor in run.memory.inventory.everything(part):
+            if part in on_host:
+                ledger.move_out(tensor)
+            elif (piece := ledger.piece_of(tensor)) is not None:
+                piece.owner = piece.owner or part
 
 
 def kind_of_piece(piece: MemoryPiece) -> str:

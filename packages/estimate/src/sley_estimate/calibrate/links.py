@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     together = world.groups(Topology.of(size, wp=size), timeout_s, attaches=True)
     sliced = world.groups(Topology.of(size, sp=size), timeout_s, attaches=True)
     apart = world.groups(Topology.of(size, pp=size), timeout_s, attaches=True)
-    ways: dict[str, dict[str, float]] = {}
+    timer, messages = LinkTimer(together, world), LinkTimer(apart, world)
+    ways = {}
     for kind, exchange in collectives(together["stage"], together["wp"], sliced["sp"], world).items():
-        few_s, many_s = (_after_work(together, exchange(num_bytes), world) for num_bytes in (FEW, MANY))
-        ways[kind] = {**way(few_s, many_s, kind, size), "overlap": overlap(together, exchange(MANY), world)}
-    few_s, many_s = (_slowest(apart, _ping_pong(apart["pp"], world, num_bytes), world) / 2 for num_bytes in (FEW, MANY))
-    ways["send"] = {**way(few_s, many_s, "send", size), "overlap": overlap(apart, _both_ways(apart["pp"], world, MANY), world)}
+        few_s, many_s = (timer.after_work(exchange(num_bytes)) for num_bytes in (FEW, MANY))
+        ways[kind] = {**way(few_s, many_s, kind, size), "overlap": timer.overlap(exchange(MANY))}
+    few_s, many_s = (messages.seconds(_ping_pong(apart["pp"], world, num_bytes)) / 2 for num_bytes in (FEW, MANY))
+    both_ways = _both_ways(apart["pp"], world, MANY)
+    ways["send"] = {**way(few_s, many_s, "send", size), "overlap": messages.overlap(both_ways)}
     slowest = max(ways.values(), key=lambda each: each["latency_s"] + MANY / each["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **ways}}
 
@@ -131,56 +134,59 @@ def _both_ways(group: Group, world: World, num_bytes: int) -> Begin:
     return begin
 
 
-def _after_work(groups: Groups, begin: Begin, world: World) -> float:
-    """Returns the seconds that an exchange adds to work before it, from which ranks come apart; equal on all ranks."""
-    work = _work(WORK_S, groups, world)
+class LinkTimer:
+    """Times exchanges of `groups`. Every method is a collective, whose result is equal on all ranks."""
 
-    def both() -> None:
+    def __init__(self, groups: Groups, world: World) -> None:
+        self.groups, self.device = groups, world.device
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Returns the median seconds of `work` on the slowest rank."""
         work()
-        begin()()
+        taken = []
+        for _ in range(REPETITIONS):
+            began = self.device.moment()
+            work()
+            taken.append(self.device.seconds_between(began, self.device.moment()))
+        # All ranks, after the same work.
+        return float(max(self.groups["control"].gather_objects(statistics.median(taken), what="the times of exchanges")))
 
-    alone_s = _slowest(groups, lambda: begin()(), world)
-    return max(alone_s, _slowest(groups, both, world) - _slowest(groups, work, world))
+    def after_work(self, begin: Begin) -> float:
+        """Returns the seconds that an exchange adds to work before it, from which ranks come apart; at least its own."""
+        work = self._work(WORK_S)
 
+        def both() -> None:
+            work()
+            begin()()
 
-def overlap(groups: Groups, begin: Begin, world: World) -> float:
-    """Returns the share of an exchange, from 0 to 1, that runs beside work that takes as long. Equal on all ranks. It is
-    measured on CPUs, where threads that exchange need the cores that compute; elsewhere it is 1.
-    """
-    if world.device.type != "cpu":
-        return 1.0
-    exchange_s = _slowest(groups, lambda: begin()(), world)
-    work = _work(exchange_s, groups, world)
+        alone_s = self.seconds(lambda: begin()())
+        return max(alone_s, self.seconds(both) - self.seconds(work))
 
-    def both() -> None:
-        end = begin()
-        work()
-        end()
+    def overlap(self, begin: Begin) -> float:
+        """Returns the share of an exchange, from 0 to 1, that runs beside work that takes as long.
 
-    work_s, both_s = _slowest(groups, work, world), _slowest(groups, both, world)
-    return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
+        It is measured on CPUs, where threads that exchange need the cores that compute; elsewhere it is 1.
+        """
+        if self.device.type != "cpu":
+            return 1.0
+        exchange_s = self.seconds(lambda: begin()())
+        work = self._work(exchange_s)
 
+        def both() -> None:
+            end = begin()
+            work()
+            end()
 
-def _work(seconds: float, groups: Groups, world: World) -> Callable[[], None]:
-    """Returns a function that computes products for about `seconds`; as many on all ranks."""
-    square, result = (torch.ones(EDGE, EDGE, device=world.device.torch_device) for _ in range(2))
-    each_s = _slowest(groups, lambda: products(MANY_PRODUCTS, square, result), world) / MANY_PRODUCTS
-    count = max(1, round(seconds / each_s))
-    return lambda: products(count, square, result)
+        work_s, both_s = self.seconds(work), self.seconds(both)
+        return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
 
+    def _work(self, seconds: float) -> Callable[[], None]:
+        """Returns a function that computes products for about `seconds`; as many on all ranks."""
+        square, result = (torch.ones(EDGE, EDGE, device=self.device.torch_device) for _ in range(2))
 
-def products(count: int, square: Tensor, result: Tensor) -> None:
-    for _ in range(count):
-        torch.mm(square, square, out=result)
+        def products(count: int) -> None:
+            for _ in range(count):
+                torch.mm(square, square, out=result)
 
-
-def _slowest(groups: Groups, work: Callable[[], object], world: World) -> float:
-    """Returns the median seconds of `work` on the slowest rank, equal on all. A collective."""
-    work()
-    taken = []
-    for _ in range(REPETITIONS):
-        began = world.device.moment()
-        work()
-        taken.append(world.device.seconds_between(began, world.device.moment()))
-    # All ranks, after the same work.
-    return float(max(groups["control"].gather_objects(statistics.median(taken), what="the times of exchanges")))
+        each_s = self.seconds(lambda: products(MANY_PRODUCTS)) / MANY_PRODUCTS
+        return partial(products, max(1, round(seconds / each_s)))
