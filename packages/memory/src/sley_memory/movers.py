@@ -239,15 +239,7 @@ class HostCopy(Mover):
         self._began = time.perf_counter()
         placed = self._placed()
         try:
-            # Every copy reads memory that the device has been given to write so far.
-            self._streams.out.follow()
-            for bucket in self._buckets(placed):
-                for piece, host, _ in bucket:
-                    self._streams.out.copy(host, piece.memory)
-                # The allocator may give the memory to the device's next work at once: that must wait for the copies.
-                self._streams.out.record().hold_device()
-                for piece, _, _ in bucket:
-                    free(piece.memory)
+            self._send(placed)
         except BaseException:
             self._away = [each for each in placed if not each[0].memory.untyped_storage().nbytes()]
             self._where = Where.AWAY
@@ -261,6 +253,18 @@ class HostCopy(Mover):
         self._moved.given_back += num_bytes - self._given_back
         self._given_back = num_bytes
         self._go(Where.LEAVING, num_bytes)
+
+    def _send(self, placed: Sequence[Placed]) -> None:
+        """Copies everything to the host, and frees it, bucket by bucket."""
+        # Every copy reads memory that the device has been given to write so far.
+        self._streams.out.follow()
+        for bucket in self._buckets(placed):
+            for piece, host, _ in bucket:
+                self._streams.out.copy(host, piece.memory)
+            # The allocator may give the memory to the device's next work at once: that must wait for the copies.
+            self._streams.out.record().hold_device()
+            for piece, _, _ in bucket:
+                free(piece.memory)
 
     def onload(self) -> None:
         """Starts to allocate and copy everything back."""

@@ -6,8 +6,9 @@ A section without content stands there with the reason, so that nobody looks for
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,40 +56,28 @@ class RecordedRun:
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Returns the runs in `folders`, in that order. Raises UsageError "no-run" for a folder that has none, or is unreadable."""
-    plans = [_plan(folder) for folder in folders]
-    names = [str(plan.get("run", {}).get("name", folder.name)) for plan, folder in zip(plans, folders, strict=True)]
-    labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
-    return [_run(*one) for one in zip(labels, folders, plans, strict=True)]
-
-
-def _plan(folder: Path) -> dict[str, Any]:
-    """Returns the plan in a run's folder as plain data; raises an error if there is none."""
-    try:
-        return tomli.loads((folder / PLAN).read_text("utf-8"))
-    except FileNotFoundError:
-        raise _no_run(folder, f"it has no `{PLAN}`") from None
-    except (OSError, ValueError) as error:
-        raise _no_run(folder, f"its `{PLAN}` cannot be read: {error}") from error
-
-
-def _run(label: str, folder: Path, plan: Mapping[str, Any]) -> RecordedRun:
-    try:
-        return RecordedRun(
-            label,
-            folder,
-            list(rows(folder)),
-            {dotted(path): inline(value) for path, value in leaves(plan)},
-            read_start(folder),
-            json.loads((folder / SUMMARY).read_text("utf-8")) if (folder / SUMMARY).exists() else None,
-            read_faults(folder),
-            read_work(folder),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise _no_run(folder, f"what it holds cannot be read: {error}") from error
-
-
-def _no_run(folder: Path, why: str) -> UsageError:
-    return UsageError("no-run", f"`{folder}` is not the folder of a run: {why}", hint="give the folder: `runs/NAME`")
+    runs = []
+    for folder in folders:
+        try:
+            plan = tomli.loads((folder / PLAN).read_text("utf-8"))
+            has_summary = (folder / SUMMARY).exists()
+            run = RecordedRun(
+                str(plan.get("run", {}).get("name", folder.name)),
+                folder,
+                list(rows(folder)),
+                {dotted(path): inline(value) for path, value in leaves(plan)},
+                read_start(folder),
+                json.loads((folder / SUMMARY).read_text("utf-8")) if has_summary else None,
+                read_faults(folder),
+                read_work(folder),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            why = f"what it holds cannot be read: {error}" if (folder / PLAN).exists() else f"it has no `{PLAN}`"
+            message = f"`{folder}` is not the folder of a run: {why}"
+            raise UsageError("no-run", message, hint="give the folder: `runs/NAME`") from error
+        runs.append(run)
+    names = Counter(run.label for run in runs)
+    return [run if names[run.label] == 1 else replace(run, label=str(run.folder)) for run in runs]
 
 
 KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BI": "backward", "W": "backward for weights", UPDATE: "update"}
@@ -97,37 +86,20 @@ KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BI": "backward", "W":
 MOST_RANKS = 32
 
 
-class WaitingRow(NamedTuple):
-    """One rank, in seconds of a step. work: by the kinds of `KINDS`, and what is left. waits: the longest, in words."""
-
-    rank: int
-    stage: int
-    work: Sequence[float]
-    waiting_s: float
-    waits: Sequence[str]
-
-
-class WaitingFigure(NamedTuple):
-    """One run. told: causes in words, with what to do; or that there is none. rows: those ranks first that wait least."""
-
-    label: str
-    told: Sequence[str]
-    rows: Sequence[WaitingRow]
-    note: str = ""
-
-
-def waiting(label: str, records: Sequence[WorkRecord]) -> WaitingFigure:
-    """Returns who waited for whom in a run whose ranks have left `records`."""
+def waiting(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
+    """Returns who waited for whom in a run whose ranks have left `records`: causes in words, with what to do, or that there is
+    none; and a row for each rank, those first that wait least.
+    """
     judged = judge(records)
     told = [f"{cause_in_words(cause)}; {remedy(cause)}" for cause in judged.causes] or [nobody(judged)]
     blocks = judged.blocks
-    rows = sorted((_row(rank, blocks) for rank in blocks[0].ranks), key=lambda row: row.waiting_s) if blocks else []
+    rows = sorted((_row(rank, blocks) for rank in blocks[0].ranks), key=lambda row: row["waiting_s"]) if blocks else []
     note = f"Of {len(rows)} ranks the {MOST_RANKS} that wait least." if len(rows) > MOST_RANKS else ""
-    return WaitingFigure(label, told, rows[:MOST_RANKS], note)
+    return {"label": label, "told": told, "rows": rows[:MOST_RANKS], "note": note}
 
 
-def _row(rank: int, blocks: Sequence[Block]) -> WaitingRow:
-    """Returns one rank's row of the table: seconds of work by kind, seconds of waiting, and the longest waits."""
+def _row(rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Returns one rank's row of the table: seconds of work by kind, and what is left; seconds of waiting; the longest waits."""
     own = [block.ranks[rank] for block in blocks]
     names = [place for place in own[-1].work if place != DEVICE]
     places = {place: middle(one.work[place].middle for one in own if place in one.work) for place in names}
@@ -136,13 +108,13 @@ def _row(rank: int, blocks: Sequence[Block]) -> WaitingRow:
         for kind in KINDS
     ]
     waits = waits_of(rank, blocks)
-    return WaitingRow(
-        rank,
-        own[0].start.stage,
-        [*kinds, sum(places.values()) - sum(kinds)],
-        sum(seconds for seconds, _ in waits),
-        [f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= SHOWN_S],
-    )
+    return {
+        "rank": rank,
+        "stage": own[0].start.stage,
+        "work": [*kinds, sum(places.values()) - sum(kinds)],
+        "waiting_s": sum(seconds for seconds, _ in waits),
+        "waits": [f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= SHOWN_S],
+    }
 
 
 MAX_BYTES = 1_000_000
@@ -202,12 +174,18 @@ def page(runs: Sequence[RecordedRun]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.4g}", "bytes": _bytes, "number": _number}
     template = environment.from_string(resources.files(__package__).joinpath("page.html.jinja").read_text("utf-8"))
+
+    def fact(run: RecordedRun, name: str) -> str:
+        if run.summary is None:
+            return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
+        return _FACTS[name](run.summary)
+
     names = _numbers(runs)
     summaries = [run.summary or {} for run in runs]
     text = template.render(
         runs=runs,
         title=", ".join(run.label for run in runs),
-        facts=[(name, [_fact(run, name) for run in runs]) for name in _FACTS],
+        facts=[(name, [fact(run, name) for run in runs]) for name in _FACTS],
         verdicts=[(run.label, found.attempt, verdict(found)) for run in runs for found in run.faults],
         looks=[look(number) for number in range(len(runs))],
         charts=list(_charts(runs, names[:_MOST_CHARTS])),
@@ -229,12 +207,6 @@ def _too_much(message: str) -> UsageError:
     return UsageError("report-size", message, hint="name fewer runs")
 
 
-def _fact(run: RecordedRun, name: str) -> str:
-    if run.summary is None:
-        return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
-    return _FACTS[name](run.summary)
-
-
 def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the numbers that rows have, those of _CURVES first; of the two speeds, only what was counted; FLOP/s if known."""
     recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
@@ -248,15 +220,13 @@ def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple
     most = max(30, _MOST_POINTS // (len(names) * len(runs)))
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))
-        curves = [curve for number, run in enumerate(runs) if (curve := _curve(run, number, name)).steps]
+        curves = []
+        for number, run in enumerate(runs):
+            if known := [row for row in run.rows if name in row]:
+                curves.append(Curve(number, [int(row["step"] or 0) for row in known], [row[name] for row in known]))
         if any(len(curve.steps) > most for curve in curves):
             note += f"{'; ' if note else ''}of each stretch of steps the lowest and the highest"
         yield title, note, chart(name, unit, curves, most) if curves else ""
-
-
-def _curve(run: RecordedRun, number: int, name: str) -> Curve:
-    known = [row for row in run.rows if name in row]
-    return Curve(number, [int(row["step"] or 0) for row in known], [row[name] for row in known])
 
 
 def _table(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:

@@ -45,8 +45,6 @@ BUDGET_S = 50.0  # of a calibration, unless the plan's own layers alone take lon
 REPETITIONS = 15  # of each layer as the plan has it
 REPETITIONS_OF_OTHERS = 7  # of each layer under another policy, or on other micro-batches
 
-LATE = "the time was over"
-
 
 def measure(
     world: World, plan: Plan | None, timeout_s: float, budget_s: float = BUDGET_S
@@ -159,12 +157,10 @@ class LayerTiming:
 
     def tried(self, variant: Variant, repetitions: int, until_s: float) -> str | None:
         """Times a variant if that ends before `until_s`; returns None, or the reason why not all of it was timed."""
-        if time.monotonic() > until_s:
-            return LATE
         try:
             self.take(variant, repetitions, until_s)
         except _LateError:
-            return LATE
+            return "the time was over"
         except (MemoryError, torch.OutOfMemoryError):
             return "its layers do not fit into memory"
         except SleyError as error:
@@ -173,6 +169,8 @@ class LayerTiming:
 
     def take(self, variant: Variant, repetitions: int, until_s: float = inf) -> None:
         """Times the layers of a variant whose keys are not in `tables`. Raises as `measure_layers`, and _LateError."""
+        if time.monotonic() > until_s:
+            raise _LateError
         plan = with_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size)
         try:
             self._take(plan, variant, repetitions, until_s)

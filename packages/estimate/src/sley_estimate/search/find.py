@@ -182,7 +182,9 @@ def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many:
     with uncollected():
         for number, layout in enumerate(space.every()):
             result.num_layouts = number + 1
-            if not (is_away := space.is_offloading(layout)):
+            # Whether `every` has the same layout with optimizer states on the device.
+            is_away = layout.offload is not None and "offload" not in space.keep
+            if not is_away:
                 fits_here = False
             elif fits_here:
                 continue

@@ -97,13 +97,21 @@ def choices_of(plan: Plan) -> Choices:
                         skipped.append(f"{name}: its variant {dict(options)} is no table of it: {reason}")
         return choices
 
-    own_reducer = next((handler for handler in plan.gradient_handlers if _is_reducer(handler.record)), None)
+    def is_reducer(record: object) -> bool:
+        return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
+
+    def with_own(own: Component | None, kind: RecordKind) -> tuple[Choice, ...]:
+        others = [one for one in offered(kind) if kind != "gradient_handlers" or is_reducer(one.record)]
+        if own is None:
+            return tuple(others)
+        return (_own(plan, own), *(one for one in others if (one.name, one.config) != (own.name, own.config)))
+
     return Choices(
-        _with_own(plan, plan.pipeline, offered("schedules")),
-        _with_own(plan, plan.activations, offered("activation_policies")),
-        _with_own(plan, own_reducer, [choice for choice in offered("gradient_handlers") if _is_reducer(choice.record)]),
-        _with_own(plan, plan.weights, offered("weight_communicators")),
-        _with_own(plan, plan.sequence, offered("sequence_attentions")),
+        with_own(plan.pipeline, "schedules"),
+        with_own(plan.activations, "activation_policies"),
+        with_own(next((one for one in plan.gradient_handlers if is_reducer(one.record)), None), "gradient_handlers"),
+        with_own(plan.weights, "weight_communicators"),
+        with_own(plan.sequence, "sequence_attentions"),
         _offload(plan, offered("offload_managers"), skipped),
         tuple(skipped),
     )
@@ -144,16 +152,6 @@ def _moved_by(manager: Component | Choice) -> set[str]:
     record = manager.record
     assert isinstance(record, OffloadManagerRecord), manager
     return set(record.parts(manager.config))
-
-
-def _is_reducer(record: object) -> bool:
-    return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
-
-
-def _with_own(plan: Plan, own: Component | None, offered: list[Choice]) -> tuple[Choice, ...]:
-    if own is None:
-        return tuple(offered)
-    return (_own(plan, own), *(other for other in offered if (other.name, other.config) != (own.name, own.config)))
 
 
 def _own(plan: Plan, component: Component) -> Choice:
@@ -265,10 +263,6 @@ class Layouts:
                 layout = Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention, kept)
                 yield layout
                 yield from (layout._replace(offload=choice) for choice in away)
-
-    def is_offloading(self, layout: Layout) -> bool:
-        """Returns whether `every` has the same layout with optimizer states on the device."""
-        return layout.offload is not None and "offload" not in self.keep
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields pp, sp, wp and micro_size, a power of two, for every whole division of the ranks and of the batch."""

@@ -85,16 +85,6 @@ class StageCut(NamedTuple):
         return np.asarray(positions[..., self.places].sum(axis=-2))
 
 
-class StageCosts(NamedTuple):
-    """Costs of a step, [stages]: sums and gathers beside computing, their exposed part, update; bytes between steps."""
-
-    sums: Floats
-    gathers: Floats
-    attended: Floats
-    update: Floats
-    num_bytes: Floats
-
-
 class Roofline:
     """Estimates layouts of `plan`, which names its device. Raises PlanError for a model that cannot be made."""
 
@@ -122,13 +112,13 @@ class Roofline:
         choices = layout.activations, layout.weights, layout.attention
         key = "micro-batch", id(cut), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
         forward, backward, host, held_bytes, ramp = self._once(key, lambda: self._micro_batch(layout, cut, micros))
-        fixed = self._stages(layout, cut)
-        exposed = np.maximum(fixed.sums - backward, 0) + np.maximum(fixed.gathers - forward, 0) + fixed.attended
-        stages = micros * (forward + backward) + exposed + fixed.update
+        sums, gathers, attended, update, fixed_bytes = self._stages(layout, cut)
+        exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
+        stages = micros * (forward + backward) + exposed + update
         bubble = cut.bubble * float((forward + backward).mean())
         end_s = (sum(self._totals) if layout.pp > 1 else 0.0) + self.machine.device.step_s
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
-        return Rough(seconds, float((fixed.num_bytes + held_bytes).max()))
+        return Rough(seconds, float((fixed_bytes + held_bytes).max()))
 
     def _micro_batch(self, layout: Layout, cut: StageCut, micros: int) -> tuple[Floats, Floats, Floats, Floats, float]:
         """Returns, [stages]: seconds of a micro-batch and of the host, bytes held by forwards; and the messages' seconds."""
@@ -213,11 +203,14 @@ class Roofline:
 
         return self._once(("exchange", kind, num_bytes, topology, axis), seconds)
 
-    def _stages(self, layout: Layout, cut: StageCut) -> StageCosts:
+    def _stages(self, layout: Layout, cut: StageCut) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """Returns costs of a step, [stages]: sums and gathers beside computing, their exposed part, update; bytes between
+        steps.
+        """
         record, wp = layout.reducer.record if layout.reducer else None, layout.wp
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
 
-        def stages() -> StageCosts:
+        def stages() -> tuple[Floats, Floats, Floats, Floats, Floats]:
             sharded = cut.by_stage(self._sharded(layout))
             topology, ranks = Topology(self.world, layout.pp, wp=wp), self.world // layout.pp
             whole, shards = cut.by_stage(self._numel) - sharded, sharded / wp
@@ -238,7 +231,7 @@ class Roofline:
                 own = self._sharded(layout)
                 largest = np.maximum.reduceat(own + np.append(own[1:], 0), cut.starts)[cut.places].max(axis=0)
                 held_bytes = held_bytes + largest * (self._working + self._gradient)
-            return StageCosts(sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held_bytes)
+            return sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held_bytes
 
         return self._once(("stages", id(cut), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
 

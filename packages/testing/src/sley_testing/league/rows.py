@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
-LIMIT = 1e-6
-"""The relative error that a row in fp32 may have: of losses, norms, gradients and weights alike, in every step."""
+LIMIT = 1e-6  # the relative error of a row in fp32, of losses, norms, gradients and weights alike, in every step
 
 
 @dataclass(frozen=True)
