@@ -28,7 +28,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import Literal, TypeVar
 
 from sley_core.api.data import Split
-from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
 from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.megatron import MAGIC, Index, read_index
@@ -332,8 +332,9 @@ def _named_by(pattern: str) -> Iterator[File]:
 
         try:
             pattern = hub.downloaded(pattern)
-        except hub.HubError as error:
-            raise _BadPathError("data-hub", error.message, error.hint) from None
+        except SleyError as error:
+            (wrong,) = error.diagnostics
+            raise _BadPathError(wrong.code, wrong.message, wrong.hint) from None
     alone = Path(_literal(pattern))
     if not _is_special(pattern) or alone.exists():
         yield from _of_saved_dataset(alone) if (alone / _SAVED).is_file() else [_alone(alone)]

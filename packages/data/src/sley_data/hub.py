@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from sley_core.api.files import appearing
+from sley_core.errors import PlanError, PluginError
 from sley_data.cache import home, say
 
 INSTALL = """install sley-data[hub], in a clone of Sley's repository: `pip install -e "packages/data[hub]"`"""
@@ -22,19 +23,15 @@ INSTALL = """install sley-data[hub], in a clone of Sley's repository: `pip insta
 _NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
 
-class HubError(Exception):
-    """Says why files of the hub are not there, and what helps."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.message, self.hint = message, hint
-
-
 def downloaded(name: str) -> str:
-    """Returns a pattern of the local files that `name` stands for; downloads them if they are not there. Raises HubError."""
+    """Returns a pattern of the local files that `name` stands for; downloads them if they are not there.
+
+    Raises PlanError "data-hub" if they cannot be had, PluginError "hub-missing".
+    """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise HubError(f"`{name}` names no file of a data set", "write `hf://datasets/OWNER/NAME/PATTERN`")
+        hint = "write `hf://datasets/OWNER/NAME/PATTERN`"
+        raise PlanError("data-hub", f"`{name}` names no file of a data set", hint=hint)
     folder = home()
     kept = folder and folder / "hub" / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.json"
     try:
@@ -55,7 +52,8 @@ def _snapshot(repo: str, revision: str | None, pattern: str) -> Path:
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
-        raise HubError("`hf://` needs the package `huggingface_hub`, which is not installed", INSTALL) from None
+        message = "`hf://` needs the package `huggingface_hub`, which is not installed"
+        raise PluginError("hub-missing", message, hint=INSTALL) from None
     try:
         info = HfApi().dataset_info(repo, revision=revision)
         names = [each.rfilename for each in info.siblings or ()]
@@ -65,9 +63,10 @@ def _snapshot(repo: str, revision: str | None, pattern: str) -> Path:
     except Exception as error:  # it raises those of its HTTP library, too
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
         hint = "`hf auth login` for a private one; without a network, bring the files to this host and name their paths"
-        raise HubError(f"the data set `{repo}` cannot be downloaded: {why}", hint) from None
+        raise PlanError("data-hub", f"the data set `{repo}` cannot be downloaded: {why}", hint=hint) from None
     if not paths:
-        raise HubError(f"no file of the data set `{repo}` matches `{pattern}`", f"it has {', '.join(names[:5])}")
+        hint = f"it has {', '.join(names[:5])}"
+        raise PlanError("data-hub", f"no file of the data set `{repo}` matches `{pattern}`", hint=hint)
     return Path(paths[0]).parents[chosen[0].count("/")]
 
 
