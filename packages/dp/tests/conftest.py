@@ -1,4 +1,4 @@
-"""A small plan over parts of the tests' own, for all tests of `dp`."""
+"""A small plan with the tests' model and data, for all tests of `dp`."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ PLAN: dict[str, Any] = {
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    """The folder of the plans' modules, which is on the path of all ranks."""
     monkeypatch.syspath_prepend(OWN)
     return OWN
 
 
 @pytest.fixture
 def batches(own: Path) -> Callable[..., list[dict[str, Any]]]:
-    """`batches((0, 1), (2, 3))`: a batch of samples 0 and 1, and one of samples 2 and 3."""
+    """`batches((0, 1), (2, 3))` returns a batch of samples 0 and 1, and one of samples 2 and 3."""
     from dp_parts import batch
 
-    return lambda *numbers: [batch(*each) for each in numbers]
+    return lambda *batch_indices: [batch(*indices) for indices in batch_indices]
 
 
 @pytest.fixture
 def small(own: Path) -> Callable[..., Tables]:
-    """`small(table__key=value, ...)`: the tables of the small plan with these changes; None leaves the key out.
+    """`small(table__key=value, ...)` returns the tables of the small plan with these changes. None removes a key.
 
-    handler: the table of the reducer or, where it does not name one, changes to the table of `dp.bucketed`.
+    handler: the table of the reducer or, if it names none, changes to the table of `dp.bucketed`.
     """
 
     def small(handler: Tables | None = None, **changes: Any) -> Tables:

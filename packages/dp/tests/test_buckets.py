@@ -1,4 +1,4 @@
-"""Which gradients lie in which bucket, and which collectives a step issues, when, and in which order."""
+"""Tests the gradients of each bucket, and the collectives of a step with their order and time."""
 
 from __future__ import annotations
 
@@ -26,63 +26,63 @@ from sley_testing.runs import record, same_on_all
 FOUR_BUCKETS = {"bucket_mb": 0.0005}
 BEFORE_STEP = "all_reduce of 11 float64"
 AFTER_STEP = "all_reduce of 6 float64"
-"""What the engine itself sums at the start and at the end of a step: agreement; loss, norm and votes."""
+"""The engine's sums at the start of a step (agreement) and at its end (loss, norm and votes)."""
 
 
 @given(st.lists(st.integers(0, 50)), st.floats(0.5, 200))
-def test_buckets_keep_order_and_cap_and_none_is_wasted(sizes, cap):
-    buckets = split_by_size(list(enumerate(sizes)), lambda item: item[1], cap)
+def test_buckets_keep_order_and_limit_and_are_filled(sizes, limit):
+    buckets = split_by_size(list(enumerate(sizes)), lambda item: item[1], limit)
     assert [item for bucket in buckets for item in bucket] == list(enumerate(sizes))
     totals = [sum(size for _, size in bucket) for bucket in buckets]
-    assert all(total <= cap or len(bucket) == 1 for total, bucket in zip(totals, buckets, strict=True))
+    assert all(total <= limit or len(bucket) == 1 for total, bucket in zip(totals, buckets, strict=True))
     for total, (after, *_) in zip(totals, buckets[1:], strict=False):
-        assert total + after[1] > cap, "the next item would have fitted"
+        assert total + after[1] > limit, "the next item would have fitted"
 
 
 def layouts(tables, folder, num_steps=3):
-    """Returns names and bytes of each bucket, before the first step and after each."""
+    """Returns the names and size of each bucket before the first step and after each step."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        found = []
+        results = []
         for number in range(num_steps + 1):
             if number:
                 run.step()
-            found.append([([param.name for param in buffer.params], buffer.num_bytes) for buffer in run.store.buffers])
-    return found
+            results.append([([param.name for param in buffer.params], buffer.num_bytes) for buffer in run.store.buffers])
+    return results
 
 
-@pytest.mark.parametrize(("compute", "itemsize", "cap_bytes"), [("bf16", 4, 300), ("fp64", 8, 1536)])
-def test_buckets_keep_their_cap_in_bytes(ranks, small, own, compute, itemsize, cap_bytes):
-    """The cap counts bytes of accumulated gradients, alignment included; one parameter may exceed it."""
-    tables = small({"bucket_mb": cap_bytes / 2**20}, precision__compute=compute)
+@pytest.mark.parametrize(("compute", "itemsize", "max_bytes"), [("bf16", 4, 300), ("fp64", 8, 1536)])
+def test_buckets_keep_their_limit_in_bytes(ranks, small, own, compute, itemsize, max_bytes):
+    """The limit includes the alignment of accumulated gradients. Only a single parameter may exceed it."""
+    tables = small({"bucket_mb": max_bytes / 2**20}, precision__compute=compute)
     for buckets in ranks(2)(layouts, tables, own)[0]:
         assert len({name for names, _ in buckets for name in names}) == 8
         for names, num_bytes in buckets:
-            assert num_bytes <= cap_bytes or len(names) == 1
+            assert num_bytes <= max_bytes or len(names) == 1
             assert num_bytes >= sum(36 * itemsize if name.endswith("weight") else 6 * itemsize for name in names)
             assert num_bytes % ALIGNMENT_BYTES == 0
 
 
 def test_the_first_bucket_holds_the_last_layer_and_the_order_is_learned_once(ranks, small, own):
-    """Reverse order of use at first; then that of the first backward, where biases come before weights."""
-    for found in ranks(2)(layouts, small(FOUR_BUCKETS), own, 4):
-        names = [[params for params, _ in buckets] for buckets in found]
+    """Buckets first have the reverse order of use, and then that of the first backward, with biases before weights."""
+    for results in ranks(2)(layouts, small(FOUR_BUCKETS), own, 4):
+        names = [[params for params, _ in buckets] for buckets in results]
         assert names[0][0] == names[1][0] == ["layer2.bias", "layer2.weight"]
         assert names[2] == names[3] == names[4]
         assert all(name.startswith("first.") for name in names[2][-1])
 
 
 def memory_of_buffers(tables, folder):
-    """Returns the number of layouts and of storages in four steps, the last with a frozen parameter; and the most bytes."""
+    """Returns the numbers of layouts and storages in four steps, the last with a frozen parameter, and the peak bytes."""
     storages = []
-    most = 0
+    peak = 0
 
     class Counted(GradientBuffer):
         def __init__(self, *args):
-            nonlocal most
+            nonlocal peak
             super().__init__(*args)
             storage = self.data.untyped_storage()
             storages.append((StorageWeakRef(storage), storage.nbytes()))
-            most = max(most, sum({ref.cdata: size for ref, size in storages if not ref.expired()}.values()))
+            peak = max(peak, sum({ref.cdata: size for ref, size in storages if not ref.expired()}.values()))
 
     sley_core.engine.buffers.GradientBuffer = Counted
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
@@ -90,11 +90,11 @@ def memory_of_buffers(tables, folder):
             if step == 3:
                 run.registry.trainable[0].parameter.requires_grad_(False)
             run.step()
-        return run.store.num_layouts, len({ref.cdata for ref, _ in storages}), most
+        return run.store.num_layouts, len({ref.cdata for ref, _ in storages}), peak
 
 
-def test_a_layout_takes_over_the_memory_of_the_one_before(ranks, small, own):
-    """Two never exist at once: buckets in another order reuse the memory; after a freeze they are new."""
+def test_a_layout_reuses_the_memory_of_the_previous_layout(ranks, small, own):
+    """Two layouts never exist at once. Buckets in another order reuse the memory, but are new after a freeze."""
     tables = small(precision__compute="bf16")
     one_layout = sum(num_bytes for _, num_bytes in ranks(2)(layouts, tables, own, 1)[0][0])
     assert ranks(2)(memory_of_buffers, tables, own) == [(4, 2, one_layout)] * 2
@@ -109,30 +109,30 @@ def orders(tables, folder):
         return [param.name for param in run.store.seen_order], [param.name for param in run.store.params]
 
 
-def test_ranks_that_see_other_orders_agree(ranks, small, own):
-    """Two branches whose backwards come in opposite orders on the two ranks: both take the order of the first.
+def test_ranks_with_different_orders_agree(ranks, small, own):
+    """Both ranks use the first rank's order, although the backwards of two branches run in opposite orders on them.
 
-    Branches are of one size, so that with the order of each rank's own they would be summed crosswise without an error.
+    The branches have equal sizes, so that different orders would sum them crosswise without an error.
     """
     tables = small({"bucket_mb": 0.0001}, model__factory="dp_parts:branches", precision__compute="fp64")
     (seen, first), (seen_by_other, second) = ranks(2)(orders, tables, own)
     assert first == second == seen
-    assert seen_by_other != seen, "or else nothing would be shown"
-    reference, found = record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own)
-    for rank in found:
+    assert seen_by_other != seen, "the ranks have different orders"
+    reference, results = record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own)
+    for rank in results:
         assert_close_gradients(reference.gradients[2], rank.gradients[2], 1e-10)
-    same_on_all(found)
+    same_on_all(results)
 
 
-class Marks:
-    """Notes how many collectives had been issued when each backward ended."""
+class CollectiveCounts:
+    """Records the number of collectives issued before the end of each backward."""
 
     def __init__(self):
         self.calls = []
-        self.marks = []
+        self.counts = []
 
     def after_backward(self, micro, input_gradient):
-        self.marks.append(len(self.calls))
+        self.counts.append(len(self.calls))
 
     def ignore(self, *args):
         pass
@@ -141,51 +141,49 @@ class Marks:
 
 
 def steps(tables, folder, num_steps, prepare=None):
-    """Returns for each step the collectives, how many had been issued after each backward, and the buckets' groups and
-    sizes.
-    """
-    found = []
+    """Returns the collectives of each step, their number after each backward, and the buckets' groups and sizes."""
+    results = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         if prepare is not None:
             prepare(run)
-        hook = Marks()
+        hook = CollectiveCounts()
         run.caller.hooks.append(hook)
         run.stepper.agreement.first = None  # the first step compares first values, beside what is counted here
         for _ in range(num_steps):
             with collectives() as calls:
-                hook.calls, hook.marks = calls, []
+                hook.calls, hook.counts = calls, []
                 run.step()
             buckets = [(buffer.reduce_group, buffer.data.numel()) for buffer in run.store.buffers]
-            found.append((list(calls), hook.marks, buckets))
-    return found
+            results.append((list(calls), hook.counts, buckets))
+    return results
 
 
-def assert_one_sequence(by_rank):
-    for at in range(len(by_rank[0])):
-        assert_same_sequence([found[at][0] for found in by_rank])
+def assert_equal_sequences(by_rank):
+    for index in range(len(by_rank[0])):
+        assert_same_sequence([results[index][0] for results in by_rank])
 
 
 @pytest.mark.parametrize(("size", "num_micros"), [(2, 4), (4, 4), (2, 1)])
 def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size, num_micros):
-    """Of four micro-batches the first three issue none (with DDP's `no_sync` around the backwards alone they would)."""
+    """The first three of four micro-batches issue no collective."""
     tables = small(FOUR_BUCKETS, batch__global_size=num_micros * size)
     by_rank = ranks(size)(steps, tables, own, 3)
-    assert_one_sequence(by_rank)
-    for found in by_rank:
-        for step, (calls, marks, buckets) in enumerate(found):
+    assert_equal_sequences(by_rank)
+    for results in by_rank:
+        for step, (calls, counts, buckets) in enumerate(results):
             assert len(buckets) == 4
             learned = ["broadcast of 8 int64 with root 0"] if step == 1 else []
             first = [BEFORE_STEP, *learned]
             assert [str(call) for call in calls] == [*first, *(f"all_reduce of {n} float32" for _, n in buckets), AFTER_STEP]
-            assert marks[:-1] == [len(first)] * (num_micros - 1)
-            assert marks[-1] == len(first) + (len(buckets) if step else 0), "after the first step, within the backward"
+            assert counts[:-1] == [len(first)] * (num_micros - 1)
+            assert counts[-1] == len(first) + (len(buckets) if step else 0), "after the first step, within the backward"
 
 
 PAIRS = [GroupEntry("pair", "main", (0, 1)), GroupEntry("pair", "main", (2, 3))]
 
 
 def reduce_over_two_groups(run):
-    """`layer1` reduces over pairs of ranks, `layer0` over each rank alone, the layers around them over all four."""
+    """Makes `layer1` reduce over pairs of ranks, `layer0` over single ranks, and the other layers over all four ranks."""
     limit = timedelta(seconds=30)
     pairs = make_groups(run.topology, run.world.rank, backend="gloo", timeout=limit, extra=PAIRS)
     run.parts = replace(run.parts, groups=Groups({**run.groups, "pair": pairs["pair"]}))
@@ -199,52 +197,52 @@ def reduce_over_two_groups(run):
 
 
 @pytest.mark.parametrize("reduction", ["same", "bf16"])
-def test_two_reduce_groups_fill_their_buckets_side_by_side(ranks, small, own, reduction):
-    """One order for all ranks of each group; every parameter is summed over its own group, and a group of one not at all."""
+def test_two_reduce_groups_fill_separate_buckets(ranks, small, own, reduction):
+    """All ranks of a group use one order. Every parameter is summed over its group, unless that has only one rank."""
     tables = small(FOUR_BUCKETS | {"reduction": reduction}, batch__global_size=8)
     by_rank = ranks(4)(steps, tables, own, 3, prepare=reduce_over_two_groups)
-    assert_one_sequence(by_rank)
-    for found in by_rank:
-        calls, _, buckets = found[-1]
-        assert [group for group, _ in buckets] == ["stage", "stage", "pair"], "what a rank has alone lies in no bucket"
+    assert_equal_sequences(by_rank)
+    for results in by_rank:
+        calls, _, buckets = results[-1]
+        assert [group for group, _ in buckets] == ["stage", "stage", "pair"], "groups of one rank have no bucket"
         sums = [call for call in calls if call.op in ("all_reduce", "all_to_all_single") and call.numel > 11]
         assert [len(call.ranks) for call in sums] == [4, 2, 4], "layer2, then layer1, then the first layer"
     whole = record(small(batch__global_size=8), 1, folder=own)
-    found = [rank.gradients[0] for rank in ranks(4)(record, tables, 1, folder=own, prepare=reduce_over_two_groups)]
-    within = 2**-7 if reduction == "bf16" else 1e-6
+    results = [rank.gradients[0] for rank in ranks(4)(record, tables, 1, folder=own, prepare=reduce_over_two_groups)]
+    tolerance = 2**-7 if reduction == "bf16" else 1e-6
     for layer, parts in {"first": [0], "layer2": [0], "layer1": [0, 2], "layer0": [0, 1, 2, 3]}.items():
         name = f"{layer}.weight"
-        total = torch.stack([found[rank][name] for rank in parts]).sum(0)
-        assert_close_gradients({name: whole.gradients[0][name]}, {name: total}, within)
+        total = torch.stack([results[rank][name] for rank in parts]).sum(0)
+        assert_close_gradients({name: whole.gradients[0][name]}, {name: total}, tolerance)
 
 
-def test_narrow_sums_take_two_collectives_per_bucket(ranks, small, own):
-    """Within the backward, except for the last bucket's second; one sequence on all ranks."""
+def test_bf16_sums_use_two_collectives_per_bucket(ranks, small, own):
+    """All run within the backward except the last bucket's second, in the same order on all ranks."""
     by_rank = ranks(3)(steps, small(FOUR_BUCKETS | {"reduction": "bf16"}, batch__global_size=12), own, 3)
-    assert_one_sequence(by_rank)
-    for found in by_rank:
-        calls, marks, buckets = found[-1]
+    assert_equal_sequences(by_rank)
+    for results in by_rank:
+        calls, counts, buckets = results[-1]
         sums = [str(call) for call in calls if call.dtype == "bfloat16"]
-        even = -(-buckets[0][1] // 3) * 3
+        numel = -(-buckets[0][1] // 3) * 3
         assert len(sums) == 2 * len(buckets)
-        assert sorted(set(sums)) == [f"all_gather_single of {even // 3} bfloat16", f"all_to_all_single of {even} bfloat16"]
-        assert marks[-1] - marks[0] >= len(buckets), "the first ones run beside the backward"
+        assert sorted(set(sums)) == [f"all_gather_single of {numel // 3} bfloat16", f"all_to_all_single of {numel} bfloat16"]
+        assert counts[-1] - counts[0] >= len(buckets), "the first collectives overlap with the backward"
 
 
-def sent_and_held(tables, folder):
-    """Returns the bytes that this rank sent in a step, those of its messages, and those that two calls of `trim` free."""
+def measure_bytes(tables, folder):
+    """Returns the sent bytes of a step, the bytes of scratch memory, and the bytes that two calls of `trim` free."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         (handler,) = run.stepper.handlers
-        held = sum(tensor.nbytes for _, tensor in handler.messages())
-        return handler.counts()["sent_bytes_per_step"], held, handler.trim(), handler.trim()
+        scratch_bytes = sum(tensor.nbytes for _, tensor in handler.messages())
+        return handler.counts()["sent_bytes_per_step"], scratch_bytes, handler.trim(), handler.trim()
 
 
-def test_sums_count_what_they_send_and_free_their_messages(ranks, small, own):
-    """Narrow ones send half as much, and have messages."""
-    for (plain, nothing, *_), (narrow, held, freed, again) in zip(
-        ranks(2)(sent_and_held, small(), own), ranks(2)(sent_and_held, small({"reduction": "bf16"}), own), strict=True
+def test_sums_count_sent_bytes_and_free_scratch_memory(ranks, small, own):
+    """Sums in bf16 send half as many bytes, and use scratch memory."""
+    for (plain, no_bytes, *_), (narrow, scratch_bytes, freed, again) in zip(
+        ranks(2)(measure_bytes, small(), own), ranks(2)(measure_bytes, small({"reduction": "bf16"}), own), strict=True
     ):
         assert 0 < narrow < 0.7 * plain
-        assert nothing == 0
-        assert (held == freed > 0, again) == (True, 0)
+        assert no_bytes == 0
+        assert (scratch_bytes == freed > 0, again) == (True, 0)

@@ -1,4 +1,4 @@
-"""A failed step leaves nothing behind, and a NaN ends the run on all ranks alike. (The contract tests clean recovery.)"""
+"""Tests that a failed step leaves no reduction, and that a NaN ends the run on all ranks. (The contract tests recovery.)"""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import record
 
 
-class Late:
-    """A reduction whose result arrives when somebody waits for it, or when the test says so."""
+class LateReduction:
+    """A reduction whose result is written only in `wait`."""
 
-    def __init__(self, all_reduce, args, given):
-        at, self.tensor = next((at, arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor))
+    def __init__(self, all_reduce, args, kwargs):
+        index, self.tensor = next((index, arg) for index, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         self.copy = self.tensor.clone()
-        self.pending = all_reduce(*args[:at], self.copy, *args[at + 1 :], **given)
-        self.has_landed = False
+        self.pending = all_reduce(*args[:index], self.copy, *args[index + 1 :], **kwargs)
+        self.is_complete = False
 
     def test(self):
-        return self.has_landed
+        return self.is_complete
 
     def wait(self):
-        if not self.has_landed:
-            self.has_landed = True
+        if not self.is_complete:
+            self.is_complete = True
             self.pending.wait()
             self.tensor.copy_(self.copy)
 
     wait_sent = wait
 
 
-class SlowLine:
-    """Every reduction is `Late`; what nobody has waited for lands between the backwards of a step's two micro-batches."""
+class SlowTransport:
+    """Makes every reduction a `LateReduction`, which completes at the latest before the second backward of a step."""
 
     def __init__(self, owner):
         self.sent = []
         all_reduce = owner.all_reduce
 
-        def send(*args, **given):
-            self.sent.append(Late(all_reduce, args, given))
+        def send(*args, **kwargs):
+            self.sent.append(LateReduction(all_reduce, args, kwargs))
             return self.sent[-1]
 
         owner.all_reduce = send
@@ -61,11 +61,11 @@ class SlowLine:
 
 
 def fail_in_backward(run, micro, layer):
-    """One step that raises in the backward of micro-batch `micro`, at `layer`; the data goes back to where it was."""
-    left = iter(range(micro + 1))
+    """Runs a step that raises in the backward of micro-batch `micro` at `layer`, and resets the data."""
+    micro_numbers = iter(range(micro + 1))
 
     def fail(gradient):
-        if next(left) == micro:
+        if next(micro_numbers) == micro:
             raise ValueError("as asked")
 
     hook = run.registry[f"{layer}.bias"].parameter.register_hook(fail)
@@ -77,32 +77,32 @@ def fail_in_backward(run, micro, layer):
 
 
 def steps_with_failures(tables, folder, late):
-    """Returns the gradients of four steps, before each of which one fails: in another micro-batch, at another layer."""
-    found = []
+    """Returns the gradients of four steps, each after a step that fails in another micro-batch or layer."""
+    results = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        run.caller.hooks.append(SlowLine(resolve_name(late)))
+        run.caller.hooks.append(SlowTransport(resolve_name(late)))
         for micro, layer in ((0, "layer2"), (1, "first"), (1, "layer1"), (0, "first")):
             fail_in_backward(run, micro, layer)
             run.step()
-            found.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
-    return found
+            results.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
+    return results
 
 
 @pytest.mark.parametrize(
     ("handler", "owner"),
     [({"bucket_mb": 0.0005}, "sley_core.comm.backends:Direct"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
 )
-def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own, handler, owner):
-    """Its result would arrive while the next step accumulates in the same memory."""
+def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small, own, handler, owner):
+    """Otherwise its result would be written while the next step accumulates in the same memory."""
     tables = small(handler, batch__global_size=4, parallel__cross_memory_attach=False)
     clean = ranks(2)(record, tables, 4, folder=own)
-    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=owner), strict=True):
-        for before, after in zip(one.gradients, found, strict=True):
+    for one, results in zip(clean, ranks(2)(steps_with_failures, tables, own, late=owner), strict=True):
+        for before, after in zip(one.gradients, results, strict=True):
             assert_close_gradients(before, after, 1e-12)
 
 
-def steps_until_it_ends(tables, folder):
-    """Returns the error of the third step, in which the second rank has a NaN in its gradient, and the steps after it."""
+def steps_with_nan(tables, folder):
+    """Returns the error code of the third step, in which the second rank has a NaN gradient, and the numbers of later steps."""
     numbers = iter(range(9))
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
 
@@ -120,11 +120,11 @@ def steps_until_it_ends(tables, folder):
 
 @pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}])
 def test_a_nan_on_one_rank_ends_all_in_the_same_step(ranks, small, own, handler):
-    """All ranks see the same norm, also through an inexact sum. The step counts, and those after it are taken."""
-    assert ranks(2)(steps_until_it_ends, small(handler), own) == [("not-finite", [4, 5])] * 2
+    """All ranks get the same norm, even from an inexact sum. The step counts, and later steps run."""
+    assert ranks(2)(steps_with_nan, small(handler), own) == [("not-finite", [4, 5])] * 2
 
 
-def leave_in_the_third_step(tables, folder):
+def fail_on_one_rank(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         run.step()
@@ -135,10 +135,10 @@ def leave_in_the_third_step(tables, folder):
 
 
 @pytest.mark.parametrize("attaches", [True, False])
-def test_a_reduction_that_a_peer_leaves_out_is_named(ranks, small, own, attaches):
-    """The other rank waits no longer than the limit, and says which bucket over which group."""
+def test_the_error_names_the_bucket_that_a_peer_does_not_reduce(ranks, small, own, attaches):
+    """The other rank waits at most for the time limit, and its error names the bucket and the group."""
     tables = small({"bucket_mb": 0.0005}, batch__global_size=4, limits__collective_timeout_s=2.0)
     tables["parallel"] = {"cross_memory_attach": attaches}
-    what = r"of the bucket of layer2\.\w+ over stage\[0, 1\] (with rank 1 )?failed on rank 0"
-    with pytest.raises(RunError, match=what):
-        ranks(2, timeout_s=20)(leave_in_the_third_step, tables, own)
+    message = r"of the bucket of layer2\.\w+ over stage\[0, 1\] (with rank 1 )?failed on rank 0"
+    with pytest.raises(RunError, match=message):
+        ranks(2, timeout_s=20)(fail_on_one_rank, tables, own)

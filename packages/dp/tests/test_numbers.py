@@ -1,4 +1,4 @@
-"""Gradients and weights of their own kind: unused, shared, frozen and odd parameters, norms, precision, and first values."""
+"""Tests gradients and weights with unused, shared and frozen parameters, several dtypes, and different initial values."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ SMALL_BUCKETS = {"bucket_mb": 0.0005}
 
 
 @pytest.mark.parametrize("handler", [{"use": "core.each"}, SMALL_BUCKETS, {"reduction": "bf16"}])
-def test_parameters_that_some_ranks_or_none_use_count_as_zero_there(ranks, small, own, batches, handler):
-    """`never` is used on no rank; `flagged` on one rank, on the other, on both, on none; no rank waits."""
+def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches, handler):
+    """`never` is used on no rank, and `flagged` on one rank, the other, both or none. No rank waits."""
     tables = small(handler, model__factory="dp_parts:sometimes", batch__global_size=8, batch__micro_size=2)
     numbers = [EVEN + ODD, ODD + EVEN, ODD + ODD, EVEN + EVEN, EVEN + ODD]
     given = batches(*numbers)
     reference = record(tables, 5, folder=own, batches=given)
-    found = ranks(2, timeout_s=30)(record, tables, 5, folder=own, batches=given)
-    same_on_all(found)
-    within = 2**-7 if "reduction" in handler else 1e-5
-    for rank in found:
+    results = ranks(2, timeout_s=30)(record, tables, 5, folder=own, batches=given)
+    same_on_all(results)
+    tolerance = 2**-7 if "reduction" in handler else 1e-5
+    for rank in results:
         for number, (expected, gradients) in enumerate(zip(reference.gradients, rank.gradients, strict=True)):
-            assert_close_gradients(expected, gradients, within if number else min(within, 2**-8))
+            assert_close_gradients(expected, gradients, tolerance if number else min(tolerance, 2**-8))
             assert not gradients["some.never.weight"].any()
             assert bool(gradients["some.flagged.weight"].any()) == any(sample % 2 for sample in numbers[number])
 
 
-def test_a_step_whose_gradients_miss_one_rank_altogether(ranks, small, own, batches):
-    """One rank's samples reach no parameter at all, so it has seen no order; it takes the other's and does not wait."""
+def test_a_rank_without_gradients(ranks, small, own, batches):
+    """A rank whose samples reach no parameter has no order of gradients. It uses the other rank's order and does not wait."""
     tables = small(SMALL_BUCKETS, model__factory="dp_parts:only_flagged", precision__compute="fp64", batch__micro_size=2)
     given = batches((0, 2, 1, 3), (1, 3, 5, 7), (1, 3, 0, 2))
     reference = record(tables, 3, folder=own, batches=given)
@@ -58,19 +58,20 @@ def test_a_step_whose_gradients_miss_one_rank_altogether(ranks, small, own, batc
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant):
-    """Both uses count, in the first step and in those that overlap; torch's own checkpoint, either kind."""
+    """Both uses count, in the first step and in overlapped steps, with both types of torch's checkpoint."""
     tables = small(SMALL_BUCKETS, model={"factory": "dp_parts:twice", "options": {"reentrant": reentrant}})
     tables |= {"precision": {"compute": "fp64"}}
-    found = ranks(2)(record, tables, 3, folder=own)
-    assert_parity(record(tables, 3, folder=own), found, "fp64")
-    same_on_all(found)
+    results = ranks(2)(record, tables, 3, folder=own)
+    assert_parity(record(tables, 3, folder=own), results, "fp64")
+    same_on_all(results)
 
 
 def steps_with_frozen(tables, folder):
-    """Returns the gradients of each step: all trainable, `layer1` frozen, unfrozen, all but a bias frozen, all again; and the
-    weights.
+    """Returns the gradients of each step and the final weights.
+
+    The steps have all parameters trainable, `layer1` frozen, `layer1` unfrozen, all except a bias frozen, and all trainable.
     """
-    found = []
+    results = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for changes in ({}, {"layer1": False}, {"layer1": True}, {"": False, "first.bias": True}, {"": True}, {}):
             for prefix, trainable in changes.items():
@@ -78,24 +79,24 @@ def steps_with_frozen(tables, folder):
                     if param.name.startswith(prefix):
                         param.parameter.requires_grad_(trainable)
             run.step()
-            found.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
-        return found, {param.name: param.parameter.detach().clone() for param in run.registry}
+            results.append({param.name: run.store.gradient(param).clone() for param in run.store.params})
+        return results, {param.name: param.parameter.detach().clone() for param in run.registry}
 
 
 @pytest.mark.parametrize("bucket_mb", [0.0005, 25.0])
 def test_freezing_and_unfreezing_between_steps(ranks, small, own, bucket_mb):
-    """Unfrozen parameters are reduced, frozen ones have no gradient and no place in a bucket."""
+    """Unfrozen parameters are reduced. Frozen parameters have no gradient and are in no bucket."""
     tables = small({"bucket_mb": bucket_mb}, precision__compute="fp64")
     reference, weights = steps_with_frozen(tables, own)
     assert [len(gradients) for gradients in reference] == [8, 6, 8, 1, 8, 8]
-    for found, after in ranks(2)(steps_with_frozen, tables, own):
-        for expected, gradients in zip(reference, found, strict=True):
+    for results, after in ranks(2)(steps_with_frozen, tables, own):
+        for expected, gradients in zip(reference, results, strict=True):
             assert_close_gradients(expected, gradients, 1e-10)
         assert_close_gradients(weights, after, 1e-10)
 
 
-def without_collectives(tables, folder):
-    """Takes three steps in which no bucket may be summed by a collective."""
+def record_without_collectives(tables, folder):
+    """Runs three steps in which a collective over a bucket raises an error."""
 
     def refuse(*args, what, contents):
         raise AssertionError(what)
@@ -107,10 +108,10 @@ def without_collectives(tables, folder):
 @pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 @pytest.mark.parametrize("use", ["dp.bucketed", "dp.sharded"])
 def test_memory_of_peers_and_sockets_give_the_same_bits(ranks, small, own, use):
-    """On two ranks, where a sum has one order only; in more buckets than may be in flight."""
+    """Uses two ranks, whose sums have only one order, and more buckets than may be in flight."""
     handler = {"use": use, "bucket_mb": 0.0001}
     sockets = ranks(2)(record, small(handler, parallel__cross_memory_attach=False), 3, folder=own)
-    memory = ranks(2)(without_collectives, small(handler), own)
+    memory = ranks(2)(record_without_collectives, small(handler), own)
     same_on_all([*sockets, *memory])
 
 
@@ -123,10 +124,10 @@ def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
 
 
 def sum_of_ones(num_terms):
-    """Returns the sum over this world of so many equal terms, of which the first rank has already summed its own."""
+    """Returns sums over all ranks, to which the first rank contributes `num_terms` and every other rank 1."""
     topology, rank = Topology.of(torch.distributed.get_world_size()), torch.distributed.get_rank()
     stage = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30))["stage"]
-    found = []
+    results = []
     for numel in (1, 65, 1000):
         buffer = FlatBuffer([(numel,)], torch.float32, torch.device("cpu"))
         buffer.params = [Param("ones", (numel,), [])]
@@ -134,25 +135,25 @@ def sum_of_ones(num_terms):
         sums = Bf16Sums(SentBytes())
         sums.start(buffer, stage)
         sums.finish()
-        found.append(buffer.data.unique().tolist())
-    return found
+        results.append(buffer.data.unique().tolist())
+    return results
 
 
 def test_terms_are_added_in_fp32(ranks):
-    """256 + 1 + 1 + 1: added in bf16, whose numbers are 2 apart from there on, the ones would vanish one by one."""
-    for found in ranks(4)(sum_of_ones, 256.0):
-        assert found == [[260.0]] * 3, "259, rounded once"
+    """The sum is 256 + 1 + 1 + 1. In bf16, whose numbers above 256 differ by 2, each addition of 1 would be lost."""
+    for results in ranks(4)(sum_of_ones, 256.0):
+        assert results == [[260.0]] * 3, "259, rounded once"
 
 
-def in_small_chunks(tables, folder):
-    """Takes a step after first values that came in broadcasts of a few values at a time."""
+def record_with_small_chunks(tables, folder):
+    """Records a step after initial values were broadcast in small chunks."""
     sley_dp.bucketed.CHUNK_BYTES = 100
     return record(tables, 1, folder=folder)
 
 
 @pytest.mark.parametrize("use", ["dp.bucketed", "dp.sharded"])
-def test_replicas_that_start_with_other_values(ranks, small, own, use):
-    """They are refused by name, or the plan gives them the first one's values, buffers of any format included."""
+def test_replicas_with_different_initial_values(ranks, small, own, use):
+    """They are refused by name, or overwritten with the first replica's values, including buffers of any dtype."""
     tables = small({"use": use}, model__factory="dp_parts:own_values")
     with pytest.raises(RunError) as caught:
         ranks(2)(record, tables, 1, folder=own)
@@ -161,6 +162,6 @@ def test_replicas_that_start_with_other_values(ranks, small, own, use):
     assert "first.bias" in problem.message
     first = record(tables, 0, folder=own).first
     tables["gradient_handlers"] = [{"use": use, "start": "broadcast"}]
-    for rank in ranks(2)(in_small_chunks, tables, own):
+    for rank in ranks(2)(record_with_small_chunks, tables, own):
         assert len(rank.first) == 8
         assert_same_bits(first, rank.first)

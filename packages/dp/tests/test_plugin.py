@@ -1,4 +1,4 @@
-"""Records, checks and refusals before a run, and the contract of gradient handlers."""
+"""Tests records and checks of plans, and the contract of gradient handlers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestOneBucketPerParameter(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5}
 
 
-class TestNarrow(GradientHandlerContract):
+class TestBf16(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "reduction": "bf16"}
 
 
@@ -48,8 +48,8 @@ def test_records_are_listed_without_torch():
         "print([*Loader().load('dp').records['gradient_handlers']])\n"
         "print([name for name in sys.modules if name.startswith(('torch', 'sley_dp.sums', 'sley_pp', 'sley_isp'))])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['bucketed', 'sharded']", "[]"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == ["['bucketed', 'sharded']", "[]"]
 
 
 def test_plans_name_their_reducer_and_its_tolerance(small):
@@ -92,12 +92,12 @@ def test_wrong_tables(small, handler, code):
         ({"shards": 2}, {"parallel": {"reduction": "canonical"}}, 4, ["canonical-unsupported"]),
     ],
 )
-def test_plans_that_cannot_keep_their_numbers_are_refused(small, own, handler, changes, world, codes):
+def test_unsupported_optimizers_and_shards_are_refused(small, own, handler, changes, world, codes):
     plan = plan_from_dict(small(SHARDED | handler, batch__global_size=8, **changes), own)
     assert [problem.code for problem in check_plan(plan, world)] == codes
 
 
-def test_a_parameter_in_another_format_cannot_lie_in_a_cut_buffer(texts):
+def test_a_parameter_of_another_dtype_is_refused_in_a_sharded_buffer(texts):
     precision = {"compute": "bf16", "keep": ["*norm*"]}
     tables = small_plan(precision=precision, gradient_handlers=[SHARDED], parallel={"dp": 2})
     with pytest.raises(PlanError) as caught, World.fake(0, 2) as world:

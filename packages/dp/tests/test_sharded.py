@@ -1,4 +1,4 @@
-"""`dp.sharded`: each rank steps only a part of every bucket, and yet a program finds and writes whole weights."""
+"""Tests `dp.sharded`: each rank updates one shard of every bucket, but a program reads and writes full weights."""
 
 from __future__ import annotations
 
@@ -35,67 +35,67 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def recorded(plans, folder):
-    """Runs one plan after the other in the same ranks: starting them takes longer than a small run."""
+def record_plans(plans, folder):
+    """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
     return [record(tables, 3, folder=folder) for tables in plans]
 
 
 @pytest.mark.parametrize(
     ("size", "shards"), [(4, 2), *(pytest.param(size, None, marks=pytest.mark.campaign) for size in (2, 4))]
 )
-def test_parts_of_every_bucket_make_the_whole_step(ranks, small, own, size, shards):
+def test_sharded_updates_equal_full_updates(ranks, small, own, size, shards):
     handler = SHARDED | ({"shards": shards} if shards else {})
     plans = [
         small(handler, **{"precision": {"compute": "fp64"}, "batch__global_size": 8} | changes) for changes in CASES.values()
     ]
-    by_rank = ranks(size, 240)(recorded, plans, own)
-    for at, (name, tables) in enumerate(zip(CASES, plans, strict=True)):
+    by_rank = ranks(size, 240)(record_plans, plans, own)
+    for index, (name, tables) in enumerate(zip(CASES, plans, strict=True)):
         print(name)
-        found = [rank[at] for rank in by_rank]
-        assert_parity(record(tables | {"gradient_handlers": []}, 3, folder=own), found, tables["precision"]["compute"])
-        same_on_all(found)
+        results = [rank[index] for rank in by_rank]
+        assert_parity(record(tables | {"gradient_handlers": []}, 3, folder=own), results, tables["precision"]["compute"])
+        same_on_all(results)
 
 
-def between_steps(tables, folder):
-    """Returns the weights after each thing that a program does between two steps, and the held-out losses."""
-    found, losses = [], []
+def change_weights_between_steps(tables, folder):
+    """Returns the weights after each change between two steps, and the held-out losses."""
+    results, losses = [], []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
-        found.append(weights(run))
+        results.append(weights(run))
         losses.append(run.evaluate())
-        run.load_weights({name: value.double() * 0.75 for name, value in found[0].items() if name in run.registry.names})
-        found.append(weights(run))
+        run.load_weights({name: value.double() * 0.75 for name, value in results[0].items() if name in run.registry.names})
+        results.append(weights(run))
         run.step()
         with torch.no_grad():
             for param in run.registry:
                 param.parameter.mul_(1.25)
         run.step()
-        found.append(weights(run))
+        results.append(weights(run))
         parameter = run.registry["b.up.weight"].parameter
         parameter.data = parameter.data.clone() + 0.125
         run.registry["first.bias"].parameter.data = torch.ones_like(run.registry["first.bias"].parameter)
         losses.append(run.evaluate())
         run.step()
         run.step()
-        found.append(weights(run))
-    found.append({param.name: param.parameter.detach().clone() for param in run.registry})
-    return found, losses
+        results.append(weights(run))
+    results.append({param.name: param.parameter.detach().clone() for param in run.registry})
+    return results, losses
 
 
 @pytest.mark.parametrize(("size", "handler", "compute"), [(2, {}, "bf16"), (4, {"shards": 2}, "fp64")])
 def test_a_program_reads_and_writes_between_steps(ranks, small, own, size, handler, compute):
-    """Evaluations, loaded weights, writes in place and `.data` of other memory; in bf16 the shards' masters follow."""
+    """Evaluates, loads weights, writes in place and replaces `.data`. In bf16 the master weights follow."""
     evaluation = {"evaluation": {"every": 50, "steps": 1}, "data__factory": "dp_parts:split"}
     tables = small(SHARDED | handler, optimizer=ADAMW, precision__compute=compute, **evaluation, **ODD)
-    expected, losses = between_steps(tables | {"gradient_handlers": []}, own)
-    for found, measured in ranks(size, 120)(between_steps, tables, own):
-        assert measured == pytest.approx(losses, rel=WEIGHTS[compute])
-        for reference, other in zip(expected, found, strict=True):
+    expected, losses = change_weights_between_steps(tables | {"gradient_handlers": []}, own)
+    for results, measured_losses in ranks(size, 120)(change_weights_between_steps, tables, own):
+        assert measured_losses == pytest.approx(losses, rel=WEIGHTS[compute])
+        for reference, other in zip(expected, results, strict=True):
             assert_close_gradients(reference, other, WEIGHTS[compute])
 
 
-class Late:
-    """A transport whose gathers begin when they are awaited: no result is right by luck."""
+class LateTransport:
+    """A transport whose gathers start only in `wait`, so that a missing wait gives wrong weights."""
 
     def __init__(self, transport):
         self.transport = transport
@@ -116,52 +116,52 @@ class LateWork:
         self.work.wait_sent()
 
 
-def steps_of(tables, folder, mode):
-    """Returns weights after six steps: single ones, by `train` with a listener on one rank, or with a failure in between."""
-    found, due = [], []
+def run_six_steps(tables, folder, mode):
+    """Returns weights after six steps: single steps, `train` with a listener on one rank, or `train` with a failure."""
+    results, due = [], []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         gathers = run.stepper.handlers[0].gathers
         transports = run.groups["dp.shards.stage"].transports
-        transports["weights"] = Late(transports["weights"])
+        transports["weights"] = LateTransport(transports["weights"])
 
         def before_layer(*_):
             due.append(gathers.is_due(range(len(gathers.buffers))))
-            if mode == "failure" and run.num_steps_done == 1 and not found:
+            if mode == "failure" and run.num_steps_done == 1 and not results:
                 raise ValueError("as asked")
 
         run.layers[1].module.register_forward_pre_hook(before_layer)
         if mode == "listener" and world.rank == 0:
-            run.listeners.append(lambda row: found.append(weights(run)))
+            run.listeners.append(lambda row: results.append(weights(run)))
         if mode == "failure":  # in the second step of `train`, when weights of the first are still under way
             states = []
             run.readers.append(lambda row: states.append(run.feed.state()))
             with pytest.raises(ValueError, match="as asked"):
                 run.train()
             run.feed.restore(states[0])
-            found.append(weights(run))
+            results.append(weights(run))
         if mode == "listener":
             run.train()
         while run.num_steps_done < 6:
             run.step()
-        found.append(weights(run))
-    return found, any(due)
+        results.append(weights(run))
+    return results, any(due)
 
 
-def test_weights_come_while_the_next_step_runs_and_nobody_sees_half_of_them(ranks, small, own):
-    """In `train` layers wait for theirs; a listener, on one rank alone, and a program that catches an error, find all."""
+def test_weights_are_gathered_during_the_next_step_and_complete_when_read(ranks, small, own):
+    """In `train` layers wait for their weights. A listener and a program that catches an error read full weights."""
     tables = small(SHARDED, optimizer=ADAMW, precision__compute="fp64", run__steps=6, **ODD)
-    single, heard, failed = (ranks(2, 120)(steps_of, tables, own, mode) for mode in ("single", "listener", "failure"))
+    single, listened, failed = (ranks(2, 120)(run_six_steps, tables, own, mode) for mode in ("single", "listener", "failure"))
     assert [late for _, late in (*single, *failed)] == [False, False, True, True]
-    for found in (heard, failed):
-        for (expected, _), (other, _) in zip(single, found, strict=True):
+    for results in (listened, failed):
+        for (expected, _), (other, _) in zip(single, results, strict=True):
             assert_same_bits(expected[-1], other[-1])
-    assert len(heard[0][0]) == 7
-    for whole in (failed[1][0][0], heard[0][0][0]):
+    assert len(listened[0][0]) == 7
+    for whole in (failed[1][0][0], listened[0][0][0]):
         assert_same_bits(failed[0][0][0], whole)
 
 
-def not_taken(tables, folder):
-    """Returns whether a step that is not taken left the weights, what the ranks were told, and the weights after the next."""
+def skip_a_step(tables, folder):
+    """Returns whether a skipped step left the weights unchanged, its row or error, and the weights after the next step."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         before = weights(run)
@@ -179,21 +179,21 @@ def not_taken(tables, folder):
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp32"])
-def test_a_step_that_is_not_taken_changes_nothing(ranks, small, own, compute):
-    """An overflow in one rank's shard is a skip on all; without a scale all refuse, and name the parameter."""
+def test_a_skipped_step_changes_nothing(ranks, small, own, compute):
+    """An overflow in one rank's shard skips the step on all ranks. Without a loss scale all raise an error with the name."""
     precision = {"compute": compute} | ({"loss_scale": {"init_scale": 64.0}} if compute == "fp16" else {})
-    first, second = ranks(2)(not_taken, small(SHARDED, optimizer=ADAMW, precision=precision, **ODD), own)
+    first, second = ranks(2)(skip_a_step, small(SHARDED, optimizer=ADAMW, precision=precision, **ODD), own)
     assert first[0]
     assert first[:2] == second[:2]
     assert first[1] == 1 if compute == "fp16" else "first in the gradient of 'b.down.weight'" in first[1]
     assert_same_bits(first[2], second[2])
 
 
-def states(tables, folder):
-    """Returns the bytes, the states by name, the buckets, this rank's spans and all sizes; and how weights lie in memory."""
+def measure_states(tables, folder):
+    """Returns the bytes, states, bucket sizes, this rank's spans, and the shapes of parameters after a step."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
-        found = [(one.name, one.elements, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
+        results = [(one.name, one.elements, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
         padded = [(buffer.data.numel(), buffer.num_shards) for buffer in run.store.buffers]
         spans = {param.name: run.store.elements(param) for param in run.store.params}
         shapes = {param.name: param.shape for param in run.registry}
@@ -201,24 +201,24 @@ def states(tables, folder):
         assert run.layers[1].module.same.weight is run.layers[1].module.down.weight, "tied"
         assert len(homes) == len(padded), "the weights of a bucket lie in one piece"
         num_bytes = dict(run.memory.bytes) | {"masters": run.stepper.update.masters.num_bytes}  # parts of padding alone, too
-        return num_bytes, found, padded, spans, shapes
+        return num_bytes, results, padded, spans, shapes
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("size", "shards"), [(4, 2), (4, 4), (2, 2)])
-def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, size, shards):
-    """Masters take ceil(n / shards) of every padded bucket, states as many elements as the rank's spans have."""
+def test_master_weights_and_states_cover_only_the_rank_s_shard(ranks, small, own, size, shards):
+    """Master weights have ceil(n / shards) elements of every padded bucket, and states the elements of the rank's spans."""
     tables = small(SHARDED | {"shards": shards}, optimizer=ADAMW, precision={"compute": "bf16"}, **ODD)
-    by_rank = ranks(size)(states, tables, own)
-    for num_bytes, found, padded, spans, shapes in by_rank:
+    by_rank = ranks(size)(measure_states, tables, own)
+    for num_bytes, results, padded, spans, shapes in by_rank:
         assert num_bytes["masters"] == sum(-(-numel // count) for numel, count in padded) * 4
         assert all(numel % (count * 128) == 0 and count == shards for numel, count in padded)
         elements = sum(span.numel for name, span in spans.items() if shapes[name])  # a scalar's moments are scalars, as counts
         assert num_bytes["optimizer_states"] == elements * 2 * 4, "two moments; counts are a few bytes"
         kinds = ("master", "exp_avg", "exp_avg_sq", "step")
         stepped = {(name, kind) for name, span in spans.items() if span.numel for kind in kinds}
-        assert {(name, state) for name, _, state, _ in found} == stepped
-        for name, span, state, shape in found:
+        assert {(name, state) for name, _, state, _ in results} == stepped
+        for name, span, state, shape in results:
             assert span == spans[name]
             assert shape == (() if state == "step" else span.shape_in(shapes[name]))
     for name in by_rank[0][3]:
@@ -227,9 +227,9 @@ def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, s
         assert sum(part.numel for part in parts) == math.prod(by_rank[0][4][name]), "each element is on one rank of a copy"
 
 
-def refusals(tables, folder):
-    """Returns the codes of refusals in a run, in the order in which it is tried here."""
-    found = []
+def collect_error_codes(tables, folder):
+    """Returns the error codes of a read of a reduced gradient, a freeze and an unfreeze."""
+    results = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         param = run.registry["layer1.weight"]
         run.step()
@@ -238,26 +238,29 @@ def refusals(tables, folder):
             if world.rank == 1:
                 run.store.gradient(param)
         except RunError as error:
-            found.append(error.diagnostics[0].code)
+            results.append(error.diagnostics[0].code)
         for trained in (False, True):
             if world.rank == 0:
                 param.parameter.requires_grad_(trained)
             try:
                 run.step()
             except RunError as error:
-                found.append(error.diagnostics[0].code)
+                results.append(error.diagnostics[0].code)
             run.feed.restore(before)
-    return found
+    return results
 
 
-def test_reading_a_part_as_a_whole_is_refused(ranks, small, own):
-    """A reduced gradient is never read whole; a freeze, on one rank alone, is refused on all, and the run goes on."""
-    assert ranks(2)(refusals, small(SHARDED, optimizer=ADAMW), own) == [["shards-fixed"], ["gradient-sharded", "shards-fixed"]]
+def test_reads_of_full_gradients_and_freezes_are_refused(ranks, small, own):
+    """A reduced gradient cannot be read in full. A freeze on one rank is refused on all ranks, and the run continues."""
+    assert ranks(2)(collect_error_codes, small(SHARDED, optimizer=ADAMW), own) == [
+        ["shards-fixed"],
+        ["gradient-sharded", "shards-fixed"],
+    ]
 
 
 @pytest.mark.parametrize("handler", ["dp.bucketed", "dp.sharded"])
 def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_path, small, handler):
-    """A scalar, one without elements, and one of seven: parameters of which no rank steps an element are saved, too."""
+    """The model has a scalar, a parameter without elements, and one of seven. Parameters that no rank updates are saved too."""
     tables = small({"use": handler, "bucket_mb": 0.001}, parallel={"dp": 2}, **ODD)
     saved = ranks(2)(stretch, tables, 2, folder=own, save=tmp_path / "saved")
     alone = tables | {"parallel": {}, "gradient_handlers": []}
@@ -267,7 +270,7 @@ def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_pat
     assert saved[0].weights["a.nothing"].shape == (0, 3)
 
 
-def there_and_back(tables, folder, path, steps):
+def run_and_resume(tables, folder, path, steps):
     whole = stretch(tables, 6, folder=folder)
     stretch(tables, steps, folder=folder, save=path)
     return whole, stretch(tables, 6 - steps, folder=folder, load=path)
@@ -275,7 +278,7 @@ def there_and_back(tables, folder, path, steps):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_three_ranks_resume_bit_for_bit(ranks, own, tmp_path, small, steps):
-    """Over sockets the order of a sum depends on the place in a bucket, from three ranks on: the bits need the kept order."""
+    """Over sockets, with at least three ranks, a sum's order depends on the offset in a bucket, so it must be saved."""
     tables = small(parallel={"dp": 3, "cross_memory_attach": False}, model__factory="dp_parts:branches", batch__global_size=3)
-    by_rank = ranks(3, 120)(there_and_back, tables, own, tmp_path / "saved", steps)
+    by_rank = ranks(3, 120)(run_and_resume, tables, own, tmp_path / "saved", steps)
     assert_same_stretch([whole for whole, _ in by_rank], [resumed for _, resumed in by_rank])

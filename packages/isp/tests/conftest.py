@@ -1,4 +1,4 @@
-"""What the tests of `isp` share: small plans, and how layouts are compared with one process."""
+"""Small plans for the tests of `isp`, and the comparison of layouts with one process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ HELD_OUT = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2**-7}
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    """The folder of the plans' modules, which is on the path of all ranks."""
     monkeypatch.syspath_prepend(OWN)
     return OWN
 
 
 @pytest.fixture
 def sharded() -> Callable[..., Tables]:
-    """`sharded(wp, weights={...}, factory="", options={}, **changes)`: the small plan with its weights over `wp` ranks; wp = 1
-    leaves them whole. factory: a model of isp_models, with its data `Points` and loss `Squares`.
+    """`sharded(wp, weights={...}, factory="", options={}, **changes)` returns the small plan with `wp`, unsharded if wp = 1.
+    factory: a model of isp_models, with its data `Points` and loss `Squares`.
     """
 
     def sharded(
@@ -57,13 +57,13 @@ def sharded() -> Callable[..., Tables]:
 
 
 def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
-    """Each of several plans, run one after the other on the same ranks."""
+    """Records several plans one after another on the same ranks."""
     return [record(tables, 3, folder=folder) for tables in plans]
 
 
 @pytest.fixture
 def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[..., None]:
-    """`parities(world, cases, **changes)`: for each case, more arguments of `sharded`, every rank equals one process."""
+    """`parities(world, cases, **changes)` asserts for each case, arguments of `sharded`, that ranks equal one process."""
 
     def parities(world: int, cases: list[Tables], **changes: Any) -> None:
         plans, references = [], []

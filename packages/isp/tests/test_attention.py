@@ -1,4 +1,4 @@
-"""Attention over slices is attention over full sequences: every form, every number of key heads, documents apart."""
+"""Tests that attention over slices equals attention over full sequences, in every form and with packed documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def from_packed(qkv, cu_seqlens=None):
 
 
 def joined(form, q, k, v):
-    """The attention of a form, and the arguments of its call."""
+    """Returns the attention of a form and the arguments of its call."""
     if form == "qkv":
         return from_packed, (torch.stack([q, k, v], dim=2),)
     if form == "q and kv":
@@ -51,8 +51,8 @@ def sequence_group(world):
     return world.groups(Topology.of(world.size, sp=world.size), 20)["sp"]
 
 
-def attended(cases):
-    """The worst error of context and input gradients, and the exchanges of one call, of every case."""
+def measure_errors(cases):
+    """Returns the largest error of context and input gradients and the exchanges of one call, for every case."""
     found = []
     with World.join("cpu") as world:
         group = sequence_group(world)
@@ -78,12 +78,12 @@ def attended(cases):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_form_and_number_of_key_heads(ranks, size):
-    """One exchange there and one back, in the forward and in the backward, whatever is packed."""
+    """The forward and the backward each have two exchanges, with or without packed documents."""
     forms = itertools.product([torch.float64], FORMS, [1, 2, 4, 8], [False, True])
     cases = [case for case in forms if case[1] != "qkv" or case[2] == 8]
     cases += [(dtype, "q, k, v", kv_heads, True) for dtype in (torch.float32, torch.bfloat16) for kv_heads in (1, 8)]
     limits = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-6}
-    for found in ranks(size, 120)(attended, cases):
+    for found in ranks(size, 120)(measure_errors, cases):
         for case, (error, calls) in zip(cases, found, strict=True):
             assert error <= limits[case[0]], (case, error)
             # To each of the others: a header and its part.
@@ -92,7 +92,7 @@ def test_every_form_and_number_of_key_heads(ranks, size):
 
 
 class Flat(nn.Module):
-    """Returns its context as [b, s, h d]."""
+    """An attention that returns its context as [b, s, h d]."""
 
     def forward(self, q, k, v):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -104,8 +104,8 @@ def padded(q, k, v, counts=None):
     return F.scaled_dot_product_attention(q, k, v, counts[:, None, None]).transpose(1, 2)
 
 
-def odd_calls():
-    """Errors of a flat context, of tensors of two types, of a mask of the full sequence; the notes on a mask of a slice."""
+def measure_unusual_calls():
+    """Returns the errors of a flat context, two dtypes and a mask of the full sequence, and the notes on a mask of a slice."""
     with World.join("cpu") as world:
         group = sequence_group(world)
         torch.manual_seed(3)
@@ -130,20 +130,20 @@ def odd_calls():
         return [float((one - other).abs().max()) for one, other in pairs], caught.value.__notes__
 
 
-def test_flat_contexts_tensors_of_two_types_and_masks(ranks):
-    """The class form: alone it is the attention itself, in a run it works on slices. Other arguments are passed on."""
-    for errors, notes in ranks(2)(odd_calls):
+def test_flat_contexts_mixed_dtypes_and_masks(ranks):
+    """Uses the class, which works on slices only in a run. Other arguments are passed on."""
+    for errors, notes in ranks(2)(measure_unusual_calls):
         assert max(errors) < 1e-14
         assert "masks must cover the full sequence" in notes[0]
 
 
 def squared(q, k, v, cu_seqlens=None):
-    """As `plain` in every shape."""
+    """Has the same shapes as `plain`."""
     return plain(q, k, v).square()
 
 
-def refusals():
-    """The codes of calls that cannot be, before anything is exchanged; of a wrong context; and of ranks that differ."""
+def collect_error_codes():
+    """Returns the error codes of invalid calls, of a wrong context, and of ranks that differ."""
     codes = []
     with World.join("cpu") as world:
         group = sequence_group(world)
@@ -174,31 +174,31 @@ def refusals():
     return codes
 
 
-def test_calls_that_cannot_be_are_refused(ranks):
-    """No rank waits for another one: by numbers and shapes, by the result, and where ranks attend in different ways."""
+def test_invalid_calls_are_refused(ranks):
+    """Invalid numbers, shapes and results, and ranks that attend differently, make no rank wait."""
     by_shape = ["sequence-heads", *["sequence-attention"] * 5]
-    assert ranks(2, 60)(refusals) == [[*by_shape, *["ranks-differ"] * 4]] * 2
+    assert ranks(2, 60)(collect_error_codes) == [[*by_shape, *["ranks-differ"] * 4]] * 2
 
 
 # -- the exchange between slices and heads --------------------------------------------------------------------------------
 
 
-def gathered(tensor, group):
-    """All slices of a sequence, joined: what the exchange avoids."""
+def gather_slices(tensor, group):
+    """Gathers all slices of a sequence, which the exchange avoids."""
     rows = tensor.new_empty((group.size, *tensor.shape))
     group.all_gather(rows, tensor.detach().contiguous()[None], what="the oracle").wait()
     return torch.cat(list(rows), dim=1)
 
 
-def own_heads(whole, group):
-    """This rank's heads of a whole tensor; a head that several ranks need is on each of them."""
+def local_heads(whole, group):
+    """Returns this rank's heads of a full tensor, including heads that several ranks need."""
     repeated = repeat_heads(whole, group.size)
     width = repeated.shape[-2] // group.size
     return repeated.narrow(-2, group.coord * width, width)
 
 
 def drawn(rng, dtype):
-    """Shapes of slices that may be exchanged together: `lead` dims between positions and heads, any number of heads."""
+    """Returns random shapes of slices that may be exchanged together."""
     batch, length = rng.randint(1, 3), rng.randint(1, 5)
     shapes = [
         (batch, length, *rng.choice([(), (2,), (3,)]), rng.randint(1, 7), rng.choice([1, 2, 5]))
@@ -208,7 +208,7 @@ def drawn(rng, dtype):
 
 
 def exchanges(seed, dtype):
-    """Random tensors there and back, forward and backward, against the gather; what was issued meanwhile."""
+    """Exchanges random tensors and compares with a gather. Returns the issued collectives."""
     with World.join("cpu") as world:
         group = sequence_group(world)
         for case in range(12):
@@ -224,9 +224,9 @@ def exchanges(seed, dtype):
             assert len(sent) == 2 * (group.size - 1), (seed, case, calls)
             assert len(calls) == 4 * len(sent), "each has a header, and is received"
             for tensor, one, factor in zip(tensors, found, factors, strict=True):
-                whole = gathered(tensor, group).requires_grad_()
-                assert torch.equal(one, own_heads(whole, group)), (seed, case, shapes)
-                (share,) = torch.autograd.grad(own_heads(whole, group), whole, factor)
+                whole = gather_slices(tensor, group).requires_grad_()
+                assert torch.equal(one, local_heads(whole, group)), (seed, case, shapes)
+                (share,) = torch.autograd.grad(local_heads(whole, group), whole, factor)
                 every = share.new_empty((group.size, *share.shape))
                 group.all_gather(every, share.contiguous()[None], what="the oracle's gradient").wait()
                 own = every.sum(0).chunk(group.size, dim=1)[group.coord]
@@ -236,14 +236,14 @@ def exchanges(seed, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_exchange_equals_a_gather_and_a_cut(ranks, size):
+def test_exchange_equals_a_gather(ranks, size):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     assert ranks(size)(exchanges, seed, torch.float64 if size == 2 else torch.bfloat16) == [True] * size
 
 
 @pytest.mark.parametrize(("heads", "ranks", "copies"), [(1, 4, 4), (2, 4, 2), (4, 2, 1), (3, 2, 2), (6, 4, 2)])
-def test_a_head_is_copied_until_every_rank_has_as_many(heads, ranks, copies):
+def test_heads_are_copied_so_that_all_ranks_have_equally_many(heads, ranks, copies):
     tensor = torch.randn(1, 2, heads, 3, dtype=torch.float64, requires_grad=True)
     repeated = repeat_heads(tensor, ranks)
     assert repeated.shape[-2] == heads * copies

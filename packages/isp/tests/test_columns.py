@@ -1,4 +1,4 @@
-"""Tables cut by columns and heads cut by classes change no number, are never whole, and refuse models that need them whole."""
+"""Tests that embeddings by columns and vocabulary-parallel heads change no result, and refuse unsupported models."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def classifier(**options: Any) -> dict[str, Any]:
 
 
 def slices(num_classes: int, count: int) -> list[vocabulary.ClassRange]:
-    """As core cuts rows: equal ranges, the last ones shorter or empty."""
+    """Returns equal ranges of classes, the last ones shorter or empty, as core shards rows."""
     rows = -(-num_classes // count)
     sizes = [max(0, min(rows, num_classes - at * rows)) for at in range(count)]
     return [vocabulary.ClassRange(at * rows, size, num_classes) for at, size in enumerate(sizes)]
 
 
 def together(logits: Tensor, labels: Tensor, count: int, smoothing: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Sum and gradient, as `count` ranks compute them."""
+    """Returns the loss and its gradient, as `count` ranks compute them."""
     targets = labels.masked_fill(labels == IGNORED, vocabulary.NO_TARGET)
     classes = slices(logits.shape[1], count)
     parts = [logits.detach()[:, one.start : one.start + one.size].clone() for one in classes]
@@ -67,8 +67,8 @@ def samples(num_tokens: int, num_classes: int, dtype: torch.dtype = torch.float6
 
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 6), st.sampled_from([0.0, 0.1]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_any_cut_gives_the_sum_over_all(num_tokens: int, num_classes: int, count: int, smoothing: float, few: bool) -> None:
-    """Also where ranks have no class at all, and a chunk at a time."""
+def test_any_slices_give_the_same_loss(num_tokens: int, num_classes: int, count: int, smoothing: float, few: bool) -> None:
+    """Ranks may have no class, and process logits in chunks."""
     logits, labels = samples(num_tokens, num_classes)
     expected = plain_sum(logits, labels, IGNORED, smoothing)
     (gradient,) = torch.autograd.grad(0.7 * expected, logits)
@@ -79,7 +79,7 @@ def test_any_cut_gives_the_sum_over_all(num_tokens: int, num_classes: int, count
     torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_narrow_and_extreme_logits_and_labels_that_no_rank_has() -> None:
+def test_bf16_and_extreme_logits_and_invalid_labels() -> None:
     logits, labels = samples(50, 37, torch.bfloat16)
     expected = plain_sum(logits, labels, IGNORED, 0.1)
     (gradient,) = torch.autograd.grad(expected, logits)
@@ -98,26 +98,26 @@ def test_narrow_and_extreme_logits_and_labels_that_no_rank_has() -> None:
 
 
 def test_frozen_heads_and_slices(parities):
-    """A frozen head, and one before which nothing is trained; slices; gradients once per step, also of bf16 in wider sums."""
+    """Tests a frozen head, a head after frozen layers, slices, and gradients once per step, also of bf16."""
     frozen = [{"optimizer__groups": [{"match": match, "freeze": True}]} for match in ("head.output*", "[eb]*")]
     narrow = {"precision__compute": "bf16", "weights": {"reduce": "step"}}
     parities(2, [SPLIT | {"weights": HIDDEN | CLASSES | {"reduce": "step"}}, narrow, *frozen], weights=CLASSES)
 
 
-def test_tables_of_uneven_width_that_are_read_twice(parities):
-    """Three columns and two; of four ranks one has none; padding, positions, a table in two layers, a frozen layer."""
+def test_tables_with_uneven_shards_that_are_read_twice(parities):
+    """Shards have three and two columns, and one of four ranks has none. Has padding, a shared table and a frozen layer."""
     parities(2, [RECOMPUTED, {"options": {"frozen": "again"}}], weights=HIDDEN, factory="tables")
     parities(4, [{}], weights=HIDDEN, factory="tables")
 
 
 def test_a_head_with_a_bias_and_ranks_without_a_class(parities):
-    """Four classes over three ranks are two, two and none; samples all of whose labels are ignored."""
+    """Three ranks have two, two and no classes. All labels of some samples are ignored."""
     sizes = {"batch": {"global_size": 6, "micro_size": 1}}
     parities(3, [classifier(frozen=name) for name in ("", "head", "embed")], weights=CLASSES, **sizes)
 
 
 def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
-    """Micro-batches of two samples and of every length: at the same time, ranks have unequal ones. target: `labels` or `y`."""
+    """Returns micro-batches of two samples with different lengths on ranks. target: `labels` or `y`."""
     found = []
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -136,7 +136,7 @@ def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
     ("changes", "weights", "target"), [({"factory": "tables"}, HIDDEN, "y"), (classifier(), CLASSES, "labels")]
 )
 def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, target):
-    """Shorter ones are padded where they are gathered; the padding row's gradient stays zero."""
+    """Gathers pad short micro-batches, and the gradient of the padding row stays zero."""
     given = batches(3, target)
     reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=given)
     layouts = ranks(2)(record, sharded(2, weights=weights, **changes), 3, folder=texts, batches=given)
@@ -148,7 +148,7 @@ def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, targ
 
 
 class Shapes(TorchDispatchMode):
-    """The shapes of all tensors that operations return."""
+    """Records the shapes of all results of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,9 +162,9 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-def seen(tables: dict[str, Any], folder: Path) -> Any:
-    """The head's output by hand; and of the second step the gathers, exchanges, counters and shapes that are computed, those
-    of an evaluation too.
+def record_step(tables: dict[str, Any], folder: Path) -> Any:
+    """Returns the head's output by hand, and the gathers, exchanges, counters and shapes of the second step and
+    of an evaluation.
     """
     with running(tables, folder) as run:
         hidden: Any = torch.arange(12).view(1, 12)
@@ -190,14 +190,14 @@ def seen(tables: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("attaches", ATTACHES)
-def test_no_table_is_whole_and_no_logits_are_full(ranks, sharded, texts, tied, attaches):
-    """A token's 257 logits are never in one place, only the 129 of a slice, of the tokens of both ranks. By hand the head is a
-    linear like any other. A table takes two all-to-alls of vectors per micro-batch, their ids, and no gather.
+def test_no_table_and_no_logits_exist_in_full(ranks, sharded, texts, tied, attaches):
+    """No rank has all 257 logits of a token, only the 129 of a slice for the tokens of both ranks. By hand the head is a
+    plain linear. A table needs two all-to-alls of vectors and a gather of ids per micro-batch.
     """
     changes = {"model__tie_embeddings": tied, "data__documents": "cut", "parallel": {"cross_memory_attach": attaches}}
-    reference = seen(sharded(1, 1, **changes), texts)
+    reference = record_step(sharded(1, 1, **changes), texts)
     weights = CLASSES if tied else CLASSES | HIDDEN
-    found = ranks(2)(seen, sharded(2, weights=weights, **changes), texts)
+    found = ranks(2)(record_step, sharded(2, weights=weights, **changes), texts)
     assert_same_sequence([calls for _, _, _, calls, *_ in found])
     for by_hand, gathered, shapes, calls, counts, gradient, rest in found:
         torch.testing.assert_close(by_hand, reference, rtol=1e-10, atol=1e-10)
@@ -226,14 +226,14 @@ def exchanges(plans: list[dict[str, Any]], folder: Path) -> list[float]:
 
 
 def test_exchanges_of_recomputed_and_of_frozen_tables(ranks, sharded, texts):
-    """Of four look-ups one is in a block, and one is of a table that may be frozen: it needs no gradient."""
+    """One of four lookups is in a block, and one uses a frozen table, which needs no gradient."""
     frozen = {"optimizer__groups": [{"match": "*positions*", "freeze": True}]}
     plans = [sharded(2, weights=HIDDEN, factory="tables", **change) for change in (RECOMPUTED, frozen)]
     for recomputed, of_frozen in ranks(2)(exchanges, plans, texts):
         assert (recomputed, of_frozen) == (2 * (4 + 1 + 4), 2 * (4 + 3))
 
 
-def codes(plans: list[dict[str, Any]], folder: Path) -> list[str]:
+def first_error_codes(plans: list[dict[str, Any]], folder: Path) -> list[str]:
     found = []
     for tables in plans:
         with running(tables, folder) as run:
@@ -243,13 +243,13 @@ def codes(plans: list[dict[str, Any]], folder: Path) -> list[str]:
     return found
 
 
-def test_models_and_labels_that_do_not_fit(ranks, own, sharded):
-    """Found in the first forward, on all ranks alike, before anything is sent: logits that are not returned unchanged, and a
-    class that the head has not.
+def test_changed_logits_and_invalid_labels_are_refused(ranks, own, sharded):
+    """The first forward refuses them on all ranks before it sends data: logits that are not returned unchanged, and a
+    class that the head does not have.
     """
     data = {"data": {"factory": "isp_models:Labelled"}}
     models = [{"factory": "isp_models:changed", "options": {"change": change}} for change in ("times", "tanh", "mean")]
     beyond = {"data": {"factory": "isp_models:Beyond"}, "model": {"factory": "isp_models:classifier"}}
     plans = [sharded(2, weights=CLASSES, model=model, **data) for model in models]
     plans += [sharded(2, weights={"head": head}, **beyond) for head in ("gather", "vocabulary")]
-    assert ranks(2)(codes, plans, own) == [["logits-split"] * 3 + ["label-out-of-range"] * 2] * 2
+    assert ranks(2)(first_error_codes, plans, own) == [["logits-split"] * 3 + ["label-out-of-range"] * 2] * 2

@@ -1,6 +1,6 @@
-"""A run with sharded weights or slices that is closed, or could not be assembled, leaves modules as their factory built them.
+"""Tests that a closed run, or one that could not be assembled, restores the modules of its model.
 
-Modules whose weights are shards keep stand-ins for them, and refuse a call by that.
+Modules with sharded weights keep stand-ins, which refuse calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fail(*args: Any, **more: Any) -> None:
 
 
 def failed(run: Run) -> None:
-    """Takes a step that fails in its backward on every rank at once, behind a gather, so that no rank waits for another."""
+    """Runs a step that fails in its backward on all ranks after a gather, so that no rank waits."""
     run.step()
     handle = run.layers[1].module.register_forward_hook(lambda module, args, result: [result.register_hook(fail)].clear())
     with pytest.raises(ValueError, match="the test's failure"):
@@ -42,7 +42,7 @@ def failed(run: Run) -> None:
 
 
 def codes_after(plans: list[dict[str, Any]], folder: Path) -> set[str]:
-    """The error codes of calls of all layers after a run whose step failed; it left nothing in its model."""
+    """Returns the error codes of calls of all layers after a run with a failed step."""
     codes = set()
     for tables in plans:
         with World.join("cpu") as world, drafts_kept() as kept:
@@ -64,13 +64,13 @@ def code_of(module: nn.Module) -> str:
 
 
 def test_a_closed_run(ranks, sharded, texts):
-    """Also of slices; the contract has runs that closed in peace."""
+    """Also uses slices. The contract tests runs without failures."""
     plans = [sharded(2, weights=way) for way in WAYS] + [sharded(2, weights=WAYS[-1], **SPLIT)]
     assert ranks(2, 120)(codes_after, plans, texts) == [{"weights-sharded"}] * 2
 
 
-def refused(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:
-    """The error of the assembly of each plan, at the place named with it if there is one; it leaves nothing."""
+def assembly_errors(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:
+    """Returns the error of each plan's assembly, which fails at the named function if there is one."""
     errors = []
     for tables, place in plans:
         with World.join("cpu") as world, drafts_kept() as kept, pytest.MonkeyPatch.context() as patch:
@@ -84,8 +84,8 @@ def refused(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:
     return errors
 
 
-def test_an_assembly_that_fails(ranks, texts, sharded):
-    """Refused by the attention that is patched already, by the communicator after it, within its `attach`, or later."""
+def test_failed_assemblies(ranks, texts, sharded):
+    """The patched attention, the communicator, its `attach` or a later function raises the error."""
     sequence = {"use": "isp.all_to_all", "modules": ["*.attention", "no"]}
     cases = [
         (sharded(1, 1, parallel={"sp": 2}, sequence=sequence), "", "sequence-attention"),
@@ -95,4 +95,4 @@ def test_an_assembly_that_fails(ranks, texts, sharded):
     for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
         cases.append((sharded(2, weights=WAYS[-1]), f"sley_isp.{place}", "the test's failure"))
     errors = [error for _, _, error in cases]
-    assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]
+    assert ranks(2, 120)(assembly_errors, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]

@@ -1,4 +1,4 @@
-"""Any model trains sharded as in a plain PyTorch loop or in one process, however it uses its weights, or is refused by name."""
+"""Tests that sharded models train as in a plain PyTorch loop or in one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS, GLOBAL = 3, 8
 def plan(
     model: dict[str, Any], world: int = 2, micro: int = 4, weights: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The tables of a run over `world` ranks."""
+    """Returns the tables of a run over `world` ranks."""
     return {
         "run": {"name": "plain", "steps": STEPS, "device": "cpu", "seed": 1},
         "model": model,
@@ -46,7 +46,7 @@ def batches_of() -> list[dict[str, Tensor]]:
 
 
 def recorded(plans: Sequence[dict[str, Any]], folder: Path, batches: Any) -> list[Recorded | str]:
-    """Each run of this rank, or the code of its refusal."""
+    """Returns the record of each run of this rank, or its error code."""
     runs: list[Recorded | str] = []
     for tables in plans:
         try:
@@ -61,7 +61,7 @@ Case = tuple[dict[str, Any], Any, set[str]]
 
 
 def check(ranks: Any, folder: Path, world: int, cases: Sequence[Case]) -> None:
-    """Asserts that each run equals the loop over its layers, or ends as it may."""
+    """Asserts that each run equals the loop over its layers, or ends with an allowed error."""
     batches = batches_of()
     found = zip(*ranks(world, 580)(recorded, [tables for tables, _, _ in cases], folder, batches), strict=True)
     ends: Counter[str] = Counter()
@@ -90,8 +90,8 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_models_that_use_weights_in_ways_of_their_own(ranks, own, world):
-    """A block that calls other modules by its data is refused if each of its modules is gathered alone."""
+def test_models_that_use_weights_in_unusual_ways(ranks, own, world):
+    """A block whose data select its modules is refused if each module is gathered separately."""
     from kinds import KINDS, model
 
     cases: list[Case] = []
@@ -111,8 +111,8 @@ def test_models_that_use_weights_in_ways_of_their_own(ranks, own, world):
 
 
 def test_habits_around_a_sharded_linear(ranks, own):
-    """What people write around a linear. Ranks that use a layer as often as their own data say exchange in one order all the
-    same, with exchanges that are waited for at once and that are not.
+    """Tests user code around a linear. Ranks that call a layer as often as their data require make exchanges in the same
+    order, with and without overlap.
     """
     from kinds import REFUSED, Rows
 
@@ -129,17 +129,17 @@ def test_habits_around_a_sharded_linear(ranks, own):
     check(ranks, own, 2, cases)
 
 
-def test_models_of_their_own(parities):
-    """No two linears of one size, some without bias, one used twice; adapters, trained biases of frozen weights, a frozen
-    start; the row of a padding token; a model that recomputes itself by torch's older checkpoint.
+def test_unusual_models(parities):
+    """Tests linears of different sizes, without bias or used twice, adapters, trainable biases of frozen weights, a frozen
+    start, a padding token, and a model that uses torch's older checkpoint.
     """
     models = ["mixed", "adapted", "frozen_start", "padded_tokens", "recomputing"]
     parities(2, [{"factory": name, "options": {"reentrant": True} if name == "recomputing" else {}} for name in models])
 
 
 def test_models_that_use_their_weights_in_other_ways(parities):
-    """A bias alone is sharded; torch runs a block in another way in evaluations; sizes of weights scale; parametrized weights,
-    replaced forwards, calls with other tensors, by name; a parameter that a module of another kind holds stays whole.
+    """Tests a sharded bias without its weight, torch's fast path in evaluations, uses of shapes, parametrized weights,
+    replaced forwards, functional calls, and a parameter that another type of module also holds.
     """
     direct = {"precision": {"compute": "fp64", "accumulation": "direct"}}
     models = ["half_sharded", "encoder", "by_size", "replaced", "tied_to_no_linear"]
@@ -148,7 +148,7 @@ def test_models_that_use_their_weights_in_other_ways(parities):
 
 @pytest.mark.parametrize("embedding", ["gather", "hidden"])
 def test_autocast(ranks, sharded, texts, embedding):
-    """With and without bias; sharded and whole runs round alike but for the order of sums."""
+    """Sharded and unsharded runs round equally, except for the order of sums, with and without bias."""
     changes = {"factory": "autocast", "precision__compute": "fp32"}
     reference = record(sharded(1, 1, **changes), 2, folder=texts)
     for found in ranks(2)(record, sharded(2, weights={"embedding": embedding}, **changes), 2, folder=texts):

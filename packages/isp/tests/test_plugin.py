@@ -1,4 +1,4 @@
-"""The contracts of `isp`, what it says before a run, options and models that it refuses, and its runs on CUDA."""
+"""Tests the contracts of `isp`, its checks of plans and models, and runs on CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LABELLED = {"data": {"factory": "isp_models:Labelled"}}
 
 
 def test_records_are_listed_without_torch():
-    """Core and this package are enough: no sibling is imported."""
+    """Only core and this package are imported."""
     code = (
         "import sys\n"
         "from sley_core.plan.loader import Loader\n"
@@ -52,7 +52,7 @@ def test_records_are_listed_without_torch():
         ({}, SPLIT | {"parallel": {"sp": 4}, "model__hidden": 24, "model__heads": 6}, ["sequence-heads"]),
     ],
 )
-def test_options_that_do_not_fit(sharded, texts, weights, changes, codes):
+def test_unsupported_options_are_refused(sharded, texts, weights, changes, codes):
     plan = plan_from_dict(sharded(2, weights=weights, **changes), texts)
     assert [problem.code for problem in check_plan(plan, plan.world())] == codes
 
@@ -68,15 +68,15 @@ def test_options_that_do_not_fit(sharded, texts, weights, changes, codes):
         ({"embedding": "hidden"}, {"factory": "limited"}, "embedding-hidden"),
     ],
 )
-def test_models_that_do_not_fit(sharded, texts, weights, changes, code):
-    """Found on meta, on every rank of any stage: by `check --model`, before any process starts."""
+def test_unsupported_models_are_refused(sharded, texts, weights, changes, code):
+    """`check --model` refuses them on meta for every rank, before any process starts."""
     plan = plan_from_dict(sharded(2, weights=weights, **changes), texts)
     with World.fake(0, 2) as world, pytest.raises(PlanError) as caught, assemble(plan, world):
         pass
     assert [problem.code for problem in caught.value.diagnostics] == [code]
 
 
-def test_what_stays_whole_is_named(sharded, texts):
+def test_unsharded_parameters_are_named(sharded, texts):
     for factory, options, note in (
         ("stacked", {}, ["`wp` shards 47 % of this model's parameters; not sharded: blocks.* (Stacked, 2)"]),
         ("experts", {"number": 8}, []),
@@ -87,7 +87,7 @@ def test_what_stays_whole_is_named(sharded, texts):
 
 
 def test_shards_on_meta(sharded, texts):
-    """A table of five columns over two ranks has three on each, the rest of the model is cut by rows; norms stay whole."""
+    """A table of five columns has three on each of two ranks. Other weights are sharded by rows, and norms are not sharded."""
     plan = plan_from_dict(sharded(2, weights={"embedding": "hidden"}, factory="tables"), texts)
     with World.fake(1, 2) as world, assemble(plan, world) as run:
         param = run.registry["embed.tokens.weight"]
@@ -139,15 +139,15 @@ def on_cuda(**weights: Any) -> dict[str, Any]:
     ],
 )
 def test_two_ranks_equal_one(ranks, weights):
-    """On two devices, or on one that they share."""
+    """Ranks use two devices, or share one."""
     reference = record(ON_CUDA, 3)
     layouts = ranks(2, timeout_s=180, init=False)(record, on_cuda(**weights), 3)
     assert_parity(reference, layouts, "fp64")
     same_on_all(layouts)
 
 
-def watched(tables: dict[str, Any]) -> bool:
-    """Launches a step while CUDA's own watch raises at any synchronisation."""
+def run_without_synchronisation(tables: dict[str, Any]) -> bool:
+    """Runs a step while CUDA raises an error at any synchronisation."""
     with running(tables) as run:
         for _ in range(2):
             run.step()
@@ -162,5 +162,5 @@ def watched(tables: dict[str, Any]) -> bool:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"reduce": "step"}])
 def test_a_step_never_waits_for_the_device(ranks, weights):
-    """Not so with shared vocabularies and tables: there ranks tell each other how many tokens they have, and wait."""
-    assert ranks(2, timeout_s=180, init=False)(watched, on_cuda(**weights)) == [True, True]
+    """Vocabulary heads and embeddings by columns are excluded, since their ranks exchange numbers of tokens."""
+    assert ranks(2, timeout_s=180, init=False)(run_without_synchronisation, on_cuda(**weights)) == [True, True]

@@ -1,4 +1,4 @@
-"""What the prefetch policy decides, for any order of uses, passes and depths."""
+"""Tests the decisions of the prefetch policy for all orders of uses, passes and depths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKWARD = ["head", *reversed(BLOCKS)]
 
 
 class Rank:
-    """Carries decisions out, and fails if one makes no sense: it unshards an unsharded group, or reshards a sharded one."""
+    """Executes decisions, and fails if one unshards an unsharded group or reshards a sharded one."""
 
     def __init__(self, ahead: int) -> None:
         self.policy = PrefetchPolicy(ahead)
@@ -40,7 +40,7 @@ class Rank:
         assert group in self.unsharded
 
     def step(self, *passes):
-        """passes: (key, uses); a use is a group, or (group, num_holds). Returns the gathers."""
+        """Runs passes of (key, uses) and returns the gathers. A use is a group or (group, num_holds)."""
         self.gathers = []
         self.num_demands = 0
         self.policy.begin([key for key, _ in passes])
@@ -54,7 +54,7 @@ class Rank:
 
 
 def test_a_block_is_gathered_twice_and_the_first_use_is_a_demand():
-    """Once per forward, once per backward; the last block and the head are still unsharded in the backward."""
+    """A block is gathered once per forward and once per backward. The last block and the head stay unsharded."""
     rank = Rank(1)
     for _ in range(3):
         gathers = rank.step(("F", FORWARD), ("B", BACKWARD))
@@ -64,8 +64,8 @@ def test_a_block_is_gathered_twice_and_the_first_use_is_a_demand():
     assert rank.unsharded == set()
 
 
-def test_recomputed_weights_stay_for_their_backward():
-    """Module by module, a block's forward runs again and then its backward: one gather for both."""
+def test_recomputed_weights_stay_until_their_backward():
+    """A block's recomputation and its backward share one gather per module."""
     modules = [f"{block}{number}" for block in "ab" for number in range(3)]
     again = [(group, 1) for group in modules[:3]] + [(group, -1) for group in reversed(modules[:3])]
     backward = [(group, 1) for group in modules[3:]] + [(group, -1) for group in reversed(modules[3:])] + again
@@ -77,7 +77,7 @@ def test_recomputed_weights_stay_for_their_backward():
 
 
 def test_an_order_that_changes_is_learned_again():
-    """A pass that leaves the order gathers on demand, and the next one knows."""
+    """A pass that leaves the order gathers on demand, and the next pass knows the new order."""
     rank = Rank(1)
     for order, num_demands in (("abc", 3), ("abc", 1), ("acb", 3), ("acb", 1)):
         rank.step(("F", order))
@@ -85,7 +85,7 @@ def test_an_order_that_changes_is_learned_again():
     assert rank.gathers == ["a", "c", "b"]
 
 
-def test_chunks_have_orders_of_their_own():
+def test_chunks_have_separate_orders():
     rank = Rank(1)
     step = (("F0", "ab"), ("F1", "cd"), ("B1", "dc"), ("B0", "ba"))
     rank.step(*step)
@@ -94,7 +94,7 @@ def test_chunks_have_orders_of_their_own():
 
 
 def test_a_step_begins_with_sharded_weights():
-    """Also after a pass that an error cut short."""
+    """This also holds after a pass that an error ended."""
     rank = Rank(2)
     rank.step(("F", FORWARD))
     rank.policy.begin(["F"])
@@ -112,8 +112,8 @@ ONCE = st.dictionaries(KEYS, USES).map(lambda uses: list(uses.items()))
 
 
 @given(st.lists(PASSES, min_size=1, max_size=5), st.integers(0, 3))
-def test_any_order_is_served(steps, ahead):
-    """A used group is unsharded, and at most `ahead` more; nothing outlives its step; two ranks decide alike."""
+def test_any_order_of_uses(steps, ahead):
+    """A used group and at most `ahead` others are unsharded, none after its step, and two ranks decide equally."""
     rank, twin = Rank(ahead), Rank(ahead)
     for passes in steps:
         assert rank.step(*passes) == twin.step(*passes)
@@ -123,7 +123,7 @@ def test_any_order_is_served(steps, ahead):
 
 @given(ONCE, st.integers(1, 3))
 def test_a_known_order_is_prefetched(passes, ahead):
-    """After each pass once, only the first use of a step is a demand."""
+    """After each pass has run once, only the first use of a step is a demand gather."""
     rank = Rank(ahead)
     rank.step(*passes)
     gathers = rank.step(*passes)
@@ -145,7 +145,7 @@ def test_groups_are_kept_until_their_backwards(uses, ahead):
 
 
 def test_prefetches_wait_for_their_launch():
-    """A use that starts no prefetches gathers itself only."""
+    """A use that may not prefetch gathers only its group."""
     policy = PrefetchPolicy(1)
     for number in range(2):
         policy.begin(["F"])
@@ -157,7 +157,7 @@ def test_prefetches_wait_for_their_launch():
 
 
 def test_stale_weights_are_gathered_again():
-    """A forgotten group is sharded."""
+    """A group that was marked as sharded is gathered again."""
     policy = PrefetchPolicy(1)
     policy.begin(["F"])
     policy.begin_pass()

@@ -1,4 +1,4 @@
-"""A weight that code reads without its module is refused by name, and so are ranks that go different ways."""
+"""Tests that reads of sharded weights and ranks that call different modules are refused by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ APART = {"batch__micro_size": 1, "run__seed": 1, "limits": {"collective_timeout_
 
 
 def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, str, bool]]:
-    """For each plan: the code and message of the first step's error, and whether all weights are as before.
+    """Returns the code and message of the first step's error, and whether all weights are unchanged, for each plan.
 
-    plans with `collectives`: of an evaluation, on a backend whose collectives have no place for a mark.
+    A plan with `collectives` runs an evaluation, on a backend whose collectives carry no mark.
     """
     seen = []
     for tables in plans:
@@ -42,7 +42,7 @@ def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, st
 
 
 def test_ranks_that_call_different_modules_are_refused(ranks, sharded, texts):
-    """With `unit = "module"` one rank's module would be taken for another's, of its size or not. No step is taken with it."""
+    """With `unit = "module"` the weights of one module could be mistaken for another's. The step is not taken."""
     plans = []
     for width in (6, 12):
         for attaches, options in ((True, {}), (False, {}), (False, {"overlap": False, "reduce": "step"})):
@@ -105,8 +105,8 @@ def late_reads(tables: dict[str, Any], folder: Path) -> tuple[dict[str, list[str
         return seen, sizes, [param.trainable for param in run.registry if param.name.startswith("asks.linear")]
 
 
-def test_reads_that_begin_late_are_refused_and_sizes_are_of_the_whole(ranks, sharded, texts):
-    """Training, evaluating, without gradients, by hand: whenever code asks for values, and however."""
+def test_late_reads_are_refused_and_sizes_are_unsharded(ranks, sharded, texts):
+    """Reads are refused in training, in evaluation, without gradients and by hand."""
     whole = nn.Linear(6, 13, dtype=torch.float64)
     for seen, sizes, trained in ranks(2, 60)(late_reads, sharded(2, run__steps=40, factory="asks"), texts):
         for name, messages in seen.items():
@@ -116,7 +116,7 @@ def test_reads_that_begin_late_are_refused_and_sizes_are_of_the_whole(ranks, sha
 
 
 def test_reads_of_frozen_weights_and_of_tables_are_refused(ranks, sharded, texts):
-    """Their shards have numbers enough to go on with."""
+    """Their shards would have enough elements to continue."""
     plans = [sharded(2, factory="scaled"), sharded(2, weights={"embedding": "hidden"}, factory="reads_table")]
     for found in ranks(2)(first_steps, plans, texts):
         for (code, message, _), name in zip(found, ("scaled.frozen.weight", "embed.table.weight"), strict=True):
@@ -125,7 +125,7 @@ def test_reads_of_frozen_weights_and_of_tables_are_refused(ranks, sharded, texts
 
 
 def torch_errors(plans: list[dict[str, Any]], folder: Path) -> list[str]:
-    """For each plan: the first line of the first step's error."""
+    """Returns the first line of the first step's error for each plan."""
     lines = []
     for tables in plans:
         with running(tables, folder) as run:
@@ -135,8 +135,8 @@ def torch_errors(plans: list[dict[str, Any]], folder: Path) -> list[str]:
     return lines
 
 
-def test_an_input_of_another_dtype_is_refused_in_torchs_words(ranks, own, sharded):
-    """Only autocast casts weights: those that are gathered, and the head's, of which each rank has a slice."""
+def test_an_input_of_another_dtype_raises_torchs_error(ranks, own, sharded):
+    """Only autocast casts gathered weights and the slices of the head."""
     models = [
         {"factory": "isp_models:changed", "options": {"change": "narrow", "place": place}} for place in ("middle", "head")
     ]

@@ -1,4 +1,4 @@
-"""Gradients are reduced as often as the plan says, into shards, in few buffers; no option changes a bit."""
+"""Tests the number of reductions, their buffers, and that no option changes a bit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BATCH = {"batch": {"global_size": 12, "micro_size": 2}, "evaluation": {"every": 
 """Three micro-batches on each of two ranks."""
 
 
-def reduced(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """For each plan the counters, the names of the reduced weights, and the bytes of gradients and weights."""
+def count_reductions(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Returns the counters, the names of count_reductions weights, and the bytes of gradients and weights for each plan."""
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
@@ -42,10 +42,10 @@ def reduced(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
 
 
 def test_each_gradient_is_reduced_once(ranks, sharded, texts):
-    """Once per micro-batch, or per step, in which a tied weight's is one of them."""
+    """Each gradient is reduced once per micro-batch or step, also that of a tied weight."""
     cases = [(reduce, tied) for reduce in ("micro_batch", "step") for tied in (False, True)]
     plans = [sharded(2, weights={"reduce": reduce}, model__tie_embeddings=tied, **BATCH) for reduce, tied in cases]
-    for found in ranks(2)(reduced, plans, texts):
+    for found in ranks(2)(count_reductions, plans, texts):
         for (reduce, tied), one in zip(cases, found, strict=True):
             assert one["reductions_per_step"] == (3 * 4 if reduce == "micro_batch" else 4 - tied)
             assert one["most_full_gradients"] == (2 * 7 if reduce == "micro_batch" else 2 * 7 + 2 - tied)
@@ -54,10 +54,10 @@ def test_each_gradient_is_reduced_once(ranks, sharded, texts):
 
 
 def test_nothing_is_reduced_for_frozen_weights(ranks, sharded, texts):
-    """Neither for adapters' frozen bases, nor for a weight of which only the bias is trained."""
+    """These are frozen weights of adapters, and a frozen weight with a trainable bias."""
     trained = {"base": [], "down": ["weight"], "up": ["weight"], "shifted": ["bias"]}
     names = {f"block{at}.{name}.{one}" for at in (0, 1) for name, attributes in trained.items() for one in attributes}
-    for (found,) in ranks(2)(reduced, [sharded(2, factory="adapted")], texts):
+    for (found,) in ranks(2)(count_reductions, [sharded(2, factory="adapted")], texts):
         assert found["names"] == {"embed.table.weight", "head.weight", "head.bias", *names}
 
 
@@ -75,7 +75,7 @@ def all_recorded(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 
 def test_no_option_changes_a_bit(ranks, sharded, texts):
-    """The bits of the mode that waits for everything at once: fp32, three steps; three ranks, so sums have an order."""
+    """The bits equal those of the mode without overlap, on three ranks, whose sums have an order."""
     changes = {"precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}, "evaluation": None}
     plans = [sharded(3, weights=options, **changes) for options in VARIANTS]
     for reference, *others in ranks(3, 120)(all_recorded, plans, texts):
@@ -85,8 +85,8 @@ def test_no_option_changes_a_bit(ranks, sharded, texts):
 
 
 def uneven(plans: list[dict[str, Any]], folder: Path, fails: bool = False) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """For each plan: losses and weights after steps of one, four and two micro-batches on each of two ranks. fails: before the
-    last step, one that fails in its second forward, when gradients of the first micro-batch are in flight.
+    """Returns losses and weights after steps of one, four and two micro-batches on each of two ranks. fails: before the
+    last step, a step fails in its second forward, while gradients of the first micro-batch are in flight.
     """
     found = []
     for tables in plans:
@@ -113,8 +113,8 @@ def uneven(plans: list[dict[str, Any]], folder: Path, fails: bool = False) -> li
     return found
 
 
-def test_steps_of_other_sizes_and_one_that_fails(ranks, sharded, texts):
-    """Nothing of a failed step, and nothing of a step before, is in another step's gradients."""
+def test_steps_of_different_sizes_and_a_failed_step(ranks, sharded, texts):
+    """No gradient includes terms of a failed or earlier step."""
     changes = {"factory": "mixed", "batch": {"global_size": 8, "micro_size": 1}}
     ((losses, reference),) = uneven([sharded(1, 1, **changes)], texts)
     plans = [sharded(2, weights=options, **changes) for options in ({}, {"reduce": "step"}, {"embedding": "hidden"})]
@@ -125,7 +125,7 @@ def test_steps_of_other_sizes_and_one_that_fails(ranks, sharded, texts):
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that operations return, but for `known`."""
+    """Records the number of elements of the largest result of operations, except `known`."""
 
     def __init__(self, known: Tensor) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def write(module: nn.Module, rows: Tensor, tokens: Tensor, full: Tensor, adds: b
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_of_a_table(dtype, padding):
-    """Many tokens of few rows, so that sums have an order: torch's, without a second tensor of the table's size."""
+    """Many tokens share few rows. Sums have torch's order, without a second tensor of the table's size."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(11, (40,), generator=generator)
     rows = torch.randn(40, 4, generator=generator, dtype=torch.float64).to(dtype)
@@ -163,8 +163,8 @@ def test_the_gradient_of_a_table(dtype, padding):
     assert largest.numel <= max(rows.numel(), 300)
 
 
-def test_the_gradient_of_a_table_in_half_is_summed_in_full():
-    """bf16 rows of tokens into an fp32 buffer: 300 ones are 300, which bf16 cannot count to."""
+def test_bf16_gradients_of_a_table_are_summed_in_fp32():
+    """300 bf16 rows of ones add up to 300 in an fp32 buffer, but would not in bf16."""
     full = torch.empty(7, 2)
     write(nn.Embedding(7, 2), torch.full((300, 2), 1.0, dtype=torch.bfloat16), torch.full((300,), 5), full, False)
     assert full[5].tolist() == [300.0, 300.0]

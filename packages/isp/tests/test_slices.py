@@ -1,4 +1,4 @@
-"""Models with their own attention, and losses of all sorts, on slices; what mixes positions is refused, or gets all of them."""
+"""Tests models with custom attention and all types of losses on slices, and the refusal of layers that mix positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def asked(kind, within, **sequence):
 
 
 def recorded(plans, folder):
-    """Each run of this rank, or the code of its error."""
+    """Returns the record of each run of this rank, or its error code."""
     runs = []
     for tables in plans:
         try:
@@ -53,9 +53,9 @@ def recorded(plans, folder):
     return runs
 
 
-def test_attentions_that_are_wrapped_and_named(ranks, own):
-    """An attention's own parameter keeps its name, and its gradient is a sum over slices of heads. A model may count no
-    positions; a convolution may run over something else than positions.
+def test_wrapped_and_named_attentions(ranks, own):
+    """A parameter of the attention keeps its name, and its gradient is a sum over slices of heads. A model may use no
+    positions, and a convolution may run over another dim.
     """
     cases = [
         (with_options(wrapped=True), {}),
@@ -73,18 +73,18 @@ def test_attentions_that_are_wrapped_and_named(ranks, own):
     same_on_all([references[1], record(split(PLAN, sp=1, **NAMED), 3, folder=own)])
 
 
-def with_one_alone(tables, folder):
-    """The run of one process, on rank 0, and this rank's: it takes seconds to import transformers in a third process."""
+def record_with_reference(tables, folder):
+    """Records one process on rank 0, and this rank's run. A third process would import transformers again, for seconds."""
     reference = record(tables, 3, folder=folder, is_alone=True) if dist.get_rank() == 0 else None
     return reference, record(split(tables), 3, folder=folder)
 
 
 def test_transformers_llama(ranks, own, monkeypatch):
-    """Its blocks as they are, their attention through transformers' interface (examples/models/hf_llama.py)."""
+    """Uses its unchanged blocks, with attention through transformers' interface (examples/models/hf_llama.py)."""
     monkeypatch.syspath_prepend(EXAMPLES)
     model = {"factory": "hf_llama:layers", "options": {"hidden": 16, "heads": 4, "kv_heads": 2}}
     tables = changed(PLAN, model=model, data__documents="pack")
-    (reference, one), (_, other) = ranks(2, 120)(with_one_alone, tables, own)
+    (reference, one), (_, other) = ranks(2, 120)(record_with_reference, tables, own)
     assert_parity(reference, [one, other], "fp64")
     same_on_all([one, other])
 
@@ -103,8 +103,8 @@ MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "m
         *((split(beside(kind)), "sequence-mixing") for kind in MIXING),
     ],
 )
-def test_models_that_slices_do_not_fit(own, tables, code):
-    """Refused on meta: by `check --model`, before any process starts."""
+def test_unsupported_models_are_refused(own, tables, code):
+    """`check --model` refuses them on meta, before any process starts."""
     plan = plan_from_dict(tables, own)
     with pytest.raises(PlanError) as caught, World.fake(0, plan.world()) as world:
         assemble(plan, world)
@@ -112,7 +112,7 @@ def test_models_that_slices_do_not_fit(own, tables, code):
 
 
 def test_first_steps_that_are_refused(ranks, own):
-    """Layers are asked whether they mix positions, by themselves and before attention, under each policy. A layer that sees one
+    """Layers are tested for mixing positions, outside of and before attention, under each policy. A layer that sees one
     position at a time passes. Heads that do not divide are refused at the first call.
     """
     from attentive import APART, MIXED
@@ -139,7 +139,7 @@ COUNTED = small_plan(
 
 
 def exchanges(folder, fraction):
-    """The elements of each exchange in a step and in an evaluation, and the operations that were none of them."""
+    """Returns the elements of each exchange in a step and in an evaluation, and the other operations."""
     tables = changed(COUNTED, activations={"use": "core.recompute", "fraction": fraction})
     found, others = [], set()
     with running(tables, folder) as run:
@@ -154,9 +154,9 @@ def exchanges(folder, fraction):
 
 
 def test_exchanges_of_a_step_and_of_an_evaluation(ranks, texts):
-    """Two per attention, one for q, k and v together; two more in its backward; and again if it is recomputed.
+    """An attention has two exchanges, one of them for q, k and v, two in its backward, and two if it is recomputed.
 
-    A slice of 8 positions has 4 + 2 + 2 heads of 4 channels to give, and 4 heads of context.
+    A slice of 8 positions sends 4 + 2 + 2 heads of 4 channels, and 4 heads of context.
     """
     there, back = 8 * (4 + 2 + 2) * 4, 8 * 4 * 4
     for (step, evaluation), others in ranks(2)(exchanges, texts, 0.5):
@@ -178,7 +178,7 @@ def with_loss(name, sp, **changes):
 
 
 def test_sums_over_positions(ranks, own):
-    """Slices of 24, of 3, and of one position; full sequences, where the loss and its weight count once, however many ranks
+    """Slices have 24, 3 or one position. With full sequences the loss and its weight count once, however many ranks
     compute them.
     """
     cases = [("Sum", {"data__sequence": length}) for length in (48, 6, 2)]
@@ -194,7 +194,7 @@ def test_sums_over_positions(ranks, own):
 
 
 def test_losses_that_count_their_calls_round_or_draw(ranks, own):
-    """A loss that is asked for its parts is not called; class weights round, and so does a loss in bf16."""
+    """A loss that returns its parts is not called. Class weights and a loss in bf16 round."""
     cases = [("Counting", {}, 1e-6), ("Weighted", {}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
     references = recorded([with_loss(name, 1, **changes) for name, changes, _ in cases], own)
     for runs in ranks(2, 60)(recorded, [with_loss(name, 2, **changes) for name, changes, _ in cases], own):
@@ -202,8 +202,8 @@ def test_losses_that_count_their_calls_round_or_draw(ranks, own):
             assert run.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=limit)
 
 
-def test_losses_that_look_at_other_positions_are_refused(ranks, own):
-    """And an output that has no positions, for a loss of full sequences."""
+def test_losses_that_mix_positions_are_refused(ranks, own):
+    """An output without positions is refused for a loss of full sequences."""
     kinds = {"Smooth": "fp64", "Shifted": "fp32", "Pooled": "fp64"}
     cases = [(name, {"precision__compute": compute}) for name, compute in kinds.items()]
     plans = [with_loss(name, 2, **changes) for name, changes in cases]
@@ -212,7 +212,7 @@ def test_losses_that_look_at_other_positions_are_refused(ranks, own):
 
 
 def full_gradients(plan, folder):
-    """The gradient of full outputs, of which each rank keeps its slice."""
+    """Returns this rank's slice of the gradient of full outputs."""
     gradients = []
     with running(plan, folder) as run:
         whole = run.stepper.executor.whole
@@ -228,8 +228,8 @@ def full_gradients(plan, folder):
     return torch.cat(gradients)
 
 
-def test_a_loss_of_full_sequences_draws_the_same_on_all_ranks(ranks, own):
-    """Else each rank would take its slice of the gradient of another loss."""
+def test_random_losses_of_full_sequences_are_equal_on_all_ranks(ranks, own):
+    """Otherwise each rank would use a slice of a different loss's gradient."""
     first, second = ranks(2, 60)(full_gradients, with_loss("Contrastive", 2, loss__options={"draws": 1.0}, **WHOLE), own)
     assert torch.equal(first, second)
     assert first.abs().max() > 0

@@ -1,4 +1,4 @@
-"""When weights are unsharded, how many at a time, and that they are never older than their shards."""
+"""Tests when and how many weights are unsharded, and that they are never older than their shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEEP: dict[str, Any] = SHORT | {"model__num_layers": BLOCKS}
 
 @contextmanager
 def gathers_of(run: Run) -> Iterator[list[str]]:
-    """The names of the groups that are gathered within the block."""
+    """Yields the list of the groups that are gathered within the block."""
     communicator, names = run.stepper.executor.weights, []
     all_gather = communicator._all_gather
 
@@ -43,7 +43,7 @@ def gathers_of(run: Run) -> Iterator[list[str]]:
 
 
 def counted(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """For each plan: the gathers of the third step and of an evaluation, the exchanges, the counters, what is left."""
+    """Returns the gathers, exchanges and counters of the third step and of an evaluation for each plan."""
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
@@ -62,8 +62,8 @@ def counted(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_of_one_micro_batch(ranks, sharded, texts, unit):
-    """Two gathers per group, however much is recomputed; one of the table, and of groups that are still unsharded when their
-    backward comes. An evaluation gathers each once.
+    """Each group is gathered twice, however much is recomputed. The table, and groups that are still unsharded when their
+    backward starts, are gathered once. An evaluation gathers each group once.
     """
     fractions = [0.0, 0.5, 1.0]
     plans = [
@@ -85,7 +85,7 @@ def test_counts_of_one_micro_batch(ranks, sharded, texts, unit):
 
 
 def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
-    """For each plan: the modules that are called in the first block, and the groups that are gathered meanwhile."""
+    """Returns the modules called in the first block, and the groups gathered meanwhile, for each plan."""
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
@@ -100,7 +100,7 @@ def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
 
 
 def test_gathers_start_at_the_launch_point(ranks, sharded, texts):
-    """The next block's, in the first forward; the point is a module or not, sharded or not."""
+    """The next block's gather starts at the launch point, which may be sharded or not."""
     points = {
         "attention": ("attention.query", ""),
         "feed_forward": ("feed_forward.gate", "attention.output"),
@@ -114,8 +114,8 @@ def test_gathers_start_at_the_launch_point(ranks, sharded, texts):
             assert events.index(after) < events.index("blocks.1") < events.index(before)
 
 
-def rewritten(tables: dict[str, Any], folder: Path) -> tuple[int, dict[str, Tensor]]:
-    """Writes a block's shards within the third step, while it is gathered; how often it is gathered then, and the weights."""
+def write_within_step(tables: dict[str, Any], folder: Path) -> tuple[int, dict[str, Tensor]]:
+    """Writes a block's shards in the third step after their gather. Returns the number of later gathers, and the weights."""
     with running(tables, folder) as run:
         run.step()
         run.step()
@@ -135,9 +135,9 @@ def rewritten(tables: dict[str, Any], folder: Path) -> tuple[int, dict[str, Tens
         return names.count("blocks.1"), weights(run)
 
 
-def test_a_write_within_a_step_counts_from_the_next_use_on(ranks, sharded, texts):
-    _, reference = rewritten(sharded(1, 1, **DEEP), texts)
-    for number, found in ranks(2)(rewritten, sharded(2, **DEEP), texts):
+def test_a_write_within_a_step_takes_effect_at_the_next_use(ranks, sharded, texts):
+    _, reference = write_within_step(sharded(1, 1, **DEEP), texts)
+    for number, found in ranks(2)(write_within_step, sharded(2, **DEEP), texts):
         assert_close_gradients(reference, found, 1e-10)
         assert number == 3
 
@@ -146,9 +146,9 @@ Offered = tuple[list[int], int, dict[str, Tensor]]
 
 
 def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offered]:
-    """For each kind of wait: the offers of weights in each step, how often a wait was called, and the weights after four.
+    """Returns the offers of weights per step, the number of waits, and the weights after four steps, for each type of wait.
 
-    never: they know that nothing is due. block: one layer's shards are spoilt after each step, until its wait mends them.
+    never: no wait is due. block: one layer's shards are invalid after each step until its wait.
     """
     found = []
     offer = offers.Offers.offer
@@ -188,7 +188,7 @@ def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offe
 
 
 @pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
-def test_shards_are_offered_once_per_step_where_nothing_is_due(ranks, sharded, texts):
+def test_shards_are_published_once_per_step_unless_a_wait_is_due(ranks, sharded, texts):
     kinds = ["none", "never", "block", "always"]
     for none, never, block, always in ranks(2, 120)(offered, sharded(2, **SHORT, model__num_layers=3), texts, kinds):
         assert none[0] == never[0] == [1] * 4
@@ -201,7 +201,7 @@ def test_shards_are_offered_once_per_step_where_nothing_is_due(ranks, sharded, t
 
 
 def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
-    """The allocations of the third step that are at least as large as a shard."""
+    """Returns the allocations of the third step that are at least as large as a shard."""
     with running(tables, folder) as run:
         run.step()
         run.step()
@@ -212,7 +212,7 @@ def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
 
 
 def test_a_step_allocates_nothing_as_large_as_a_shard(ranks, sharded, texts):
-    """In four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
+    """Four micro-batches allocate no placeholder, no product outside of the buffers, and no second sum."""
     plan = sharded(2, factory="experts", options={"number": 3, "width": 50}, **SHORT)
     assert ranks(2, 60)(allocated, plan, texts) == [[], []]
 
@@ -225,8 +225,8 @@ def output(run: Run) -> Tensor:
 
 
 def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """For each plan: outputs between two steps, before and after a write, and the gradient of a backward by hand; what failing
-    calls leave; the weights after the next step.
+    """Returns outputs between two steps, before and after a write, the gradient of a backward by hand, the state after failed
+    calls, and the weights after the next step, for each plan.
     """
     found = []
     for tables in plans:
@@ -259,7 +259,7 @@ def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 
 def _fail(run: Run) -> None:
-    """Calls layers with wrong shapes, and with an all-gather that cannot start: every buffer comes back."""
+    """Calls layers with wrong shapes, and with an all-gather that cannot start. All buffers return to the pool."""
     pool = run.stepper.executor.weights.pool
     for graph in (False, True):
         with torch.set_grad_enabled(graph), pytest.raises(RuntimeError):
@@ -276,7 +276,7 @@ def _fail(run: Run) -> None:
 
 
 def test_a_model_called_by_hand(ranks, sharded, texts):
-    """Right with and without gradients and after a write; no call leaves anything gathered, or changes the next step."""
+    """Outputs are right with and without gradients and after a write. No call leaves gathered weights."""
     models = [("mixed", {}), ("mixed", {"reduce": "step"}), ("tables", {"embedding": "hidden"})]
     references = by_hand([sharded(1, 1, factory=name) for name, _ in models], texts)
     plans = [sharded(2, weights=options, factory=name) for name, options in models]

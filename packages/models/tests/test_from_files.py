@@ -1,4 +1,4 @@
-"""`models.llama` from the files that transformers writes: its numbers, one tensor at a time, and what is refused."""
+"""Tests `models.llama` with weight files of transformers: its logits, the tensors that a rank reads, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def saved(folder: Path, kind: str, max_shard_size: str = "40KB") -> Any:
-    """Writes a model of transformers, whose weights no initialisation would give, in several files; returns it."""
+    """Writes a model of transformers with random weights to several files, and returns it."""
     made, changes = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -65,7 +65,7 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_we_compute_transformers_logits_from_its_files(tmp_path: Path, kind: str) -> None:
+def test_logits_from_files_equal_transformers(tmp_path: Path, kind: str) -> None:
     theirs = saved(tmp_path, kind)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
@@ -75,7 +75,7 @@ def test_we_compute_transformers_logits_from_its_files(tmp_path: Path, kind: str
         torch.testing.assert_close(logits(model, tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_rank_reads_the_tensors_of_its_layers_once_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_the_tensors_of_its_layers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, "tied")
     read: list[str] = []
 
@@ -94,7 +94,7 @@ def test_a_rank_reads_the_tensors_of_its_layers_once_and_no_other(tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_files_of_another_type_are_converted(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_files_of_another_dtype_are_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     saved(tmp_path, "llama", "1GB")
     file = tmp_path / "model.safetensors"
     narrow = {name: value.to(dtype) for name, value in load_file(file).items()}
@@ -125,7 +125,7 @@ def test_files_of_another_type_are_converted(tmp_path: Path, dtype: torch.dtype)
         ({"model_type": "qwen3", "head_dim": None}, "lacks head_dim"),
     ],
 )
-def test_what_the_decoder_does_not_compute_is_refused_by_its_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_unsupported_options_are_refused_by_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     saved(tmp_path, "llama")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -147,7 +147,7 @@ def test_what_the_decoder_does_not_compute_is_refused_by_its_name(tmp_path: Path
         ("rope_scaling", {**SCALED, "rope_theta": None, "rope_type": None}, "rope_scaling = None"),
     ],
 )
-def test_a_size_that_is_given_must_be_that_of_the_weights(tmp_path: Path, key: str, value: Any, says: str) -> None:
+def test_sizes_must_equal_those_of_the_weights(tmp_path: Path, key: str, value: Any, says: str) -> None:
     saved(tmp_path, "llama")
     if isinstance(value, dict):
         value = {name: number for name, number in value.items() if number is not None}
@@ -156,7 +156,7 @@ def test_a_size_that_is_given_must_be_that_of_the_weights(tmp_path: Path, key: s
     assert key in {error["loc"][0] for error in raised.value.errors()}
 
 
-def test_sizes_that_agree_may_be_given_and_stand_without_the_folder(tmp_path: Path) -> None:
+def test_equal_sizes_are_allowed_and_sufficient_without_the_folder(tmp_path: Path) -> None:
     saved(tmp_path, "llama3")
     config = LlamaConfig(weights=tmp_path, hidden=32, heads=4)  # type: ignore[call-arg]
     assert config.rope_scaling is not None
@@ -169,7 +169,7 @@ def test_sizes_that_agree_may_be_given_and_stand_without_the_folder(tmp_path: Pa
         LlamaConfig(weights=tmp_path, hidden=32, heads=4)  # type: ignore[call-arg]
 
 
-def _without(folder: Path, name: str) -> None:
+def _remove_tensor(folder: Path, name: str) -> None:
     """Removes the tensor `name` from its file and from the index."""
     index = json.loads((folder / INDEX).read_text())
     file = folder / index["weight_map"].pop(name)
@@ -177,8 +177,8 @@ def _without(folder: Path, name: str) -> None:
     save_file({key: value for key, value in load_file(file).items() if key != name}, file)
 
 
-def _with(folder: Path, name: str, value: Tensor) -> None:
-    """Puts a tensor into a file of its own and into the index."""
+def _add_tensor(folder: Path, name: str, value: Tensor) -> None:
+    """Adds a tensor in a separate file to the index."""
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"][name] = "more.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
@@ -187,23 +187,26 @@ def _with(folder: Path, name: str, value: Tensor) -> None:
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda folder: _without(folder, KEY), f"'{KEY}' is missing"),
-    "ghost": (lambda folder: _with(folder, "model.rope", torch.ones(2)), "'model.rope' is unknown"),
-    "old buffers": (lambda folder: _with(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)), ""),
-    "tied head": (lambda folder: _with(folder, "lm_head.weight", torch.ones(97, 32)), "'lm_head.weight' has other values"),
+    "missing": (lambda folder: _remove_tensor(folder, KEY), f"'{KEY}' is missing"),
+    "ghost": (lambda folder: _add_tensor(folder, "model.rope", torch.ones(2)), "'model.rope' is unknown"),
+    "old buffers": (lambda folder: _add_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)), ""),
+    "tied head": (
+        lambda folder: _add_tensor(folder, "lm_head.weight", torch.ones(97, 32)),
+        "'lm_head.weight' has other values",
+    ),
     "shape": (
-        lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(3, 3))),
+        lambda folder: (_remove_tensor(folder, KEY), _add_tensor(folder, KEY, torch.ones(3, 3))),
         r"k_proj.weight' is \[3, 3\] and not \[32, 32\]",
     ),
     "type": (
-        lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(32, 32, dtype=torch.uint8))),
+        lambda folder: (_remove_tensor(folder, KEY), _add_tensor(folder, KEY, torch.ones(32, 32, dtype=torch.uint8))),
         "k_proj.weight' is U8, none of F64",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_are_not_those_of_the_model_are_refused_by_name(tmp_path: Path, fault: str) -> None:
+def test_files_of_another_model_are_refused_by_name(tmp_path: Path, fault: str) -> None:
     saved(tmp_path, "tied")
     break_it, says = FAULTS[fault]
     break_it(tmp_path)

@@ -1,4 +1,4 @@
-"""Weights under Hugging Face's names, held against transformers itself."""
+"""Tests Hugging Face's names of weights against transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("tie", "kv_heads", "head_dim"), [(False, 4, 8), (False, 2, 8), (True, 2, 8), (True, 1, 8), (False, 2, 16)]
 )
-def test_transformers_computes_our_logits_from_our_weights(tie: bool, kv_heads: int, head_dim: int) -> None:
+def test_transformers_computes_the_same_logits(tie: bool, kv_heads: int, head_dim: int) -> None:
     ours = config(tie, kv_heads, head_dim)
     model = real(lambda data: layers(ours, data))
     other = theirs(ours)
@@ -76,7 +76,7 @@ def test_weights_of_another_model_are_refused() -> None:
     assert raised.value.diagnostics[0].code == "weights-mismatch"
 
 
-def test_the_default_theta_reaches_transformers() -> None:
+def test_the_default_theta_is_exported() -> None:
     assert TOKENS.vocab_size == VOCAB
     rotary = theirs(config(tie=False, kv_heads=2)).model.rotary_emb
     assert rotary.inv_freq.tolist() == pytest.approx([500.0 ** -(at / 4) for at in range(4)])

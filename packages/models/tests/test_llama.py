@@ -1,4 +1,4 @@
-"""The reference decoder: its layers, its first weights, and its numbers against transformers' own Llama."""
+"""Tests the layers, initial weights and computations of the reference decoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llama(config: LlamaConfig = SMALL) -> Callable[[DataInfo], Model]:
 
 
 def run(model: Model, tokens: Tensor, recompute: bool = False, **fields: Tensor) -> Tensor:
-    """The layers one after the other, each with its fields."""
+    """Runs the layers one after another, each with its fields."""
     given = {"tokens": tokens, "labels": tokens, **fields}
     output: Any = ()
     for layer in model:
@@ -60,7 +60,7 @@ def test_layers_their_fields_and_their_parameters() -> None:
     assert num_parameters == 2 * 97 * 32 + 2 * (attention_size + ffn_size + 2 * 32) + 32
 
 
-def test_first_weights_have_the_spread_that_the_config_says() -> None:
+def test_initial_weights_have_the_deviation_of_the_config() -> None:
     config = LlamaConfig(num_layers=8, hidden=128, heads=4, init_std=0.1)
     block = real(llama(config))["blocks.3"].module
     for into_residual in (block.attention.output, block.feed_forward.down):
@@ -70,20 +70,20 @@ def test_first_weights_have_the_spread_that_the_config_says() -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_head_is_the_embedding_where_tied(tie: bool) -> None:
+def test_a_tied_head_is_the_embedding(tie: bool) -> None:
     model = real(llama(SMALL.model_copy(update={"tie_embeddings": tie})))
     assert (model["head"].module.output.weight is model["embed"].module.tokens.weight) == tie
 
 
 def packed(tokens: Tensor) -> dict[str, Tensor]:
-    """Row 0 holds documents of 10 and 14 tokens, row 1 a single one."""
+    """Returns positions and bounds for documents of 10 and 14 tokens in row 0, and one document in row 1."""
     positions = torch.arange(24).repeat(2, 1)
     positions[0, 10:] -= 10
     assert tokens.shape == positions.shape
     return {"positions": positions, "cu_seqlens": torch.tensor([[0, 10, 24], [0, 24, 24]], dtype=torch.int32)}
 
 
-def test_a_packed_document_is_computed_as_if_it_were_alone() -> None:
+def test_packed_documents_do_not_influence_one_another() -> None:
     model = real(llama(), torch.float64)
     tokens = drawn(2, 24)
     together = run(model, tokens, **packed(tokens))
@@ -92,12 +92,12 @@ def test_a_packed_document_is_computed_as_if_it_were_alone() -> None:
         torch.testing.assert_close(together[row : row + 1, begin:end], alone, rtol=1e-6, atol=1e-7)
 
 
-def test_without_boundaries_no_mask_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_built_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask where is_causal is enough"))
     run(real(llama()), drawn(2, 24))
 
 
-def test_the_past_does_not_see_the_future() -> None:
+def test_attention_is_causal() -> None:
     model, tokens = real(llama()), drawn(2, 24)
     changed = tokens.clone()
     changed[:, 20:] = 0
@@ -106,7 +106,7 @@ def test_the_past_does_not_see_the_future() -> None:
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
-def test_torchs_norm_computes_in_fp32_and_returns_the_dtype_it_was_given() -> None:
+def test_rms_norm_computes_in_fp32_and_returns_its_input_dtype() -> None:
     norm = nn.RMSNorm(64, eps=1e-5).to(torch.bfloat16)
     nn.init.uniform_(norm.weight)
     x = 100 * torch.randn(8, 64, dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def test_torchs_norm_computes_in_fp32_and_returns_the_dtype_it_was_given() -> No
     ("wanted", "present", "says"),
     [(None, None, "no number of token ids"), (96, 97, "vocab_size = 96 is less than the 97 token ids of the data")],
 )
-def test_a_vocabulary_that_cannot_be_is_refused(wanted: int | None, present: int | None, says: str) -> None:
+def test_an_invalid_vocabulary_size_is_refused(wanted: int | None, present: int | None, says: str) -> None:
     config = LlamaConfig(num_layers=1, hidden=8, heads=1, vocab_size=wanted)
     with pytest.raises(PlanError, match=says) as raised:
         layers(config, DataInfo({"tokens": Field("int64")}, present))
@@ -127,7 +127,7 @@ def test_a_vocabulary_that_cannot_be_is_refused(wanted: int | None, present: int
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
-def test_compiled_layers_compute_the_same() -> None:
+def test_compiled_layers_compute_the_same_values() -> None:
     model, tokens = real(llama(SMALL.model_copy(update={"num_layers": 1}))), drawn(2, 24)
     plain = run(model, tokens, **packed(tokens))
     for layer in model:
@@ -138,7 +138,7 @@ def test_compiled_layers_compute_the_same() -> None:
 # -- the configuration ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_out_is_derived() -> None:
+def test_defaults_are_derived() -> None:
     config = LlamaConfig(num_layers=2, hidden=128, heads=4)
     assert (config.kv_heads, config.head_dim, config.ffn_hidden) == (4, 32, 384)
     assert LlamaConfig(**config.model_dump()) == config
@@ -161,7 +161,7 @@ def test_the_default_width_is_the_next_64_from_8_thirds(hidden: int, ffn_hidden:
         ({"rope_theta": 0.0}, "rope_theta", "greater than 0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_with_the_equation(change: dict[str, Any], key: str, says: str) -> None:
+def test_errors_of_sizes_show_the_equation(change: dict[str, Any], key: str, says: str) -> None:
     with pytest.raises(ValidationError) as raised:
         LlamaConfig(**{"num_layers": 2, "hidden": 128, "heads": 4, **change})
     told = [error for error in raised.value.errors() if error["type"] != "default_factory_not_called"]

@@ -1,4 +1,4 @@
-"""What the tests of `pp` share: a small plan over parts of their own, and its comparison with the one-process run."""
+"""A small plan with the tests' model and data, and its comparison with the one-process run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PLAN = small_plan(run__seed=3, model={"factory": "pp_parts:chain"}, data={"facto
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    """The folder of the plans' modules, which is on the path of all ranks."""
     monkeypatch.syspath_prepend(OWN)
     return OWN
 
 
 @pytest.fixture
 def small(own: Path) -> Callable[..., Tables]:
-    """`small("pp.gpipe", 2, table__key=value)`: the small plan, cut into stages where a schedule is named."""
+    """`small("pp.gpipe", 2, table__key=value)` returns the small plan, with stages if it names a schedule."""
 
     def small(schedule: str | None = None, pp: int = 1, dp: int = 1, **changes: Any) -> Tables:
         tables = changed(PLAN, **changes)
@@ -38,16 +38,16 @@ def small(own: Path) -> Callable[..., Tables]:
 
 
 def records(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any, prepare: Any) -> list[Recorded]:
-    """One after the other in the same ranks: starting them takes longer than a small run."""
+    """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
     return [record(tables, num_steps, folder=folder, batches=batches, prepare=prepare) for tables in plans]
 
 
 @pytest.fixture
 def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[Recorded]]]:
-    """`compared(size, plans)`: each plan on `size` ranks equals its one-process run, within the tolerances of parity.
+    """`compared(size, plans)` asserts that each plan on `size` ranks equals its one-process run, and returns the records.
 
-    Loss, norm, gradients, the first weights bit for bit and the last ones; every parameter is on some rank. Returns, for
-    each plan, what the ranks saw. prepare: is called with the run of every rank, and not with the one-process run.
+    Compares loss, norm, gradients, last weights, and the bits of the first weights, and checks that every parameter is on a
+    rank. prepare: called with the run of every rank, but not with the one-process run.
     """
 
     def compared(

@@ -1,4 +1,4 @@
-"""Our schedules and those of torch.distributed.pipelining: the same lists where both have them, and never a longer step."""
+"""Compares the schedules with those of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ equal_rounds = pytest.mark.parametrize(("stages", "micros"), EQUAL_ROUNDS)
 
 
 def stock_lists(kind: type, stages: int, chunks: int, micros: int) -> Lists:
-    """Torch's lists in our words, by way of the text of its actions; its schedule is made without stages or groups."""
+    """Converts torch's lists by the texts of its actions. Its schedule is built without stages or groups."""
     maker: Any = object.__new__(kind)
     rounds = max(1, micros // stages)
     maker.__dict__.update(pp_group_size=stages, n_local_stages=chunks, _n_microbatches=micros)
@@ -50,15 +50,15 @@ def makespan(lists: Lists, placement: Placement, micros: int, link: float = 0.0)
 @pytest.mark.sample(16)
 @equal_rounds
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_interleaved_is_the_same_where_torch_has_it(stages, micros, chunks):
+def test_interleaved_equals_torch_where_torch_supports_it(stages, micros, chunks):
     theirs = stock_lists(stock.ScheduleInterleaved1F1B, stages, chunks, micros)
     assert interleaved(stages, chunks, micros) == theirs
 
 
 @pytest.mark.sample(16)
 @equal_rounds
-def test_zero_bubble_h1_is_the_same(stages, micros):
-    """With M < P too, but for the place of weight gradients that nobody waits for."""
+def test_zero_bubble_h1_equals_torch(stages, micros):
+    """Also for M < P, except for the order of weight gradients, which no stage waits for."""
     ours, theirs = (zero_bubble_h1(stages, 1, micros), stock_lists(stock.ScheduleInterleavedZeroBubble, stages, 1, micros))
     assert without_weight_gradients(ours) == without_weight_gradients(theirs)
     assert makespan(ours, loop(stages), micros) == makespan(theirs, loop(stages), micros)
@@ -67,8 +67,8 @@ def test_zero_bubble_h1_is_the_same(stages, micros):
 
 @pytest.mark.sample(16)
 @sizes
-def test_zero_bubble_v_has_the_same_pattern_and_fills_it_better(stages, micros):
-    """Weight gradients may stand elsewhere: with M < 2P - 1 torch computes them at once, while others wait for this stage."""
+def test_zero_bubble_v_has_the_same_pattern_and_is_not_longer(stages, micros):
+    """The order of weight gradients differs. With M < 2P - 1 torch computes them at once, while other stages wait."""
     placement = v(stages)
     ours, theirs = zero_bubble_v(stages, 2, micros), stock_lists(stock.ScheduleZBVZeroBubble, stages, 2, micros)
     assert without_weight_gradients(ours) == without_weight_gradients(theirs)
@@ -79,7 +79,7 @@ def test_zero_bubble_v_has_the_same_pattern_and_fills_it_better(stages, micros):
         assert makespan(ours, placement, micros, link=0.5) == makespan(theirs, placement, micros, link=0.5)
 
 
-def test_torch_reads_what_we_write():
+def test_torch_reads_written_schedules():
     placement = v(4)
     text = write_csv(zero_bubble_v(4, 2, 8), placement)
     rows = [[stock._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
@@ -87,7 +87,7 @@ def test_torch_reads_what_we_write():
     assert mapping == {position: placement.holder(position).stage for position in range(8)}
 
 
-def test_a_schedule_of_torch_that_we_do_not_have_can_be_read_and_run():
-    """DualPipeV, with its overlapped pairs taken one after another."""
+def test_a_schedule_of_torch_can_be_read_and_run():
+    """The schedule is DualPipeV, whose overlapped pairs run one after another."""
     lists = stock_lists(stock.ScheduleDualPipeV, 4, 2, 8)
     assert 2 * 8 * 3 < makespan(lists, v(4), 8) < 2 * 8 * 3 + 9

@@ -1,4 +1,4 @@
-"""`pp.link` and every schedule of `pp` that writes lists of any size hold their contracts; `pp.csv` reads one of one size."""
+"""Tests `pp.link` and every schedule of `pp` except `pp.csv` against their contracts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestZeroBubbleV(ScheduleContract):
 
 
 class TestSharedModules(TieContract):
-    """`pp.shared_modules`, which the schedule's record names."""
+    """Tests `pp.shared_modules`, which the schedule's record names."""
 
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.one_f_one_b"}
 

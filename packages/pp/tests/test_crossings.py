@@ -1,4 +1,4 @@
-"""Boundaries carry any types, shapes and numbers of tensors, also where they change; mistakes are named on both sides."""
+"""Tests boundaries with all types, shapes and numbers of tensors, and the errors of mismatches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
 
 
 def recorded(plans, own, batches):
-    """Takes two steps with heads in front of tensors; and, of the last plan, with heads apart."""
+    """Records two steps of each plan, and of the last plan again with separate headers."""
     together = [record(tables, 2, folder=own, batches=batches) for tables in plans]
     sley_pp.link.has_separate_header = lambda device: True
     return [*together, record(plans[-1], 2, folder=own, batches=batches)]
@@ -57,8 +57,8 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("name", CROSSINGS)
-def test_outputs_of_layers_cross_as_they_are(ranks, own, name):
-    """Named tuples, dataclasses, torch's and registered types; an output gives its storage back when it is sent."""
+def test_outputs_of_layers_cross_unchanged(ranks, own, name):
+    """Outputs are named tuples, dataclasses, types of torch and registered types. A sent output frees its storage."""
     factory, stages, options = CROSSINGS[name]
     expected = record(plan(factory, **options), 2, folder=own)
     plans = [plan(factory, stages, schedule, **options) for schedule in SCHEDULES]
@@ -69,7 +69,7 @@ def test_outputs_of_layers_cross_as_they_are(ranks, own, name):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "dp"), [(2, 2), (3, 1)])
 def test_micro_batches_of_a_step_may_differ_in_length(ranks, own, stages, dp):
-    """Shapes are announced once per length, and receives posted ahead of time from then on; replicas have other lengths."""
+    """Shapes are announced once per length, and later receives are posted ahead. Replicas have different lengths."""
     batches = [[batch_of(length, 1) for length in lengths] for lengths in ((5, 2, 7, 3), (3, 5, 5, 2))]
     expected = record(plan("chain"), 2, folder=own, batches=batches)
     plans = [plan("chain", stages, schedule, dp) for schedule in SCHEDULES]
@@ -80,8 +80,8 @@ def test_micro_batches_of_a_step_may_differ_in_length(ranks, own, stages, dp):
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def refusals(plans, own, apart=False):
-    """Returns what was recorded, or code, message and seconds until the refusal."""
+def record_or_error(plans, own, apart=False):
+    """Returns the records, or the code, message and time of the error."""
     if apart:
         sley_pp.link.has_separate_header = lambda device: True
     found = []
@@ -94,12 +94,12 @@ def refusals(plans, own, apart=False):
     return found
 
 
-def test_writing_to_one_of_two_tensors_that_overlapped_is_refused(ranks, own):
-    """They arrive as copies: a write to one would not be seen in the other, as it is in one process."""
+def test_writes_to_overlapping_tensors_are_refused(ranks, own):
+    """Overlapping tensors arrive as copies, so a write to one would not change the other, unlike in one process."""
     record(plan("halves"), 1, folder=own)
     expected = record(plan("halves", writes=False), 1, folder=own)
     refused = plan("halves", 2) | {"limits": {"collective_timeout_s": 3}}  # the first stage waits for a gradient
-    first, last = ranks(2, 60)(refusals, [plan("halves", 2, writes=False), refused], own)
+    first, last = ranks(2, 60)(record_or_error, [plan("halves", 2, writes=False), refused], own)
     assert_equal(expected, [first[0], last[0]])
     assert last[1][0] == "boundary-overlap"
 
@@ -108,10 +108,10 @@ def test_writing_to_one_of_two_tensors_that_overlapped_is_refused(ranks, own):
     ("device", "apart"), [("cpu", False), ("cpu", True), pytest.param("cuda", False, marks=pytest.mark.gpu)]
 )
 def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
-    """Before anything is computed with it: heads lie in front of their tensors, or travel on the host."""
+    """The error comes before any computation, with headers before their tensors or on the host."""
     tables = plan("moody", 2)
     tables["run"]["device"] = device
-    (sender,), (receiver,) = ranks(2, 30)(refusals, [tables], own, apart)
+    (sender,), (receiver,) = ranks(2, 30)(record_or_error, [tables], own, apart)
     for code, message, seconds in (sender, receiver):
         assert code == "boundary-mismatch"
         assert seconds < 10
@@ -127,7 +127,7 @@ FROZEN = [("first", "0"), (), ("first", "0", "1", "2"), ("last",), ("first",), (
 """The layers that are frozen in each step: whole stages, and then no longer."""
 
 
-def gradual(plans, own):
+def record_freezes(plans, own):
     """Returns for each plan the losses, and the weights after the last step."""
     found = []
     for tables in plans:
@@ -142,11 +142,11 @@ def gradual(plans, own):
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
-    """Which tensors have a gradient may change, and nobody waits for one that does not come."""
+def test_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
+    """The tensors that have a gradient may change, and no stage waits for a missing gradient."""
     cases = [("chain", name) for name in (*SCHEDULES, "interleaved", "zero_bubble_v")] + [("in_place", "one_f_one_b")]
-    expected = dict(zip(("chain", "in_place"), gradual([plan("chain"), plan("in_place")], own), strict=True))
-    by_rank = ranks(stages, 120)(gradual, [plan(factory, stages, name) for factory, name in cases], own)
+    expected = dict(zip(("chain", "in_place"), record_freezes([plan("chain"), plan("in_place")], own), strict=True))
+    by_rank = ranks(stages, 120)(record_freezes, [plan(factory, stages, name) for factory, name in cases], own)
     for (factory, name), layouts in zip(cases, zip(*by_rank, strict=True), strict=True):
         losses, parameters = expected[factory]
         for own_losses, own_weights in layouts:
@@ -180,7 +180,7 @@ def message_bytes(tables, own, longest, num_micros):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v"])
 def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own, schedule):
-    """Messages take memory while they are posted, in flight, or held by a micro-batch."""
+    """Messages need memory only while they are posted, in flight, or in use by a micro-batch."""
     longest, num_micros = 200, 40
     message = 2 * longest * 4 * 8
     for alone, many, allocated in ranks(2, 120)(message_bytes, plan("chain", 2, schedule), own, longest, num_micros):

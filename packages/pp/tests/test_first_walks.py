@@ -1,4 +1,4 @@
-"""On a device the first walks go by the host, where nothing waits for a kernel; then communicators are connected."""
+"""Tests that on a device the first record_messages send their messages through the host, and then connect communicators."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Sent = tuple[str, str, int]
 """Axis, lane and bytes of a message."""
 
 
-def walks(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
-    """What this rank sends in an evaluation, two steps and an evaluation, as if its tensors lay on a device."""
+def record_messages(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
+    """Returns the messages of an evaluation, two steps and an evaluation, as if tensors were on a device."""
     sley_pp.link.has_separate_header = lambda device: True
     sent: list[Sent] = []
     send = Group.send
 
-    def noted(group: Group, tensor: torch.Tensor, lane: str, peer: int, *, what: str) -> Any:
+    def send_and_record(group: Group, tensor: torch.Tensor, lane: str, peer: int, *, what: str) -> Any:
         sent.append((group.axis, lane, tensor.nbytes))
         return send(group, tensor, lane, peer, what=what)
 
-    Group.send = noted  # type: ignore[method-assign]
+    Group.send = send_and_record  # type: ignore[method-assign]
     found = []
     with running(tables, folder) as run:
         for walk in (run.evaluate, run.step, run.step, run.evaluate):
@@ -44,9 +44,9 @@ def walks(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
     return found
 
 
-def test_bodies_go_by_the_host_until_a_walk_of_their_kind_is_complete(ranks: Callable[..., Any], texts: Path) -> None:
+def test_tensors_use_the_host_until_the_first_walk_of_a_phase_is_complete(ranks: Callable[..., Any], texts: Path) -> None:
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, evaluation={"every": 9, "steps": 1})
-    for stage, (evaluated, first, second, again) in enumerate(ranks(2)(walks, tables, texts)):
+    for stage, (evaluated, first, second, again) in enumerate(ranks(2)(record_messages, tables, texts)):
         lane = ("up", "down")[stage]
         bodies = [[one for one in walk if one[2] == BODY_BYTES] for walk in (evaluated, first, second, again)]
         assert {axis for axis, _, _ in (*bodies[0], *bodies[1])} == {"control"}
@@ -57,7 +57,7 @@ def test_bodies_go_by_the_host_until_a_walk_of_their_kind_is_complete(ranks: Cal
 
 
 def buffers(tables: dict[str, Any], folder: Path) -> list[int]:
-    """How many buffers this stage's link has allocated after each of three steps, as if its tensors lay on a device."""
+    """Returns the number of allocated buffers after each of three steps, as if tensors were on a device."""
     sley_pp.link.has_separate_header = lambda device: True
     with running(tables, folder) as run:
         found = []
@@ -67,8 +67,8 @@ def buffers(tables: dict[str, Any], folder: Path) -> list[int]:
         return found
 
 
-def test_messages_by_the_host_take_no_more_buffers_than_are_under_way(ranks: Callable[..., Any], texts: Path) -> None:
-    """However many micro-batches a step has; what gloo has sent is known by waiting for it."""
+def test_messages_through_the_host_need_few_buffers(ranks: Callable[..., Any], texts: Path) -> None:
+    """The number of buffers does not grow with the micro-batches, since the link waits for gloo's sends."""
     many = {"global_size": 32, "micro_size": 1}
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch=many)
     for found in ranks(2)(buffers, tables, texts):
@@ -76,7 +76,7 @@ def test_messages_by_the_host_take_no_more_buffers_than_are_under_way(ranks: Cal
 
 
 def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
-    """Whether steps of several lengths went by the host."""
+    """Returns whether steps of several lengths used the host."""
     sley_pp.link.has_separate_header = lambda device: True
     found = []
     with running(tables, folder) as run:
@@ -87,13 +87,13 @@ def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
     return found
 
 
-def test_a_new_length_is_no_new_kind(ranks: Callable[..., Any], texts: Path) -> None:
+def test_a_new_length_is_no_new_phase(ranks: Callable[..., Any], texts: Path) -> None:
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, data__documents="cut")
     assert ranks(2)(lengths, tables, texts) == [[True, False, False, False]] * 2
 
 
 def connected(pairs: dict[int, list[int]]) -> list[int]:
-    """Which stages' bytes came to this one, all of whose peers connect in an order of their own making."""
+    """Returns the stages connected to this one, if all stages list their peers in different orders."""
     with World.join("cpu") as world:
         groups = world.groups(plan_from_dict(small_plan(parallel={"pp": world.size})).topology(world.size), 20)
         channels = Channels(groups, separate_header=True)
@@ -103,6 +103,6 @@ def connected(pairs: dict[int, list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("pairs", [{0: [1], 1: [2, 0], 2: [1]}, {0: [2, 1], 1: [0, 2], 2: [1, 0]}])
-def test_stages_connect_whatever_the_order_of_their_peers(ranks: Callable[..., Any], pairs: dict[int, list[int]]) -> None:
-    """In a line and in a loop; each exchange blocks until the peer comes to it."""
+def test_stages_connect_for_any_order_of_peers(ranks: Callable[..., Any], pairs: dict[int, list[int]]) -> None:
+    """The stages form a line or a loop, and each exchange blocks until the peer starts it."""
     assert ranks(3, 30)(connected, pairs) == [sorted(pairs[stage]) for stage in range(3)]

@@ -1,4 +1,4 @@
-"""What people write around a linear, under schedules that put its weight gradient off: the numbers of a loop by hand."""
+"""Tests user code around linears under schedules that defer weight gradients, against a plain loop."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("habit", ["WrittenGradients", "Assigned"])
-def test_gradients_that_others_write_under_split_backwards(ranks, own, small, habit):
-    """In place after I has queued them for W, or in the place of the sum."""
+def test_gradients_written_by_hooks_under_split_backwards(ranks, own, small, habit):
+    """Hooks write gradients in place after I has queued them for W, or replace the sum."""
     test_habits_under_split_backwards(ranks, own, small, "pp.zero_bubble_h1", 1, habit)
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("schedule", "dp", "habit"), CASES)
 def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habit):
-    """With replicas each has samples, and so depths, of its own; their reductions begin in one order all the same."""
+    """Replicas have different samples and so different depths, but start their reductions in the same order."""
     from pp_parts import Rows, sample
 
     batches = [batch(step, sample) for step in range(4)]
@@ -65,8 +65,8 @@ def refused(tables, folder):
 
 
 @pytest.mark.parametrize(("how", "schedule"), [("itself", "pp.one_f_one_b"), ("passed on", "pp.zero_bubble_v")])
-def test_a_field_of_the_batch_that_a_layer_writes_is_refused(ranks, own, small, how, schedule):
-    """Its other readers would be on another stage, with a copy of their own; one process has one."""
+def test_a_layer_that_writes_a_batch_field_is_refused(ranks, own, small, how, schedule):
+    """Other readers of the field may be on another stage, with a separate copy."""
     model = {"factory": "pp_parts:writes_fields", "options": {"how": how}}
     record(small(model=model), 1, folder=own)
     first, _ = ranks(2)(refused, small(schedule, 2, model=model, limits={"collective_timeout_s": 4}), own)

@@ -1,4 +1,4 @@
-"""Scheduler hooks see every action of every schedule in its place, with chunk, micro-batch and phase."""
+"""Tests that scheduler hooks get every action of every schedule in order, with chunk, micro-batch and phase."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CALLS = [f"{when}_{what}" for what in ("forward", "loss", "backward") for when i
 
 
 class Spy:
-    """Keeps (call, chunk, micro-batch, phase, layer) in order, and whether tensors came with it."""
+    """Records (call, chunk, micro-batch, phase, layer) of each call, and whether it has tensors."""
 
     def __init__(self):
-        self.seen = []
+        self.calls = []
         self.gave = []
 
     def __getattr__(self, name):
@@ -24,36 +24,36 @@ class Spy:
             raise AttributeError(name)
 
         def note(micro, what):
-            self.seen.append((name, micro.chunk, micro.micro, str(micro.phase), micro.layer))
+            self.calls.append((name, micro.chunk, micro.micro, str(micro.phase), micro.layer))
             self.gave.append((name, str(micro.phase), what is not None))
 
         return note
 
 
-def seen_in_all(plans, folder):
-    return [seen(tables, folder) for tables in plans]
+def record_all_calls(plans, folder):
+    return [record_calls(tables, folder) for tables in plans]
 
 
-def seen(tables, folder):
-    """What the hook of this rank saw in a second step, and in an evaluation; the schedule's list; layers per chunk."""
+def record_calls(tables, folder):
+    """Returns the hook's calls in a second step and in an evaluation, the schedule's list, and the layers per chunk."""
     spy = Spy()
     with running(tables, folder) as run:
         run.caller.hooks.append(spy)
         run.step()
-        spy.seen.clear()
+        spy.calls.clear()
         spy.gave.clear()
         run.step()
-        step = list(spy.seen)
-        spy.seen.clear()
+        step = list(spy.calls)
+        spy.calls.clear()
         run.evaluate()
         names = [[layer.name for layer in layers] for layers in run.stepper.executor.chunks]
         schedule = run.plan.pipeline.build()
         actions = schedule.lists(run.topology.pp, MICROS)[run.groups["pp"].coord]
-        return step, list(spy.seen), actions, names, set(spy.gave)
+        return step, list(spy.calls), actions, names, set(spy.gave)
 
 
-def expected(actions, names, *, again):
-    """What a step's actions should show. again: the layers that are recomputed."""
+def expected_calls(actions, names, *, again):
+    """Returns the expected calls of a step's actions. again: the recomputed layers."""
     found = []
     for action in actions:
         place = action.chunk, action.micro
@@ -77,19 +77,19 @@ def _around(what, place, phase):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_every_action_is_seen_in_the_order_of_the_schedule(ranks, small, own, fraction):
-    """Forward, loss and backward; weight gradients apart; what is recomputed once, in its micro-batch's backward."""
+def test_hooks_get_every_action_in_the_order_of_the_schedule(ranks, small, own, fraction):
+    """They get forward, loss, backward and separate weight gradients, and each recomputed layer once, in its backward."""
     changes = {"batch": {"global_size": 6, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}}
     changes |= {"activations": {"use": "core.recompute", "fraction": fraction}}
     plans = [small(schedule, 2, **changes) for schedule in SCHEDULES]
-    for name, stages in zip(SCHEDULES, zip(*ranks(2)(seen_in_all, plans, own), strict=True), strict=True):
+    for name, stages in zip(SCHEDULES, zip(*ranks(2)(record_all_calls, plans, own), strict=True), strict=True):
         check_order(name, stages, {f"blocks.{at}" for at in range(round(4 * fraction))})
 
 
 def check_order(schedule, stages, again):
     whole = []
     for step, evaluation, actions, names, gave in stages:
-        assert step == expected(actions, names, again=again), schedule
+        assert step == expected_calls(actions, names, again=again), schedule
         own = {layer for chunk in names for layer in chunk}
         whole += own
         recomputed = [(layer, micro) for _, _, micro, phase, layer in step if phase == "recompute"]

@@ -1,8 +1,8 @@
-"""What a rank holds, counted from live objects while it runs and not estimated, is what the simulator says.
+"""Tests that the live objects of a rank are as many as the simulator predicts.
 
-A run is watched from outside, by weak references that keep nothing alive. Every tensor that a forward saves is wrapped, and
-the wrapper belongs to the graph alone; every closure that an I puts off for its W belongs to the queue alone. A chunk's
-pair with a micro-batch is held while any of these lives; outputs must be gone as soon as they are sent.
+Weak references watch a run from outside, without keeping objects alive. Every tensor that a forward saves is wrapped, and
+only the graph holds the wrapper. Only the queue holds the closures that an I defers to its W. A chunk's
+pair with a micro-batch counts as held while any of these is alive. Outputs must be freed as soon as they are sent.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SCHEDULES = {
 
 
 class Saved:
-    """A tensor that a graph holds."""
+    """Wraps a tensor that a graph holds."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 class Watch(SchedulerHook):
-    """`most` are the largest numbers of pairs, and of graphs among them, since `take` was called."""
+    """Counts live pairs and graphs. most: their peaks since the last call of `take`."""
 
     def __init__(self, run):
         self.saved = defaultdict(weakref.WeakSet)
@@ -82,7 +82,7 @@ class Watch(SchedulerHook):
         self._look()
 
     def take(self):
-        """The peaks since the last call; nothing may be left of what was counted."""
+        """Returns the peaks since the last call. No counted object may be alive."""
         assert self.graphs() == set(), "graphs outlive the step"
         assert self.pairs() == set(), "what was put off outlives the step"
         most, self.most = self.most, (0, 0)
@@ -113,13 +113,13 @@ class Watch(SchedulerHook):
         self.most = max(self.most[0], len(self.pairs())), max(self.most[1], len(self.graphs()))
 
     def _look(self):
-        """Between two actions, or at the end of one: nobody holds an output."""
+        """Asserts that no output is held, between two actions or at the end of one."""
         self._count()
         assert not any(len(live) for live in self.outputs.values()), "outputs outlive their send"
 
 
 def tables(pipeline, stages):
-    """Twelve layers, the last of them a head."""
+    """Returns a plan of twelve layers, including a head."""
     model = {"factory": "pp_parts:chain", "options": {"widths": [4] * 11}}
     layout = {"parallel": {"pp": stages, "dp": 1}, "pipeline": pipeline, "partition": {"use": "pp.uniform"}}
     return small_plan(model=model, data={"factory": "pp_parts:Rows"}, batch__micro_size=1, run__steps=1000, **layout)
@@ -133,7 +133,7 @@ def batch_of(micros):
 
 
 def peaks(pipelines, stages, numbers, folder):
-    """{schedule: {micro-batches: (pairs, graphs)}} of this rank, as watched."""
+    """Returns this rank's measured peaks, {schedule: {micro-batches: (pairs, graphs)}}."""
     found = {}
     for name, pipeline in pipelines.items():
         with running(tables(pipeline, stages), folder) as run:
@@ -145,8 +145,8 @@ def peaks(pipelines, stages, numbers, folder):
     return found
 
 
-def simulated(pipeline, stages, micros, folder):
-    """[(pairs, graphs)] of every stage."""
+def simulate_peaks(pipeline, stages, micros, folder):
+    """Returns the simulate_peaks peaks of every stage, [(pairs, graphs)]."""
     schedule = plan_from_dict(tables(pipeline, stages), folder).pipeline.build()
     placement = schedule.placement(stages)
     lists = lower(schedule.lists(stages, micros), placement, micros)
@@ -157,19 +157,19 @@ def simulated(pipeline, stages, micros, folder):
     ("stages", "numbers"),
     [(3, MICROS), *(pytest.param(stages, MORE_MICROS, marks=pytest.mark.campaign) for stages in (2, 3, 4))],
 )
-def test_peaks_are_the_simulator_s(ranks, own, stages, numbers):
+def test_peaks_equal_the_simulation(ranks, own, stages, numbers):
     everyone = ranks(stages, 180)(peaks, SCHEDULES, stages, numbers, own)
     wrong = []
     for name, pipeline in SCHEDULES.items():
         for micros in numbers:
-            wanted, found = simulated(pipeline, stages, micros, own), [rank[name][micros] for rank in everyone]
+            wanted, found = simulate_peaks(pipeline, stages, micros, own), [rank[name][micros] for rank in everyone]
             if wanted != found:
                 wrong.append((name, micros, wanted, found))
     assert not wrong, wrong[:5]
 
 
-class Keeper(SchedulerHook):
-    """Keeps every output: what a leak would do."""
+class LeakingHook(SchedulerHook):
+    """Holds every output, like a leak."""
 
     def __init__(self):
         self.kept = []
@@ -183,13 +183,13 @@ class Keeper(SchedulerHook):
     before_forward = before_loss = after_loss = before_backward = after_backward = ignore
 
 
-def leaks(folder):
+def run_with_leak(folder):
     with running(tables(SCHEDULES["zero_bubble_v"], 1), folder) as run:
         Watch(run)
-        run.stepper.executor.hooks.append(Keeper())
+        run.stepper.executor.hooks.append(LeakingHook())
         run.step(batch_of(4))
 
 
-def test_the_watch_sees_a_leak(ranks, own):
+def test_the_watch_detects_a_leak(ranks, own):
     with pytest.raises(AssertionError, match="outputs outlive their send"):
-        ranks(1)(leaks, own)
+        ranks(1)(run_with_leak, own)

@@ -1,4 +1,4 @@
-"""The memory of a message is not free while anything has it, in whatever way Python lets a layer keep it."""
+"""Tests that the memory of a message is not reused while any Python object refers to it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("separate_header", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_whoever_has_a_message_keeps_its_memory(way: str, separate_header: bool) -> None:
-    """And the memory is free again without it: once more, and after another layout."""
+def test_any_reference_to_a_message_keeps_its_memory(way: str, separate_header: bool) -> None:
+    """The memory is free again without the reference, also after another layout."""
     pool = MessagePool(DevicePool(), HOST, separate_header=separate_header)
     message = pool.lease(LAYOUT)
     for layout in (LAYOUT, LAYOUT, LAYOUT[:1], LAYOUT):
@@ -51,8 +51,8 @@ def test_whoever_has_a_message_keeps_its_memory(way: str, separate_header: bool)
         assert not message.is_shared
 
 
-def test_a_message_that_is_too_short_is_noticed() -> None:
-    """Gloo takes it, and leaves what was there before, be it the same message of the step before."""
+def test_a_message_that_is_too_short_is_detected() -> None:
+    """Gloo accepts it, and leaves the old bytes, such as those of the previous step."""
     size = message_bytes(LAYOUT, separate_header=False)
     places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     sent, came = (Message(place, LAYOUT, HOST, separate_header=False) for place in places)
@@ -67,8 +67,8 @@ def test_a_message_that_is_too_short_is_noticed() -> None:
     assert torch.equal(came.tensors[-1], sent.tensors[-1])
 
 
-def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
-    """A pool may lend views of one storage, and who had it before may have kept one: that comes and goes as it likes."""
+def test_other_views_of_the_memory_are_no_users_of_the_message() -> None:
+    """A pool may lend several views of one storage, and earlier users may still hold views."""
     memory = torch.empty(2 * message_bytes(LAYOUT, separate_header=False), dtype=torch.uint8)
     stale = [memory[:100]]
     message = Message(memory[: len(memory) // 2], LAYOUT, HOST, separate_header=False)
@@ -80,7 +80,7 @@ def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
     assert message.tensors[0].data_ptr() == memory.data_ptr() + 1024 + 256
 
 
-def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> None:
+def test_a_message_is_cached_until_the_pool_frees_its_buffer() -> None:
     pool = DevicePool()
     lending = MessagePool(pool, HOST, separate_header=False)
     message = lending.lease(LAYOUT)

@@ -1,6 +1,6 @@
-"""The oracle itself: each mistake that stages, ties and replicas invite, made on purpose, is caught by the comparison.
+"""Tests that the comparison of runs catches deliberate mistakes in stages, ties and replicas.
 
-Every mutation is made in the run of each rank before its first step: two stages of two replicas, the ends tied.
+Every mutation changes the run of each rank before its first step. The plan has two stages, two replicas and tied ends.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ TIE = "embed.weight"
 GAIN = "blocks.0.gain"
 
 
-def nothing(run):
-    """No mutation: what is caught below is the mutation's doing."""
+def make_no_mutation(run):
+    """Makes no mutation, to show that the mutations cause the errors."""
 
 
 def drop_the_sum_of_the_tie(run):
-    """Each stage keeps its own copy's gradient."""
+    """Leaves each stage with its copy's gradient."""
     run.stepper.handlers[1].finish_step = lambda step: None
 
 
 def drop_a_reduction(run):
-    """One parameter of the first stage is not summed over its replicas."""
+    """Does not sum one parameter of the first stage over its replicas."""
     reducer = run.stepper.handlers[0]
     ready = reducer.gradient_ready
     reducer.gradient_ready = lambda param, step: None if param.name == GAIN else ready(param, step)
 
 
 def sum_the_tie_over_the_replicas(run):
-    """The group of the other axis, which has as many ranks."""
+    """Uses the group of the other axis, which has as many ranks."""
     handler = run.stepper.handlers[1]
     handler._groups = _Swapped(run.groups, "tie[0,1]", "stage")
 
 
 def reduce_the_tie_over_the_stages(run):
-    """The other way round: its replicas are not summed, and its stages twice."""
+    """Does not sum the tie over its replicas, and sums it twice over its stages."""
     run.registry[TIE].reduce_group = "tie[0,1]"
 
 
@@ -51,7 +51,7 @@ class _Swapped:
 
 
 def count_the_tie_twice_in_the_norm(run):
-    """Both holders add it whole."""
+    """Makes both stages count the tie in full."""
     for buffer in run.store.buffers:
         buffer.stages = buffer.stages[:1]
 
@@ -67,7 +67,7 @@ def sum_the_tie_twice(run):
 
 
 def forget_one_weight_gradient(run):
-    """The queue of the first micro-batch is thrown away on the first stage."""
+    """Drops the queue of the first micro-batch on the first stage."""
     queue = run.stepper.executor.queue
     work = queue.run
 
@@ -81,7 +81,7 @@ def forget_one_weight_gradient(run):
 
 
 def divide_by_the_micro_batches_too(run):
-    """The scale of a loss that is a mean already."""
+    """Uses the scale of a loss that is already a mean."""
     inverse = type(run.stepper)._weight
 
     def weight(*given):
@@ -93,8 +93,8 @@ def divide_by_the_micro_batches_too(run):
     run.stepper._weight = weight
 
 
-def begin_with_another_copy(run):
-    """The last bit of one element of the second stage's copy, and nobody compares."""
+def start_with_another_copy(run):
+    """Changes the last bit of one element of the second stage's copy, without a comparison."""
     run.stepper.agreement.first = None
     if run.groups["pp"].coord == 1:
         value = run.registry[TIE].parameter.data.view(-1)
@@ -110,20 +110,20 @@ CAUGHT = [
     (sum_the_tie_twice, rf"1 of 11 differ.*\n  {TIE}.*: 1\b"),
     (forget_one_weight_gradient, r"4 of 11 differ.*\n  blocks\.[01]\.(one|two)\.weight"),
     (divide_by_the_micro_batches_too, "11 of 11 differ.*\n.*: 0.5"),
-    (begin_with_another_copy, rf"1 of .* differ\n  {TIE}"),
+    (start_with_another_copy, rf"1 of .* differ\n  {TIE}"),
 ]
 
 
-def with_each(tables, folder):
-    """One step of this rank with no mutation, and one with each."""
-    return [record(tables, 1, folder=folder, prepare=mutate) for mutate in (nothing, *(one for one, _ in CAUGHT))]
+def run_with_each_mutation(tables, folder):
+    """Returns the results of one step without a mutation, and one with each."""
+    return [record(tables, 1, folder=folder, prepare=mutate) for mutate in (make_no_mutation, *(one for one, _ in CAUGHT))]
 
 
 def test_each_mutation_is_caught(ranks, small, own):
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     changes = {"model": model, "optimizer": {"use": "core.sgd", "lr": 0.1}}
     reference = record(small(**changes), 1, folder=own)
-    plain, *mutated = zip(*ranks(4)(with_each, small("pp.zero_bubble_h1", 2, 2, **changes), own), strict=True)
+    plain, *mutated = zip(*ranks(4)(run_with_each_mutation, small("pp.zero_bubble_h1", 2, 2, **changes), own), strict=True)
     assert_parity_of_parts(reference, plain, "fp64")
     for (_, told), layouts in zip(CAUGHT, mutated, strict=True):
         with pytest.raises(AssertionError, match=told):

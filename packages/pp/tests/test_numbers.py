@@ -1,4 +1,4 @@
-"""Pipelines equal the one-process run: any schedule, any deal of the model, on CUDA too; steps that one stage alone refuses."""
+"""Tests that pipelines equal the one-process run, and steps that only one stage refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(schedule, pp, dp=1, **changes):
 
 
 def sizes(small, pp, micros, dp=1, **changes):
-    """Plans of every schedule, whose steps have 24 samples, in so many micro-batches on each of `dp` replicas."""
+    """Returns plans of every schedule with 24 samples per step, in `micros` micro-batches on each of `dp` replicas."""
     batches = [{"global_size": 24, "micro_size": 24 // (dp * num)} for num in micros]
     return [small(schedule, pp, dp, model=WIDE, batch=batch, **changes) for schedule in SCHEDULES for batch in batches]
 
@@ -42,7 +42,7 @@ def sizes(small, pp, micros, dp=1, **changes):
     ],
 )
 def test_any_number_of_micro_batches(compared, small, pp, micros, precision):
-    """Fewer than stages, and no multiple of them. No two samples have as many labels, so a mean of means would differ."""
+    """They may be fewer than stages, or no multiple. Samples have different numbers of labels, so means of means differ."""
     compared(pp, sizes(small, pp, micros, precision__compute=precision), 3)
 
 
@@ -61,16 +61,16 @@ def by_host(_run):
     Group.goes_by_host = lambda *_: True
 
 
-def test_stages_whose_messages_go_by_the_host(compared, texts):
-    """As between stages that share a device, whose tensors gloo cannot send."""
+def test_messages_through_the_host(compared, texts):
+    """Stages that share a device send messages in this way, since gloo cannot send device tensors."""
     compared(2, [plan("pp.one_f_one_b", 2)], folder=texts, prepare=by_host)
 
 
 @pytest.mark.parametrize(
     ("stages", "chunks", "seeds"), [(2, 3, range(2)), pytest.param(3, 2, range(3), marks=pytest.mark.campaign)]
 )
-def test_any_deal_of_the_model_and_any_order_that_can_run(compared, texts, stages, chunks, seeds):
-    """From a file: neighbours on one stage, on stages beside each other or on others, the model's ends on any."""
+def test_random_placements_and_orders(compared, texts, stages, chunks, seeds):
+    """A file places neighbouring parts on the same, adjacent or other stages, and the model's ends anywhere."""
     plans = []
     for seed in seeds:
         chance = Random(seed)
@@ -83,8 +83,8 @@ def test_any_deal_of_the_model_and_any_order_that_can_run(compared, texts, stage
     compared(stages, plans, folder=texts)
 
 
-def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
-    """Each boundary has its own shape, and the partition sees unequal weights."""
+def test_blocks_of_different_widths(compared, small):
+    """Each boundary has a different shape, and the partition has unequal weights."""
     model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
     ways = {
         "pp.one_f_one_b": {"use": "pp.balanced"},
@@ -94,13 +94,13 @@ def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
     compared(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
 
 
-def test_weights_that_are_computed_when_they_are_read(compared, small):
-    """Nobody reads the weights of another stage's layers, not even to count them."""
+def test_parametrized_weights(compared, small):
+    """A stage does not read the weights of another stage's layers, not even to count them."""
     compared(2, [small("pp.one_f_one_b", 2, model={"factory": "pp_parts:computed"})])
 
 
 def test_norm_and_clip_with_a_stage_without_gradients(compared, small):
-    """The second of two stages is frozen whole; two replicas."""
+    """The second of two stages is frozen, with two replicas."""
     groups = [{"match": name, "freeze": True} for name in ("blocks.3.*", "blocks.4.*", "blocks.5.*", "head.*")]
     changes = {"optimizer__clip_norm": 0.01, "optimizer__groups": groups, "partition": {"use": "pp.uniform"}}
     kinds = [small("pp.one_f_one_b", 2, 2, model=WIDE, optimizer__clip_kind=p, **changes) for p in (3.0, "inf")]
@@ -114,8 +114,8 @@ def test_norm_and_clip_with_a_stage_without_gradients(compared, small):
 NAME = "blocks.0.inner.weight"
 
 
-def with_a_nan(tables, folder):
-    """Returns the message of the second of three steps, spoilt on the stage that holds `NAME`, and the third step's number."""
+def run_with_nan(tables, folder):
+    """Returns the error of the second of three steps, with a NaN on the stage of `NAME`, and the third step's number."""
     with running(tables, folder) as run:
         spoils = [False, True, False]
         if NAME in run.registry.names:
@@ -130,8 +130,8 @@ def with_a_nan(tables, folder):
         return str(caught.value.diagnostics[0]), run.step()["step"]
 
 
-def test_a_stage_with_a_nan_is_named_by_all(ranks, own, small):
-    (message, step), other = ranks(2)(with_a_nan, small("pp.one_f_one_b", 2), own)
+def test_all_stages_name_the_stage_with_a_nan(ranks, own, small):
+    (message, step), other = ranks(2)(run_with_nan, small("pp.one_f_one_b", 2), own)
     assert (message, step) == other
     assert "error[not-finite]: step 2: loss " in message
     assert f"; first in the gradient of '{NAME}' (stage 0); samples " in message
@@ -152,7 +152,7 @@ def staged(schedule: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_v"])
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(2))])
 def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: int) -> None:
-    """By the host where they share a device, whose tensors gloo cannot send; by NCCL, with a device for each."""
+    """Stages that share a device use the host, since gloo cannot send device tensors. Others use NCCL."""
     if num_devices == 1 and torch.cuda.device_count() > 1:
         pytest.skip("here each has its own")
     reference = record(changed(ON_CUDA, model__tie_embeddings=True), 3)

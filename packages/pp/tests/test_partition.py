@@ -1,4 +1,4 @@
-"""Partitions: every layer once, no position empty, and the heaviest position as light as can be."""
+"""Tests that partitions have every layer once, no empty position, and a heaviest position as light as possible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_cuts(num_layers, num_positions):
 
 @given(COSTS, st.data())
 @settings(max_examples=200, deadline=None)
-def test_the_heaviest_position_is_as_light_as_in_the_best_of_all_cuts(costs, data):
+def test_the_heaviest_position_is_that_of_the_best_cut(costs, data):
     num_positions = data.draw(st.integers(1, len(costs)))
     found = balanced(costs, num_positions)
     assert is_cut(found, len(costs), num_positions)
@@ -42,7 +42,7 @@ def test_the_heaviest_position_is_as_light_as_in_the_best_of_all_cuts(costs, dat
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.data())
 @settings(max_examples=100, deadline=None)
-def test_among_the_best_cuts_the_most_even_one_is_taken(costs, data):
+def test_the_cut_is_the_most_even_of_the_best(costs, data):
     num_positions = data.draw(st.integers(1, len(costs)))
     found = loads(balanced(costs, num_positions), costs)
     cuts = [loads(cut, costs) for cut in all_cuts(len(costs), num_positions)]
@@ -50,7 +50,7 @@ def test_among_the_best_cuts_the_most_even_one_is_taken(costs, data):
     assert (max(found), sum(load * load for load in found)) == best
 
 
-def test_a_thousand_layers_are_cut_at_once():
+def test_a_thousand_layers_are_cut_fast():
     costs = [1 + (layer * 7919) % 13 for layer in range(1000)]
     start_s = time.process_time()
     assert is_cut(balanced(costs, 64), 1000, 64)
@@ -91,7 +91,7 @@ def test_fewer_layers_than_positions_are_refused(cut, num_layers):
     assert caught.value.diagnostics[0].code == "partition-empty"
 
 
-def test_tables_decide():
+def test_builders_use_their_tables():
     assert build_uniform(UniformConfig())([9, 1, 1, 1], 2) == (0, 2, 4)
     assert build_balanced(BalancedConfig())([9, 1, 1, 1], 2) == (0, 1, 4)
     assert build_balanced(BalancedConfig(layer_costs=(1.0, 1.0, 1.0, 9.0)))([9, 1, 1, 1], 2) == (0, 3, 4)

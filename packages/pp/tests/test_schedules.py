@@ -1,4 +1,4 @@
-"""Every schedule is a step that can run, as long as its paper says; files have what was written, or are refused by line."""
+"""Tests that every schedule can run and has the bubble of its paper, and the files of schedules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def simulated(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1
 
 
 def bubble(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0) -> float:
-    """How much longer than its work a step takes."""
+    """Returns the time of a step beyond its work."""
     work = schedule.chunks * micros * (f + d + w)
     return simulated(schedule, stages, micros, f=f, d=d, w=w).timeline.makespan_s - work
 
@@ -68,7 +68,7 @@ def bubble(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0)
     ]
     + [(zero_bubble_v, chunks, "two chunks") for chunks in (1, 3)],
 )
-def test_a_number_of_chunks_that_a_schedule_cannot_have_is_refused(generate, chunks, name):
+def test_an_unsupported_number_of_chunks_is_refused(generate, chunks, name):
     with pytest.raises(PlanError, match=rf"`pp\.{generate.__name__}` needs {name} per stage, not {chunks}") as caught:
         generate(4, chunks, 8)
     assert caught.value.diagnostics[0].code == "schedule-chunks"
@@ -89,7 +89,7 @@ def test_1f1b_and_gpipe_wait_for_one_forward_and_backward_per_other_stage(stages
 @sizes
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_divide_the_bubble_unless_a_round_is_shorter_than_the_pipeline(stages, micros, chunks):
-    """In units of a chunk, of which a stage has `chunks`; a short round waits for itself once per further chunk."""
+    """The unit is the time of a chunk. A round shorter than the pipeline waits once per additional chunk."""
     waits = (chunks - 1) * max(0, stages - micros)
     assert bubble(SCHEDULES[f"interleaved {chunks}"], stages, micros) == 3 * (stages - 1 + waits)
 
@@ -97,22 +97,22 @@ def test_chunks_divide_the_bubble_unless_a_round_is_shorter_than_the_pipeline(st
 @pytest.mark.sample(16)
 @sizes
 def test_zero_bubble_h1_waits_a_third_of_1f1b(stages, micros):
-    """Of which M < P leaves more, and nothing could leave less: P + M forwards and M + P gradients stand in a row."""
+    """With M < P it waits longer, which is optimal, since P + M forwards and M + P gradients depend on one another."""
     assert bubble(SCHEDULES["zero_bubble_h1"], stages, micros) == max(stages - 1, 2 * stages - 1 - micros)
 
 
 @pytest.mark.parametrize(("f", "d", "w"), [(1, 1, 1), (1, 1.25, 0.75), (2, 2, 1), (1, 2, 1)])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_zero_bubble_h1_has_the_bubble_of_its_paper(stages, f, d, w):
-    """As long as no W takes longer than the gap that it fills."""
+    """This holds if no W takes longer than the gap that it fills."""
     found = bubble(SCHEDULES["zero_bubble_h1"], stages, 2 * stages, f=f, d=d, w=w)
     assert found == pytest.approx((stages - 1) * (f + d - w))
 
 
 @pytest.mark.sample(16)
 @sizes
-def test_zero_bubble_v_waits_for_the_start_alone_if_there_are_as_many_micro_batches_as_stages(stages, micros):
-    """The last stage begins P - 1 actions late; with M < P samples a stage waits for its gradients as well."""
+def test_zero_bubble_v_waits_only_at_the_start(stages, micros):
+    """The last stage starts P - 1 actions late. With M < P a stage also waits for its gradients."""
     expected = max(stages - 1, 3 * stages - 1 - 2 * micros, 4 * stages - 1 - 4 * micros)
     assert bubble(SCHEDULES["zero_bubble_v"], stages, micros) == expected
 
@@ -122,7 +122,7 @@ def test_zero_bubble_v_waits_for_the_start_alone_if_there_are_as_many_micro_batc
 
 @schedules
 @pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 3), (4, 8), (8, 16)])
-def test_nothing_is_sent_before_its_receive_is_posted_if_every_action_takes_its_usual_time(schedule, stages, micros):
+def test_receives_are_posted_before_their_sends(schedule, stages, micros):
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
     machine = Machine(lowered, placement, Costs.even(placement.num_positions), posted=True)
@@ -134,7 +134,7 @@ def test_nothing_is_sent_before_its_receive_is_posted_if_every_action_takes_its_
 
 @schedules
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_receive_buffers_are_few_however_many_micro_batches_there_are(schedule, stages):
+def test_receive_buffers_do_not_grow_with_micro_batches(schedule, stages):
     for micros in (stages, 4 * stages):
         assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
 
@@ -162,7 +162,7 @@ def test_posting_all_receives_at_the_start_would_gain_no_time(schedule, stages, 
         (zero_bubble_v, "zero_bubble_v", 8),
     ],
 )
-def test_the_drawing_in_a_schedule_s_docstring_is_what_it_does(generate, schedule, micros):
+def test_the_drawings_in_docstrings_are_right(generate, schedule, micros):
     shown = [line.strip().removesuffix(" ...") for line in generate.__doc__.splitlines() if line.startswith("        stage ")]
     drawn = draw_text(simulated(SCHEDULES[schedule], 4, micros).timeline, width=1000).splitlines()
     assert len(shown) == 4
@@ -173,7 +173,7 @@ def test_the_drawing_in_a_schedule_s_docstring_is_what_it_does(generate, schedul
 
 
 @given(st.integers(1, 9), st.integers(1, 60))
-def test_rounds_are_whole_pipelines_and_nearly_equal(stages, micros):
+def test_rounds_have_at_least_one_micro_batch_per_stage_and_similar_sizes(stages, micros):
     found = round_sizes(stages, micros)
     assert sum(found) == micros
     assert found == sorted(found, reverse=True)
@@ -182,7 +182,7 @@ def test_rounds_are_whole_pipelines_and_nearly_equal(stages, micros):
     assert found[-1] < 2 * stages
 
 
-def test_weight_gradients_come_when_a_stage_holds_all_it_may():
+def test_weight_gradients_run_at_the_memory_limit():
     kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT)
     alternating = [Action(kind, 0, micro) for micro in range(4) for kind in kinds]
     (roomy,) = insert_weight_gradients([alternating], loop(1), max_held=9)
@@ -204,12 +204,12 @@ def test_schedules_and_partitions_need_no_torch():
     ("generate", "placement"),
     [(one_f_one_b, loop(1)), (one_f_one_b, loop(4)), (interleaved, loop(3, 2)), (zero_bubble_v, v(3))],
 )
-def test_what_is_written_is_read_again(generate, placement):
+def test_written_schedules_are_read_again(generate, placement):
     lists = generate(placement.stages, placement.chunks, 5)
     assert read_csv(write_csv(lists, placement), "a.csv") == (placement, lists)
 
 
-def test_waits_and_blanks_mean_nothing_and_overlapped_actions_come_one_after_another():
+def test_blanks_and_overlapped_actions_are_read():
     placement, lists = read_csv("0F0, ,0F1,,(0F2;0B0)OVERLAP_F_B,0I1,0W1,0B2\r\n", "a.csv")
     f, b, d, w = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
     words = [(f, 0), (f, 1), (f, 2), (b, 0), (d, 1), (w, 1), (b, 2)]
@@ -217,7 +217,7 @@ def test_waits_and_blanks_mean_nothing_and_overlapped_actions_come_one_after_ano
     assert lists == [[Action(kind, 0, micro) for kind, micro in words]]
 
 
-def test_any_deal_of_the_parts_is_read():
+def test_any_placement_is_read():
     placement, lists = read_csv("0F0,3F0,3B0,0B0\n2F0,2B0,1B0,1F0", "a.csv")
     assert placement.route == (0, 1, 1, 0)
     placement, lists = read_csv("1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0", "a.csv")
@@ -239,14 +239,14 @@ def test_any_deal_of_the_parts_is_read():
         (" , ,", "a.csv has no actions"),
     ],
 )
-def test_what_is_no_schedule_is_refused(text, fault):
+def test_invalid_schedules_are_refused(text, fault):
     with pytest.raises(PlanError) as caught:
         read_csv(text, "a.csv")
     assert caught.value.diagnostics[0].code == "schedule-file"
     assert fault in caught.value.diagnostics[0].message
 
 
-def test_a_file_is_for_its_own_sizes(tmp_path):
+def test_a_file_is_refused_for_other_sizes(tmp_path):
     path = tmp_path / "v.csv"
     path.write_text(write_csv(zero_bubble_v(2, 2, 3), v(2)), "utf-8")
     schedule = build_csv(CsvConfig(file=path))

@@ -1,4 +1,4 @@
-"""What a step moves, sends, waits for and leaves alone."""
+"""Tests the copies, messages, waits and collectives of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sley_testing.runs import running
 # -- reductions and sends ----------------------------------------------------------------------------------------------
 
 
-class Waits:
-    """A reduction that notes when it is waited for."""
+class RecordedReduction:
+    """A reduction that records its waits."""
 
     def __init__(self, pending: Pending, events: list[str]) -> None:
         self.pending = pending
@@ -34,7 +34,7 @@ def forbidden(*arguments):
 
 
 def sends_and_waits(tables, folder):
-    """What the second step does on this rank, in its order: gradients that are sent, and reductions that are waited for."""
+    """Returns the sent gradients and awaited reductions of the second step on this rank, in order."""
     torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize = forbidden
     events: list[str] = []
     with running(tables, folder) as run:
@@ -51,7 +51,7 @@ def sends_and_waits(tables, folder):
 
         def reduce(*args, what):
             pending = all_reduce(*args, what=what)
-            return Waits(pending, events) if what in names else pending
+            return RecordedReduction(pending, events) if what in names else pending
 
         Group.all_reduce = reduce
         run.step()
@@ -62,8 +62,8 @@ def sends_and_waits(tables, folder):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.gpipe", "pp.zero_bubble_h1"])
-def test_the_last_gradient_is_sent_before_any_reduction_is_waited_for(ranks, small, own, schedule):
-    """A reduction that lasts delays no other stage; and no device is synchronised."""
+def test_the_last_gradient_is_sent_before_any_reduction_is_awaited(ranks, small, own, schedule):
+    """A slow reduction delays no other stage, and no device is synchronised."""
     tables = small(schedule, 2, 2, batch={"global_size": 8, "micro_size": 1})
     *first, one, other = ranks(4)(sends_and_waits, tables, own)
     assert all(set(events) == {"wait"} for events in first)
@@ -75,8 +75,8 @@ def test_the_last_gradient_is_sent_before_any_reduction_is_waited_for(ranks, sma
 # -- what is moved -----------------------------------------------------------------------------------------------------
 
 
-class Counting(Device):
-    """Notes what is moved to it."""
+class RecordingDevice(Device):
+    """Records the tensors that are moved to it."""
 
     def move(self, tensor):
         moved.append((str(tensor.dtype), tuple(tensor.shape)))
@@ -89,7 +89,7 @@ moved: list[tuple[str, tuple[int, ...]]] = []
 def moves(tables, folder):
     with running(tables, folder) as run:
         executor = run.stepper.executor
-        executor.device = Counting(executor.device.torch_device)
+        executor.device = RecordingDevice(executor.device.torch_device)
         read = sorted(executor._reads)
         found = []
         for work in (run.step, run.evaluate):
@@ -101,8 +101,8 @@ def moves(tables, folder):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
-def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedule):
-    """Tokens to the first stage, labels to the last, nothing between; once per micro-batch."""
+def test_a_stage_moves_only_the_fields_that_it_reads(ranks, small, own, schedule):
+    """Tokens go to the first stage and labels to the last, once per micro-batch."""
     tables = small(schedule, 3, evaluation={"every": 9, "steps": 1})
     micro = [("torch.int64", (2, 6))] * 4
     expected = [(["tokens"], [micro, micro]), ([], [[], []]), (["labels"], [micro, micro])]
@@ -113,7 +113,7 @@ def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedul
 
 
 def forward_only(tables, folder):
-    """What autograd saved and what gradients took, of an evaluation; its loss, and the first step's."""
+    """Returns an evaluation's saved tensors and gradient bytes, its loss, and the first step's loss."""
     saved = []
     with running(tables, folder) as run:
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
@@ -139,7 +139,7 @@ def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, o
 
 
 def issued(tables, folder):
-    """Every collective of two steps and an evaluation, and how many buffers the link had made after each step."""
+    """Returns every collective of two steps and an evaluation, and the number of the link's buffers after each step."""
     with running(tables, folder) as run:
         link = run.stepper.executor.crossing.link
         allocated = []
@@ -155,8 +155,8 @@ def issued(tables, folder):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_h1"])
-def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines(ranks, small, own, schedule):
-    """None on the default group, and only messages on `pp`. Buffers are used again, step after step."""
+def test_collectives_and_messages_use_separate_groups(ranks, small, own, schedule):
+    """The default group has no collective, and `pp` only messages. Steps reuse buffers."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small(schedule, 2, 2, model=model, evaluation={"every": 9, "steps": 1})
     for rank, (calls, allocated) in enumerate(ranks(4)(issued, tables, own)):
@@ -169,8 +169,8 @@ def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines
         assert allocated[1:] == allocated[:1] * 3, "the first step makes what all steps need"
 
 
-def alone_in_a_step(tables, folder):
-    """The last stage's first layer hangs; what the first stage says, and after how long."""
+def run_with_hanging_stage(tables, folder):
+    """Returns the first stage's error and its time if the last stage's first layer hangs."""
     with running(tables, folder) as run:
         if run.groups["pp"].coord == 1:
             run.layers[0].module.register_forward_pre_hook(lambda *_: time.sleep(5))
@@ -185,10 +185,10 @@ def alone_in_a_step(tables, folder):
     return None
 
 
-def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
-    """Operation, stages, direction and micro-batch, in the time that the plan gives."""
+def test_a_timeout_names_its_message(ranks, small, own):
+    """The error has operation, stages, direction and micro-batch, and comes within the plan's time limit."""
     tables = small("pp.one_f_one_b", 2, limits={"collective_timeout_s": 1.0})
-    (told, seconds), _ = ranks(2)(alone_in_a_step, tables, own)
+    (told, seconds), _ = ranks(2)(run_with_hanging_stage, tables, own)
     assert "receive of what stage 0 receives from stage 1, backward, a gradient of micro-batch 0" in told.replace("\n", " ")
     assert "pp[0, 1]" in told
     assert seconds < 4.5

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold stay one parameter, however many there are and in whatever order."""
+"""Tests that a parameter of several stages stays one parameter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UNLIKE = (
 
 
 def even_then_odd():
-    """Three batches of tokens: all even, so that every copy is used; all odd; and both."""
+    """Returns three batches of tokens: all even, so that every copy is used, all odd, and both."""
     made = []
     for step, number in enumerate((0, 1, 2)):
         tokens = torch.randint(0, 16, (8, 7), generator=torch.Generator().manual_seed(number))
@@ -60,7 +60,7 @@ def plans(small, schedule, pp, dp=1, names=tuple(TIES), **changes):
     ]
 
 
-def assert_one(values, layouts):
+def assert_equal_bits(values, layouts):
     """Asserts that all ranks have the same bits of each value. values: of a layout, by name."""
     known = {}
     for layout in layouts:
@@ -76,21 +76,21 @@ def assert_one(values, layouts):
         pytest.param(4, 1, "pp.one_f_one_b", tuple(TIES), marks=pytest.mark.campaign),
     ],
 )
-def test_copies_are_one_parameter(compared, small, pp, dp, schedule, names):
-    """Gradients and weights of all copies are equal bit for bit, and the norm takes them once.
+def test_copies_have_equal_bits(compared, small, pp, dp, schedule, names):
+    """Gradients and weights of all copies are equal bit for bit, and the norm counts them once.
 
-    In the second step no micro-batch uses the copy that may have no gradient: it counts as zero, and no rank waits.
+    In the second step no micro-batch uses one copy. Its gradient counts as zero, and no rank waits.
     """
     every = compared(pp * dp, plans(small, schedule, pp, dp, names), batches=even_then_odd())
     for layouts in every:
         for step in range(3):
-            assert_one(lambda layout, at=step: layout.gradients[at], layouts)
-        assert_one(lambda layout: layout.weights, layouts)
+            assert_equal_bits(lambda layout, at=step: layout.gradients[at], layouts)
+        assert_equal_bits(lambda layout: layout.weights, layouts)
 
 
 @pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_v"])
-def test_a_tie_has_one_name_wherever_its_parts_lie(compared, small, schedule):
-    """The model's first: of parts 0 to 3, a loop deals 0 and 2 to the first stage, a V 0 and 3."""
+def test_a_tie_has_one_name_in_all_placements(compared, small, schedule):
+    """The name is the model's first. Of parts 0 to 3, the first stage holds 0 and 2 in a loop, and 0 and 3 in a V."""
     ties = [["one", [0, 1]], ["two", [1, 2]], ["gain", [0, 3]]]
     model = {"factory": "pp_parts:tied", "options": {"ties": ties}}
     compared(2, [small(schedule, 2, model=model, partition=BY_STAGE)])
@@ -100,7 +100,7 @@ MANY = {"ends": True, "ties": [["gain", [0, 3]], ["one", [1, 2]], ["two", [1, 2]
 
 
 def sums_of_ties(tables, folder):
-    """Groups of the exchanges over ties in the second step, and how many ties each group has."""
+    """Returns the groups of the all-reduces over ties in the second step, and the number of ties of each group."""
     with running(tables, folder) as run:
         run.step()
         with collectives() as calls:
@@ -112,8 +112,8 @@ def sums_of_ties(tables, folder):
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("reducer", ["core.each", pytest.param("dp.sharded", marks=pytest.mark.campaign)])
-def test_ties_with_the_same_holders_are_one_exchange(ranks, compared, small, own, reducer, dp):
-    """However many there are; their numbers are those of one process."""
+def test_ties_of_the_same_stages_share_an_all_reduce(ranks, compared, small, own, reducer, dp):
+    """The results equal those of one process for any number of ties."""
     handlers = [{"use": reducer}, {"use": "pp.shared_modules"}]
     model = {"factory": "pp_parts:tied", "options": MANY}
     tables = small("pp.one_f_one_b", 4, dp, model=model, partition=BY_STAGE, gradient_handlers=handlers)
@@ -125,7 +125,7 @@ def test_ties_with_the_same_holders_are_one_exchange(ranks, compared, small, own
 
 
 def test_a_tie_within_a_rank_has_no_collective(ranks, small, own):
-    """A V ends on the rank on which it began."""
+    """A V ends on the rank on which it starts."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     assert ranks(2)(sums_of_ties, small("pp.zero_bubble_v", 2, model=model), own) == [([], Counter())] * 2
 
@@ -145,8 +145,8 @@ def code_of(tables, folder):
     return refusal(tables, folder)[0]
 
 
-def test_copies_cannot_be_given_other_options(small, own):
-    """A tie goes by its first name alone, on every stage."""
+def test_copies_cannot_have_other_options(small, own):
+    """A tie has only its first name on every stage."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     for option in ({"lr": 0.5}, {"weight_decay": 0.5}, {"freeze": True}):
         groups = [{"match": "head.weight", **option}]
@@ -162,16 +162,16 @@ def decays(tables, folder):
         return {param.name: param.decays for param in run.registry if len(param.stages) > 1}
 
 
-def test_whether_a_tie_decays_is_decided_where_it_comes_first(ranks, small, own):
-    """Not by what kind of module another stage has it in."""
+def test_the_first_module_of_a_tie_decides_its_decay(ranks, small, own):
+    """The type of its module on another stage does not matter."""
     tables = small("pp.gpipe", 2, model={"factory": "pp_parts:in_a_norm_too"})
     first, last = ranks(2)(decays, tables, own)
     assert first == last == {"embed.weight": True}
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_copies_that_stages_drew_for_themselves_are_refused(ranks, small, own, memory):
-    """Before the first step, and no others: what one stage holds alone may begin as it likes."""
+def test_copies_with_different_initial_values_are_refused(ranks, small, own, memory):
+    """They are refused before the first step. Parameters of a single stage may have any initial values."""
     tables = small("pp.gpipe", 2, model={"factory": "pp_parts:drawn_apart"})
     tables["parallel"]["cross_memory_attach"] = memory
     with pytest.raises(RunError) as caught:
@@ -185,7 +185,7 @@ def test_copies_that_stages_drew_for_themselves_are_refused(ranks, small, own, m
 
 
 def write_one_copy(run):
-    """After the second step stage 1's copy is another."""
+    """Changes the copy of stage 1 after the second step."""
 
     def write(row):
         if row["step"] == 2 and run.groups["pp"].coord == 1:
@@ -194,7 +194,7 @@ def write_one_copy(run):
     run.listeners.append(write)
 
 
-def drifted(tables, folder, prepare):
+def run_with_drift(tables, folder, prepare):
     try:
         return len(record(tables, 5, folder=folder, prepare=prepare).rows)
     except RunError as error:
@@ -203,12 +203,12 @@ def drifted(tables, folder, prepare):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [4, 0, 1])
-def test_a_copy_that_drifts_is_found(ranks, small, own, every):
-    """At the next check, on every holder alike; without a check nobody looks."""
+def test_a_drifting_copy_is_detected(ranks, small, own, every):
+    """All stages of the tie detect it at the next check."""
     handlers = [{"use": "pp.shared_modules", "drift_check_steps": every}]
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small("pp.gpipe", 2, model=model, gradient_handlers=handlers, run__steps=5)
-    told = ranks(2)(drifted, tables, own, write_one_copy)
+    told = ranks(2)(run_with_drift, tables, own, write_one_copy)
     assert told[0] == told[1]
     if every == 0:
         assert told[0] == 5
@@ -216,4 +216,4 @@ def test_a_copy_that_drifts_is_found(ranks, small, own, every):
         code, message = told[0]
         assert code == "tie-drifted"
         assert f"after step {math.ceil(3 / every) * every} the copies of embed.weight on stages [0, 1] differ" in message
-    assert ranks(2)(drifted, tables, own, None) == [5, 5], "and nothing is found where nothing is"
+    assert ranks(2)(run_with_drift, tables, own, None) == [5, 5], "and nothing is found where nothing is"

@@ -15,20 +15,20 @@ NUM_SAMPLES = 40
 
 
 def sample(index: int) -> dict[str, Tensor]:
-    """WIDTH numbers, a target, and a flag that every other sample has."""
+    """Returns WIDTH numbers, a target, and a flag that is 1 for odd samples."""
     generator = torch.Generator().manual_seed(index)
     x, y = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
     return {"x": x, "y": y, "flag": torch.tensor(index % 2, dtype=torch.float64)}
 
 
 def batch(*indices: int) -> dict[str, Tensor]:
-    """The samples of these numbers as one batch."""
+    """Returns the samples of these indices as one batch."""
     rows = [sample(index) for index in indices]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 class Points:
-    """`num_samples` samples."""
+    """A data set of `num_samples` samples."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64"), "flag": Field("float64")})
 
@@ -43,13 +43,13 @@ class Points:
 
 
 def split(context: DataContext) -> Points:
-    """The same samples to train on and to be held out."""
+    """Returns the same samples for training and evaluation."""
     del context
     return Points()
 
 
 class Squares:
-    """The sum of squared errors in fp64; every sample weighs one."""
+    """The sum of squared errors in fp64. Every sample has the weight 1."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(len(batch["y"]))
@@ -59,7 +59,7 @@ class Squares:
 
 
 class Inputs(nn.Linear):
-    """The first layer: takes `x`, in whatever format its weights have."""
+    """The first layer, which reads `x` in the dtype of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).tanh()
@@ -79,7 +79,7 @@ class Twice(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """`never` is used by no sample; `flagged` by the samples that have the flag, if there is one."""
+    """`never` is used by no sample, and `flagged` only by samples with the flag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Sometimes(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two branches of one size. On even ranks the backward comes to them in the order of the model, not in the reverse."""
+    """Two branches of equal size. On even ranks their backwards run in the order of the model instead of the reverse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Branches(nn.Module):
 
 
 class Buffered(nn.Linear):
-    """Has buffers of several formats, one not saved and one not contiguous, with other values on every rank."""
+    """Has buffers of several dtypes, one not saved and one not contiguous, with different values on every rank."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -123,7 +123,7 @@ class Buffered(nn.Linear):
 
 
 class Odd(nn.Module):
-    """Parameters of no handy size: a scalar, an empty one, seven numbers, a wide matrix; one is frozen, one held twice."""
+    """Has parameters of unusual sizes: a scalar, an empty one, seven numbers, a wide matrix. One is frozen, and one is tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def odd() -> list[tuple[str, nn.Module]]:
 
 
 def mlp(depth: int = 3) -> list[tuple[str, nn.Module]]:
-    """`first`, `layer0`, `layer1`, ...: linears of one size."""
+    """Returns the linears `first`, `layer0`, `layer1`, ... of equal sizes."""
     return [("first", Inputs(WIDTH, WIDTH)), *((f"layer{at}", nn.Linear(WIDTH, WIDTH)) for at in range(depth))]
 
 
@@ -162,7 +162,7 @@ def branches() -> list[nn.Module]:
 
 
 def own_values() -> object:
-    """Weights and buffers that differ from rank to rank."""
+    """Returns layers with different weights and buffers on every rank."""
     from sley_core.model.layers import Model
 
     def draw(module: nn.Module, name: str) -> None:
@@ -175,7 +175,7 @@ def own_values() -> object:
 
 
 class OnlyFlagged(nn.Linear):
-    """Samples without the flag come out as zeros that depend on no weight; without any, a backward reaches nothing."""
+    """Returns zeros that depend on no weight for samples without the flag, so a backward may reach no parameter."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)

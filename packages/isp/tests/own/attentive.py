@@ -1,4 +1,4 @@
-"""Small models with an attention of their own, found in one way or another, or not at all; and losses over positions."""
+"""Small models with custom attentions, supported or not, and losses over positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS = 4
 
 
 class Unplaced(nn.Module):
-    """Tokens without their positions."""
+    """A data set of tokens without positions."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Unplaced(nn.Module):
 
 
 class Embed(Unplaced):
-    """Learned positions, which a slice must not count from 0."""
+    """Embeds tokens with learned positions, which a slice must not count from 0."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
         super().__init__(data, hidden)
@@ -39,7 +39,7 @@ class Embed(Unplaced):
 
 
 class Attend(nn.Module):
-    """Keys get a learned scale, one for all heads: softmax(scale q k^T) v, causal; context [b, s, h d]."""
+    """Causal attention with a learned scale of keys, softmax(scale q k^T) v. Returns the context [b, s, h d]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Head(nn.Linear):
 
 
 class Torch(nn.Module):
-    """A block around torch's own attention."""
+    """A block with torch's attention."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class Torch(nn.Module):
 
 
 def mixed(data: DataInfo) -> Named:
-    """One attention that can be found, and one that cannot be split."""
+    """Returns a model with a supported and an unsupported attention."""
     embed, block, _, head = layers(data, wrapped=True)
     return [embed, block, ("torch", Torch(8)), head]
 
 
 class Mixer(nn.Module):
-    """A residual around a module that looks along the sequence, or along something else."""
+    """Adds the output of a module that mixes positions, or mixes another dim."""
 
     def __init__(self, kind: str, hidden: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Beside(nn.Module):
-    """A layer that mixes positions in a way of its own, or that does not; within: before attention, in the same layer."""
+    """A layer that may mix positions. within: whether it does so before attention in the same layer."""
 
     def __init__(self, kind: str, within: bool) -> None:
         super().__init__()
@@ -150,13 +150,13 @@ def asked(data: DataInfo, kind: str, within: bool) -> Named:
 
 
 def beside(data: DataInfo, kind: str) -> Named:
-    """A module between attention and head."""
+    """Returns a model with a module between attention and head."""
     *blocks, head = layers(data, wrapped=True)
     return [*blocks, ("mixer", Mixer(kind, 8)), head]
 
 
 def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8) -> Named:
-    """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known."""
+    """Returns two blocks. wrapped: whether they use `SequenceAttention`. places: whether positions are known."""
     attends: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
     blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(attends)]
     embed = Embed(data, hidden) if places else Unplaced(data, hidden)
@@ -164,14 +164,14 @@ def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: in
 
 
 class Paired(Head):
-    """Gives out a number for each sample, too."""
+    """Also returns a number for each sample."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(hidden), hidden.new_zeros(len(hidden))
 
 
 def paired(data: DataInfo) -> Named:
-    """Its last layer gives out more than the scores of each position."""
+    """Returns a model whose last layer returns more than the scores of each position."""
     *named, (name, head) = layers(data, wrapped=True)
     return [*named, (name, Paired(head.in_features, head.out_features))]
 
@@ -182,7 +182,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Sum:
-    """Cross-entropy, each position by itself."""
+    """Cross-entropy of separate positions."""
 
     fields: tuple[str, ...] = ("labels",)
 
@@ -194,7 +194,7 @@ class Sum:
 
 
 class Counting(Sum):
-    """Begins with a tenth, as one that is warmed up: how often it was called is part of what it is."""
+    """Starts at a tenth like a warmup, so that its value depends on the number of calls."""
 
     calls = 0
 
@@ -204,14 +204,14 @@ class Counting(Sum):
 
 
 class Half(Sum):
-    """Rounds what it is given, and its sum."""
+    """Rounds its input and its sum."""
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output.bfloat16(), batch).float()
 
 
 class Weighted(Sum):
-    """By classes, in fp32 as torch has class weights."""
+    """Has class weights in fp32, as in torch."""
 
     def __init__(self) -> None:
         self.classes = torch.linspace(0.1, 1.7, 256)
@@ -225,36 +225,36 @@ class Weighted(Sum):
 
 
 class Smooth(Sum):
-    """Also wants neighbours to be alike; those at the end of a slice have none."""
+    """Also penalises differences of neighbours, which the last position of a slice does not have."""
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output, batch) + (output[:, 1:] - output[:, :-1]).square().sum()
 
 
 class Shifted(Sum):
-    """Shifts its labels itself, as transformers' losses do, and counts them all the same."""
+    """Shifts its labels, as transformers' losses do, but counts all of them."""
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output[:, :-1], {"labels": batch["labels"][:, 1:]})
 
 
 class Pooled(Sum):
-    """Looks at the mean over the sequence."""
+    """Uses the mean over the sequence."""
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output, batch) + output.mean(1).square().sum() * output.shape[1]
 
 
 class Drawn(Sum):
-    """Draws random numbers, but each position by itself."""
+    """Draws random numbers for separate positions."""
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output + torch.randn_like(output), batch)
 
 
 class Contrastive:
-    """Tells each sample of a micro-batch from the others by the mean of its sequence; weighs a sample once, however long it is.
-    draws: how much noise it adds, which it draws itself.
+    """Separates the samples of a micro-batch by the means of their sequences. Every sample has the weight 1.
+    draws: the scale of the random noise that it adds.
     """
 
     def __init__(self, draws: float = 0.0) -> None:

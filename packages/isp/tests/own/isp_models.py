@@ -25,7 +25,7 @@ Layers = list[tuple[str, nn.Module]]
 
 
 class Points:
-    """Samples of four tokens and a target for each."""
+    """A data set of four tokens per sample, with a target for each."""
 
     info = DataInfo({"tokens": Field("int64"), "y": Field("float64")}, vocab_size=VOCABULARY)
 
@@ -42,7 +42,7 @@ class Points:
 
 
 class Squares:
-    """The sum of squared errors; every sample weighs one."""
+    """The sum of squared errors. Every sample has the weight 1."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(len(batch["y"]))
@@ -52,7 +52,7 @@ class Squares:
 
 
 class Labelled:
-    """Samples of five tokens, some of whose labels are ignored; all labels of the third sample are."""
+    """A data set of five tokens per sample. Some labels are ignored, and all labels of the third sample."""
 
     info = DataInfo({"tokens": Field("int64", ids="token"), "labels": Field("int64", ids="label")}, vocab_size=CLASSES)
 
@@ -70,7 +70,7 @@ class Labelled:
 
 
 class Beyond(Labelled):
-    """Every sample has a class that the head has not; the fields do not say that labels are token ids."""
+    """Every sample has a class that the head lacks. The fields do not declare labels as token ids."""
 
     info = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=CLASSES)
 
@@ -90,14 +90,14 @@ class Embed(nn.Module):
 
 
 def between(name: str, *blocks: nn.Module, head: bool = True) -> Layers:
-    """`blocks` after an embedding, and before a linear; one block is called `name`."""
+    """Returns an embedding, `blocks` and a linear. One block is called `name`."""
     named = [(name if len(blocks) == 1 else f"{name}{at}", block) for at, block in enumerate(blocks)]
     return [("embed", Embed()), *named, *([("head", nn.Linear(WIDTH, WIDTH))] if head else [])]
 
 
 class Mixed(nn.Module):
-    """A block of plain linears with its own attention: no two of one size, some without bias, one used twice; registered in
-    another order than used.
+    """A block of plain linears with an attention. They have different sizes, some have no bias, one is used twice, and the
+    order of their registration is not that of their use.
     """
 
     def __init__(self, ffn: int) -> None:
@@ -117,12 +117,12 @@ class Mixed(nn.Module):
 
 
 def mixed() -> Layers:
-    """Four blocks of different sizes."""
+    """Returns four blocks of different sizes."""
     return between("block", *(Mixed(ffn) for ffn in (7, 12, 5, 8)))
 
 
 class Recomputing(Mixed):
-    """Recomputes itself, with either of torch's checkpoints."""
+    """Recomputes itself with one of torch's checkpoints."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__(9)
@@ -139,7 +139,7 @@ def recomputing(reentrant: bool) -> Layers:
 
 
 class Adapted(nn.Module):
-    """A frozen linear with a small trained pair beside it, and a linear of which only the bias is trained."""
+    """A frozen linear with a small trainable pair (LoRA), and a linear with only a trainable bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def adapted() -> Layers:
 
 
 def frozen_start() -> Layers:
-    """Nothing before the second block is trained."""
+    """Returns a model with frozen layers before the second block."""
     layers = mixed()
     for _, module in layers[:2]:
         module.requires_grad_(False)
@@ -170,7 +170,7 @@ def padded_tokens() -> Layers:
 
 
 class Experts(nn.ModuleList):
-    """Linears of one layer, all of which are used, with inputs as wide as theirs."""
+    """Many linears of one layer, all of which are used."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         wide = hidden.repeat(1, 1, self[0].in_features // WIDTH)
@@ -182,7 +182,7 @@ def experts(number: int, width: int = 1) -> Layers:
 
 
 class Autocast(nn.Module):
-    """Computes in bf16 whatever its weights are."""
+    """Computes in bf16, whatever the dtype of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def autocast() -> Layers:
 
 
 class Holder(nn.Module):
-    """Holds a parameter that another module holds too, and is no linear."""
+    """Holds a parameter of another module, but is no linear."""
 
     def __init__(self, table: nn.Parameter) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def tied_to_no_linear() -> Layers:
 
 
 class Doubled(nn.Embedding):
-    """No plain embedding, so its table stays whole."""
+    """A subclass of an embedding, so its table is not sharded."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return 2.0 * super().forward(tokens)
@@ -232,7 +232,7 @@ class EmbedDoubled(Embed):
 
 
 class Decoder(nn.Module):
-    """A linear with its own bias and a weight that a module of another kind holds too, as BERT's heads have it."""
+    """A linear with a separate bias and a weight that another type of module also holds, as in BERT's heads."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def half_sharded() -> Layers:
 
 
 class Branch(nn.Module):
-    """Calls one of two linears, by its data."""
+    """Calls one of two linears, depending on its data."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def branches(width: int = WIDTH) -> Layers:
 
 
 class Encoder(nn.Module):
-    """torch's own block, which in an evaluation reads the weights of its linears in place of calling them."""
+    """torch's block, which in an evaluation reads the weights of its linears instead of calling them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def encoder() -> Layers:
 
 
 class Asks(nn.Module):
-    """Multiplies by the result of `asks` for its linear, once that is set."""
+    """Multiplies by the result of `asks` for its linear, if that is set."""
 
     asks: ClassVar[Callable[[nn.Linear], Any] | None] = None
 
@@ -332,7 +332,7 @@ def by_size() -> Layers:
 
 
 class Replaced(nn.Module):
-    """A normed weight, a linear whose forward was replaced, one that is called by name and with other tensors for a while."""
+    """Has a linear with weight norm, one with a replaced forward, and one that `functional_call` calls with other tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ def replaced() -> Model:
 
 
 class Stacked(nn.Module):
-    """The weights of all of its experts in one parameter, as transformers has them."""
+    """Has the weights of all experts in one parameter, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def stacked() -> Layers:
 
 
 class Tables(nn.Module):
-    """Tokens, the tokens before them by the same table, positions."""
+    """Embeds tokens, previous tokens by the same table, and positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ class Tables(nn.Module):
 
 
 class Again(nn.Module):
-    """Reads the first layer's table of tokens again, in its own embedding, with gradients of its input."""
+    """Reads the first layer's table again in another embedding, with gradients of its input."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -400,7 +400,7 @@ class Again(nn.Module):
 
 
 def tables(frozen: str = "") -> Layers:
-    """The layer named `frozen` is not trained."""
+    """Returns a model whose layer `frozen` is not trainable."""
     first = Tables()
     norm, head = nn.LayerNorm(COLUMNS), nn.Linear(COLUMNS, WIDTH)
     layers: Layers = [("embed", first), ("again", Again(first.tokens)), ("norm", norm), ("head", head)]
@@ -410,12 +410,12 @@ def tables(frozen: str = "") -> Layers:
 
 
 def limited() -> Layers:
-    """A table that its forward writes: it stays whole."""
+    """Returns a model with a table that its forward writes, so it is not sharded."""
     return [("embed", Embed(max_norm=1.0)), ("head", nn.Linear(WIDTH, WIDTH))]
 
 
 class ReadsTable(Embed):
-    """Reads its table without the embedding that holds it."""
+    """Reads its table without a call of the embedding."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.table.weight.sum()
@@ -429,7 +429,7 @@ def reads_table() -> Layers:
 
 
 def classifier(frozen: str = "") -> Layers:
-    """An embedding, a linear and a head with a bias; the layer named `frozen` is not trained."""
+    """Returns an embedding, a linear and a head with a bias. The layer `frozen` is not trainable."""
     layers: Layers = [("embed", Embed(CLASSES)), ("middle", nn.Linear(WIDTH, WIDTH)), ("head", nn.Linear(WIDTH, CLASSES))]
     for name, module in layers:
         module.requires_grad_(name != frozen)
@@ -437,7 +437,7 @@ def classifier(frozen: str = "") -> Layers:
 
 
 class Changed(nn.Module):
-    """Calls its linear with an input, or returns its logits, changed by `change`."""
+    """Changes the input or the logits of its linear by `change`."""
 
     def __init__(self, change: str, classes: int = CLASSES) -> None:
         super().__init__()

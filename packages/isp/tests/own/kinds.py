@@ -23,7 +23,7 @@ REFUSED = {
 
 
 class Rows:
-    """Samples of four tokens; some labels are ignored, by torch's number for it and by others."""
+    """A data set of four tokens per sample. Some labels are ignored, by torch's index or others."""
 
     info = DataInfo({"tokens": Field("int64", ids="token"), "labels": Field("int64", ids="label")}, vocab_size=CLASSES)
 
@@ -38,7 +38,7 @@ class Rows:
 
 
 class Detached(Block):
-    """A branch that passes no gradient to its input, and one that passes none at all."""
+    """Has a branch without a gradient for its input, and one without any gradient."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.no_grad():
@@ -47,7 +47,7 @@ class Detached(Block):
 
 
 class Experts(Block):
-    """Each token goes to the expert with the largest score; an expert without tokens does not run."""
+    """Routes each token to the expert with the largest score. An expert without tokens does not run."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -66,7 +66,7 @@ class Experts(Block):
 
 
 class Shapes(Block):
-    """Inputs of one dim and of two, expanded and transposed ones, and an empty one."""
+    """Calls linears with inputs of one and two dims, expanded, transposed and empty inputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         transposed = self.one(hidden.transpose(0, 1)).transpose(0, 1)
@@ -76,7 +76,7 @@ class Shapes(Block):
 
 
 class Looking(Block):
-    """A table of its own, read twice, with a padding row."""
+    """Reads a separate table with a padding row twice."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -87,7 +87,7 @@ class Looking(Block):
 
 
 class Embed(nn.Module):
-    """With a plain embedding, which may be cut by columns."""
+    """Has a plain embedding, which may be sharded by columns."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking)}
 
 
 def model(kind: str, width: int, tied: bool) -> Model:
-    """Three blocks of a kind between an embedding and a head, tied to it or not; the outer ones share their linears."""
+    """Returns three blocks of type `kind` between an embedding and a head. The outer blocks share linears."""
     blocks = [KINDS[kind](width) for _ in range(3)]
     blocks[-1].one, blocks[-1].two = blocks[0].one, blocks[0].two
     embed, head = Embed(width), nn.Linear(width, CLASSES, bias=not tied)

@@ -110,7 +110,7 @@ def many(data: DataInfo, number: int) -> list[tuple[str, nn.Module]]:
 
 
 class Begins(nn.Module):
-    """Writes to its input before anything else."""
+    """Writes to its input before it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,12 +133,12 @@ def in_place(data: DataInfo) -> list[tuple[str, nn.Module]]:
 
 
 def chain(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    """The same without a write to what was given."""
+    """Returns the same model without writes to inputs."""
     return [("first", Plain()), *((f"{at}", nn.Sequential(nn.Tanh(), Plain())) for at in range(4)), ("last", Plain())]
 
 
 class Skips(nn.Linear):
-    """Hands on what it was given beside its own output, which is the very same tensor where the data say so."""
+    """Returns its input and its output, which are the same tensor if the data say so."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)

@@ -21,7 +21,7 @@ Named = list[tuple[str, nn.Module]]
 
 
 def sample(index: int) -> dict[str, Tensor]:
-    """Tokens, and labels of which some count and others do not: no two samples weigh alike."""
+    """Returns tokens and labels, some of which are ignored. No two samples have equal weights."""
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=generator)
     labels = tokens[1:].clone()
@@ -30,7 +30,7 @@ def sample(index: int) -> dict[str, Tensor]:
 
 
 class Rows:
-    """Samples by their number; held-out ones are the same."""
+    """A data set of samples, with the same samples for evaluation."""
 
     info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
 
@@ -57,13 +57,13 @@ class Widen(nn.Module):
 
 
 def chain(data: DataInfo, widths: Sequence[int] = (4, 4, 4, 4, 4)) -> Named:
-    """A block between any two widths; nothing tied."""
+    """Returns a model with a block between any two widths, without ties."""
     blocks = [(f"blocks.{at}", Widen(*pair)) for at, pair in enumerate(pairwise(widths))]
     return [("embed", Embed(VOCAB, widths[0])), *blocks, ("head", nn.Linear(widths[-1], VOCAB))]
 
 
 class Block(nn.Module):
-    """Two linears and a gain, any of which may be shared with another block."""
+    """Has two linears and a gain, each of which may be shared with another block."""
 
     def __init__(self, hidden: int, order: Sequence[str]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Sometimes(Block):
-    """Uses what it has where the micro-batch's first token is even, and passes on what it gets where it is odd."""
+    """Uses its weights if the micro-batch's first token is even, and returns its input otherwise."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden if int(tokens[0, 0]) % 2 else super().forward(hidden)
@@ -95,7 +95,7 @@ def tied(
     sometimes: Sequence[int] = (),
     ends: bool = False,
 ) -> Named:
-    """Blocks of which each tie, (what, which blocks), makes one thing; `ends` ties the embedding and the head.
+    """Returns a model whose blocks are tied by `ties`, pairs of a name and blocks. `ends` ties the embedding and the head.
 
     reverse: blocks that declare their linears in the opposite order. sometimes: blocks that may do nothing.
     """
@@ -117,7 +117,7 @@ def tied(
 
 
 def drawn_apart(data: DataInfo) -> Model:
-    """The ends tied; first values from a generator that every process has for itself."""
+    """Returns a model with tied ends, whose initial values come from a separate generator in every process."""
     generator = torch.Generator().manual_seed(os.getpid())
 
     def draw(module: nn.Module, name: str) -> None:
@@ -128,7 +128,7 @@ def drawn_apart(data: DataInfo) -> Model:
 
 
 class ScaledNorm(nn.Module):
-    """Normalises, then multiplies by a matrix: named as a norm is, of which nothing decays."""
+    """Normalises and multiplies by a matrix. Its name is that of a norm, whose weights do not decay."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ class ScaledNorm(nn.Module):
 
 
 def in_a_norm_too(data: DataInfo) -> Named:
-    """The embedding's matrix, once more in a module that the optimizer's rule takes for a norm."""
+    """Returns a model that also holds the embedding's matrix in a module that the optimizer treats as a norm."""
     embed = Embed(VOCAB, 4)
     return [("embed", embed), ("block", Widen(4, 4)), ("head", nn.Sequential(ScaledNorm(embed.weight)))]
 
 
 def computed(data: DataInfo) -> Named:
-    """Blocks whose weights torch computes anew whenever they are read."""
+    """Returns blocks whose weights torch computes in each read."""
     found = chain(data)
     for _, block in found[1:-1]:
         nn.utils.parametrizations.weight_norm(block.inner)
@@ -153,7 +153,7 @@ def computed(data: DataInfo) -> Named:
 
 
 class Marks(Embed):
-    """Labels that shall not count."""
+    """Marks labels that are ignored."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         labels.masked_fill_(tokens % 3 != 0, -100)
@@ -173,7 +173,7 @@ class MarksLater(nn.Module):
 
 
 def writes_fields(data: DataInfo, how: str, hidden: int = 8) -> Named:
-    """A first layer that writes on a field of the batch, itself or by way of a view that it passes on."""
+    """Returns a model whose first layer writes to a field of the batch, directly or through a view that it returns."""
     assert data.vocab_size is not None
     blocks = [(f"blocks.{at}", nn.Linear(hidden, hidden)) for at in range(4)]
     head = ("head", nn.Linear(hidden, data.vocab_size))
