@@ -25,6 +25,14 @@ from train_cli.main import main
 
 NUM_STEPS = 2
 NAMES = ("texts", "chats")
+OWN_LOSS = """\
+from sley_core.config import CrossEntropyConfig
+from sley_core.losses.cross_entropy import CrossEntropy
+
+
+def loss():
+    return CrossEntropy(CrossEntropyConfig())
+"""
 PLAN = """\
 [run]
 name = "mixed"
@@ -70,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = (" ".join(random.choices(["weft", "warp", "sley"], k=random.randint(1, 30))) for _ in range(90))
     (folder / "texts.txt").write_text("\n\n".join(texts), "utf-8")
     (folder / "plan.toml").write_text(PLAN, "utf-8")
+    (folder / "own_loss.py").write_text(OWN_LOSS, "utf-8")
     return folder
 
 
@@ -95,6 +104,12 @@ LAYOUTS: dict[str, Tables] = {
     "wp 2": {"parallel__dp": 2, "parallel__wp": 2, "weights__use": "isp.communicator"},
     "wp 2, split logits": {"parallel__dp": 2, "parallel__wp": 2, "weights": {"use": "isp.communicator", "head": "vocabulary"}},
     "sp 2": {"parallel__sp": 2, "sequence__use": "isp.all_to_all", "gradient_handlers": BUCKETS},
+    "sp 2, a loss of whole sequences": {
+        "parallel__sp": 2,
+        "sequence__use": "isp.all_to_all",
+        "gradient_handlers": BUCKETS,
+        "loss": {"factory": "own_loss:loss", "sequence": "whole"},
+    },
     "canonical": {"parallel__dp": 2, "parallel__reduction": "canonical", "gradient_handlers": BUCKETS},
 }
 
