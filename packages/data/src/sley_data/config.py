@@ -223,17 +223,17 @@ class MixtureConfig(DataConfig):
     Which sample comes when depends on the seed alone: not on the layout, on `global_size`, or on where a run was resumed.
     """
 
-    sources: Annotated[Array[SourceTable], Limits(min_length=1)]
-    """The sources, `[[data.sources]]`; their samples must have the same fields and the same token ids. A document that one of
-    them holds out is trained on in none, and the largest `held_out` share is that of all sources of the same kind.
-    """
-
     sequence: Positive | None = None
     """Tokens per sample, for all sources."""
 
     exhausted: Literal["repeat", "end", "refuse"] = "repeat"
     """What happens when a source with a `weight` has been seen once: "repeat" begins it again in another order, "end" ends the
     epoch, and all sources begin again, "refuse" is an error, if possible before the first step.
+    """
+
+    sources: Annotated[Array[SourceTable], Limits(min_length=1)]
+    """The sources, `[[data.sources]]`; their samples must have the same fields and the same token ids. A document that one of
+    them holds out is trained on in none, and the largest `held_out` share is that of all sources of the same kind.
     """
 
     @model_validator(mode="after")
