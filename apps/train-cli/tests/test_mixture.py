@@ -232,16 +232,15 @@ def test_calls_of_one_step_and_batches_of_a_program(folder: Path) -> None:
 
 
 def test_evaluation_sets_need_no_sources_and_may_have_others(folder: Path) -> None:
-    text = {"use": "data.text", "files": ["texts.txt"], "separator": "\n\n", "tokenizer": "tokenizer", "held_out": 0.0}
-    twice = [{**text, "name": name, "weight": 1} for name in ("a", "b", "c")]
-    mixed = {"use": "data.mixture", "sequence": 160, "sources": twice}
-    sets = {"plain": {**text, "sequence": 160}, "mixed": mixed}
+    text = {"use": "data.text", "files": ["texts.txt"], "separator": "\n\n", "tokenizer": "tokenizer", "held_out": 0.3}
+    three = [{**text, "name": name, "weight": 1} for name in ("a", "b", "c")]
+    mixed = {"use": "data.mixture", "sequence": 160, "sources": three, "split": "held_out"}
+    sets = {"plain": {**text, "sequence": 160, "split": "held_out"}, "mixed": mixed}
     evaluation = {"every": 1, "held_out": False, "sets": sets}
-    rows = []
-    for data in (plan()["data"], sets["plain"]):
+    plain = {key: value for key, value in sets["plain"].items() if key != "split"}
+    for data in (plan()["data"], plain):
         tables = plan(data=data, evaluation=evaluation)
         with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-            rows.append(run.step())
-    for row in rows:
+            row = run.step()
         assert math.isfinite(row["held_out/plain/loss"])
         assert row["held_out/mixed/loss"] == pytest.approx(row["held_out/plain/loss"], rel=0.05)
