@@ -419,9 +419,9 @@ def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager]
         return _under(stepped.name, optimizer_states(update, stepped))
 
     def held_by(objects: Iterable[object]) -> NamedTensors:
-        for one in objects:
-            if isinstance(one, Holds):
-                yield from one.held()
+        for holder in objects:
+            if isinstance(holder, Holds):
+                yield from holder.held()
 
     def messages() -> NamedTensors:
         yield from held_by([crossing.link])

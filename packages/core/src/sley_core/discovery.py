@@ -24,7 +24,7 @@ NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository th
 
 
 @dataclass(frozen=True)
-class Found:
+class PluginSource:
     """A plugin, by the metadata of its distribution. entry_point: None for a given `module`. requires: `Requires-Dist`."""
 
     name: str
@@ -39,9 +39,9 @@ class Found:
         return f"plugin `{self.name}` ({self.dist} {self.version})"
 
 
-def installed() -> Mapping[str, list[Found]]:
+def installed() -> Mapping[str, list[PluginSource]]:
     """Returns all plugins on `sys.path`, by name; of a distribution that is there twice the first, as for an import."""
-    plugins_by_name: dict[str, list[Found]] = {}
+    plugins_by_name: dict[str, list[PluginSource]] = {}
     dists: set[str] = set()
     for entry in map(Path, sys.path):  # an empty entry is the current folder
         changed = entry.stat().st_mtime_ns if entry.exists() else 0
@@ -54,7 +54,7 @@ def installed() -> Mapping[str, list[Found]]:
 
 
 @cache
-def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
+def _read(entry: str, changed: int) -> list[tuple[str, list[PluginSource]]]:
     """Returns the distributions with plugins at one entry of `sys.path`, by canonical name; cached, as that takes 4 ms."""
     dists = []
     for dist in distributions(path=[entry]):
@@ -68,7 +68,7 @@ def _read(entry: str, changed: int) -> list[tuple[str, list[Found]]]:
         # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
         points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
-        dists.append((_canonical(name), [Found(point.name, name, number, point, requires) for point in points]))
+        dists.append((_canonical(name), [PluginSource(point.name, name, number, point, requires) for point in points]))
     return dists
 
 
@@ -97,7 +97,7 @@ def core_version() -> str:
         return "0"
 
 
-def unmet_requirement(plugin: Found) -> str | None:
+def unmet_requirement(plugin: PluginSource) -> str | None:
     """Returns the requirement on core that the installed core does not meet, or None."""
     if not plugin.requires or plugin.name == CORE or core_version() == "0":
         return None

@@ -80,7 +80,7 @@ def certify(distribution: str, level: Level = "verified") -> Iterator[Verdict]:
     plugin.
     """
     loader = Loader()
-    names = [name for name in loader.names() if any(each.dist == distribution for each in loader.found(name))]
+    names = [name for name in loader.names() if any(each.dist == distribution for each in loader.sources(name))]
     failed = False
     for current in LEVELS[: LEVELS.index(level) + 1]:
         for name in names:

@@ -146,7 +146,7 @@ def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
     """Returns the pip requirement of plugin `name`. Raises PluginError if it is neither Sley's own nor installed."""
     if name in FIRST_PARTY or name in EXAMPLES:
         return f"-e {folder_of(name, extras.get(name, ''))}"
-    match loader.found(name):
+    match loader.sources(name):
         case [dist]:
             return f"{dist.dist}=={dist.version}" if dist.version != "0" else dist.dist
     loader.load(name)

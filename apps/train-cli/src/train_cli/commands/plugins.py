@@ -103,7 +103,7 @@ def _check_distribution(dist: str | None, level: Level, form: OutputFormat) -> i
 
 def _plugin_entry(name: str, loader: Loader) -> dict[str, Any]:
     """Returns the JSON entry of one plugin, with the error if it cannot be loaded."""
-    dists = loader.found(name)
+    dists = loader.sources(name)
     entry: dict[str, Any] = {
         "name": name,
         "dist": ", ".join(dist.dist for dist in dists),

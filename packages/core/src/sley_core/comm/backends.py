@@ -227,13 +227,13 @@ def message_transports(
 
     log: notes what the backend's collectives exchange, which carry no mark; ranks compare it before a step ends.
     """
-    found: dict[str, Transport] = {}
+    transports: dict[str, Transport] = {}
     for name, lane in lanes.items():
         if is_from_host(dist.get_backend(lane), device):
-            found[name] = Direct(members, name, lane)
+            transports[name] = Direct(members, name, lane)
         else:
-            found[name] = Backend(members, name, lane, log, is_coalesced=can_coalesce(lane))
-    return found
+            transports[name] = Backend(members, name, lane, log, is_coalesced=can_coalesce(lane))
+    return transports
 
 
 @cache

@@ -80,10 +80,10 @@ def of_header(header: Tensor) -> Mark:
 
 def checksum(names: Iterable[str]) -> int:
     """Returns a checksum of `names` in their order, the same in every process."""
-    found = 0
+    crc = 0
     for name in names:
-        found = zlib.crc32(name.encode(), zlib.crc32(b"\0", found))
-    return found
+        crc = zlib.crc32(name.encode(), zlib.crc32(b"\0", crc))
+    return crc
 
 
 @lru_cache(maxsize=4096)

@@ -96,14 +96,14 @@ class Recompute(ActivationPolicy):
 class _Inputs:
     """The versions of all tensors that layer `name` is given, without these. with_bits: their bits too."""
 
-    def __init__(self, name: str, given: Any, *, with_bits: bool) -> None:
+    def __init__(self, name: str, inputs: Any, *, with_bits: bool) -> None:
         self.name = name
         self.with_bits = with_bits
-        self._before = self._look(given)
+        self._before = self._look(inputs)
 
-    def check(self, given: Any) -> None:
+    def check(self, inputs: Any) -> None:
         """Raises RunError `recompute-in-place` if any of the tensors was written. Waits for the device if `with_bits`."""
-        if self._look(given) != self._before:
+        if self._look(inputs) != self._before:
             raise RunError(
                 "recompute-in-place",
                 f"the input of layer {self.name!r} is written on, by the layer or by a later one, so it cannot run again "
@@ -111,8 +111,8 @@ class _Inputs:
                 hint="let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`",
             )
 
-    def _look(self, given: Any) -> list[tuple[int, int]]:
-        looks = [(version_of(one), sum_of_bits(one) if self.with_bits else None) for one in tensors_in((given,))]
+    def _look(self, inputs: Any) -> list[tuple[int, int]]:
+        looks = [(version_of(one), sum_of_bits(one) if self.with_bits else None) for one in tensors_in((inputs,))]
         return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
 
 
@@ -288,9 +288,9 @@ def _call_in_words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
             return type(value).__name__
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
-    given = [shape(value) for value in args] + [f"{name} {shape(value)}" for name, value in fields.items()]
+    descriptions = [shape(value) for value in args] + [f"{name} {shape(value)}" for name, value in fields.items()]
     kind = type(layer.module).__name__
-    return f"layer `{layer.name}` ({kind}) of micro-batch {micro.micro}, given {', '.join(given) or 'nothing'}"
+    return f"layer `{layer.name}` ({kind}) of micro-batch {micro.micro}, given {', '.join(descriptions) or 'nothing'}"
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:

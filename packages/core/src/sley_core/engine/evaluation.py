@@ -85,9 +85,9 @@ class Tally:
         metrics, results = self.metrics, dict[str, Any]()
         before = [(one, version_of(one)) for one in tensors_in((output, fields))]
         if metrics.own is not None:
-            given = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
+            arguments = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
             if metrics.whole is None or metrics.whole.counts:
-                results = self._checked(metrics.own(*given))
+                results = self._checked(metrics.own(*arguments))
         if any(version_of(one) != version for one, version in before):
             message = "the [evaluation] metric writes in place to the output or the batch, of which the loss is computed too"
             raise RunError("metric-result", message, path=("evaluation", "metric"), hint="let it make new tensors")

@@ -162,8 +162,8 @@ class _Loading:
         elif value.is_meta:
             fault = "is on meta and has no values"
         else:
-            found = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-            if self.report.sums.setdefault(first, found) != found:
+            digest = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            if self.report.sums.setdefault(first, digest) != digest:
                 fault = "has other values than the name that it is tied to"
         if fault:
             self.report.wrong.append(f"{name!r} {fault}")

@@ -247,8 +247,8 @@ class PositionProbe:
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
         """Returns `first(args, fields)`, the output. second: the same, without a policy. Raises RunError "sequence-mixing"."""
         positions = Positions(self.dim, self.length)
-        given = args, dict(fields)
-        others = copied(given, {id(one): one.detach().clone() for one in tensors_in(given)})
+        inputs = args, dict(fields)
+        others = copied(inputs, {id(one): one.detach().clone() for one in tensors_in(inputs)})
         token = _RUNNING.set(positions)
         try:
             output = first(args, fields)

@@ -204,7 +204,7 @@ def tie_axis(stages: Sequence[int]) -> str:
 def ties(stages: Stages) -> list[tuple[int, ...]]:
     """Returns the sets of stages that share a parameter, each once, in ascending order."""
     _, holders, _ = _across(stages)
-    return sorted({tuple(sorted(found)) for found in holders.values() if len(found) > 1})
+    return sorted({tuple(sorted(owners)) for owners in holders.values() if len(owners) > 1})
 
 
 def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]], dict[int, list[str]]]:

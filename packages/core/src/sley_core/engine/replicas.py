@@ -192,12 +192,12 @@ class WriteWatch:
     def _watched(self, layer: Layer) -> Iterable[_Place]:
         """Yields the places of whole parameters, and of buffers that must not be written."""
         for name, module in layer.module.named_modules(prefix=layer.name):
-            for held, is_buffer in ((module._parameters, False), (module._buffers, True)):
-                for key, tensor in held.items():
+            for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
+                for key, tensor in values.items():
                     path = f"{name}.{key}"
                     if tensor is None or isinstance(tensor, StandIn) or (is_buffer and is_per_rank(path, self._per_rank)):
                         continue
-                    yield _Place(path, module, held, key, is_buffer)
+                    yield _Place(path, module, values, key, is_buffer)
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:

@@ -170,12 +170,12 @@ class WeightSaver:
                 discard(folder)
             hint = "all ranks write into this folder, so that each of them must see it"
             raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {wrong[0]}", hint=hint)
-        found = [
+        plain = [
             (rank, [Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
             for rank, (_, lists, _) in zip(self._control.ranks, everyone, strict=True)
             for specs in lists
         ]
-        named = [(name, *one) for name, one in zip(file_names(len(found)), found, strict=False)]
+        named = [(name, *one) for name, one in zip(file_names(len(plain)), plain, strict=False)]
         return named, everyone[0][2]
 
     def _sources(self, precision: Precision) -> Iterator[_Source]:
@@ -229,8 +229,8 @@ class WeightSaver:
         if not self._is_first_copy:
             return None
         # Over `wp` of the first replica, all of whose ranks get here.
-        found = value if source.param.shard is None else wholes({source.param: value}, self._parts.groups)[source.param]
-        return found if self._writes else None
+        whole = value if source.param.shard is None else wholes({source.param: value}, self._parts.groups)[source.param]
+        return whole if self._writes else None
 
     def _full(self, param: Param) -> Tensor:
         """Returns the master of this rank's shard of `param`; parts that ranks step are summed over the reduce group."""

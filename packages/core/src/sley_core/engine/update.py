@@ -215,12 +215,12 @@ class Update:
 
     def _unscale(self, gradients: list[NormGroup], factor: float) -> Tensor:
         """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's is not finite, else 0."""
-        found = torch.zeros(1, device=self.device.torch_device)
+        overflow = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
         for group in gradients:
             # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
-            torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, found, inverse)
-        return found.double()
+            torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, overflow, inverse)
+        return overflow.double()
 
     def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or on the device."""
@@ -293,8 +293,8 @@ def step_buckets(
                     put(optimizer, copied(before))
                 step()
                 before |= groups.added()
-                found = changed(before, shared_values(optimizer))
-                for place, value in found.items():
+                changes = changed(before, shared_values(optimizer))
+                for place, value in changes.items():
                     if place in after and can_compare(value) and not same(value, after[place]):
                         raise RunError(
                             "optimizer-counts-steps",
@@ -302,7 +302,7 @@ def step_buckets(
                             "steps, so it cannot be stepped bucket by bucket",
                             hint='use `when = "idle"`, or an optimizer that keeps its numbers with each parameter',
                         )
-                after |= found
+                after |= changes
         if after:
             put(optimizer, before | after)
     finally:

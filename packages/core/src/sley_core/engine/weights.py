@@ -88,14 +88,14 @@ class WeightStore:
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
         """Makes a buffer, without memory, for each list of parameters and number of parts; called before masters are made."""
         assert not self._is_laid_out, "weights are laid out before masters are made"
-        made = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
-        for buffer in made:
+        buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
+        for buffer in buffers:
             assert not any(is_kept(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
             twice = [param.name for param in buffer.params if param in self._places]
             assert not twice, f"{twice} have a place already"
             self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}
-        self.buffers += made
-        return made
+        self.buffers += buffers
+        return buffers
 
     def __contains__(self, param: Param) -> bool:
         """Whether the parameter's working weight lies in one of the buffers."""

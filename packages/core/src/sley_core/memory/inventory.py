@@ -88,10 +88,10 @@ class MemoryInventory:
 
 def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry]:
     """Returns the storages of `tensors`, each once, with the tensors in it by name."""
-    found: dict[int, dict[str, Tensor]] = {}
+    entries: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        found.setdefault(storage_id(tensor), {})[name] = tensor
-    return [StorageEntry(whole(next(iter(inside.values()))), inside) for inside in found.values()]
+        entries.setdefault(storage_id(tensor), {})[name] = tensor
+    return [StorageEntry(whole(next(iter(inside.values()))), inside) for inside in entries.values()]
 
 
 def whole(tensor: Tensor) -> Tensor:

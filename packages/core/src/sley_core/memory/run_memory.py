@@ -77,10 +77,10 @@ class RunMemory:
     @property
     def where(self) -> dict[Part, Where]:
         """Returns where each part is: here, leaving, away or coming; parts that no manager of the plan moves are here."""
-        found = dict.fromkeys(PARTS, Where.HERE)
+        places = dict.fromkeys(PARTS, Where.HERE)
         for manager in self.managers:
-            found.update({part: manager.where(part) for part in manager.parts})
-        return found
+            places.update({part: manager.where(part) for part in manager.parts})
+        return places
 
     @on_stream
     def offload(self, *parts: Part) -> Move:
@@ -130,10 +130,10 @@ class RunMemory:
     @property
     def report(self) -> dict[Part, Moved]:
         """Returns what moving each part has cost since the run began; parts that no manager moves are left out."""
-        found: dict[Part, Moved] = {}
+        moved: dict[Part, Moved] = {}
         for manager in self.managers:
-            found.update({part: manager.moved(part) for part in manager.parts})
-        return found
+            moved.update({part: manager.moved(part) for part in manager.parts})
+        return moved
 
     @on_stream
     def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
@@ -182,8 +182,8 @@ class RunMemory:
 
 def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
     """Returns a tensor's value on the host: the view of its copy if it is away, else a new copy."""
-    found = _where_it_lies(copies, tensor, part)
-    return found.detach().to("cpu", copy=True) if found is tensor else found
+    source = _where_it_lies(copies, tensor, part)
+    return source.detach().to("cpu", copy=True) if source is tensor else source
 
 
 def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
@@ -212,10 +212,10 @@ class CountsOf:
 
     def counts(self) -> Mapping[str, float]:
         """Returns, by `<part>_<number>`, what moving each part has cost, without zeros; GB/s where seconds are known."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for part in self._manager.parts:
-            found |= {f"{part}_{name}": value for name, value in self._manager.moved(part).numbers().items() if value}
-        return found
+            numbers |= {f"{part}_{name}": value for name, value in self._manager.moved(part).numbers().items() if value}
+        return numbers
 
 
 class MoveNumbers:
@@ -249,11 +249,11 @@ class MoveNumbers:
 
     def _since(self, name: str, part: Part | None) -> tuple[float, float, float]:
         """Returns the bytes copied since the last call with this `name` and `part`, those of timed copies, and their time."""
-        found = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
+        every = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
         now = (
-            float(sum(moved.copied_out + moved.copied_in for moved in found)),
-            float(sum(moved.timed_out + moved.timed_in for moved in found)),
-            sum(moved.seconds_out + moved.seconds_in for moved in found),
+            float(sum(moved.copied_out + moved.copied_in for moved in every)),
+            float(sum(moved.timed_out + moved.timed_in for moved in every)),
+            sum(moved.seconds_out + moved.seconds_in for moved in every),
         )
         key = f"{name} {part}"
         before = self._before.get(key, (0.0, 0.0, 0.0))

@@ -128,17 +128,17 @@ class Model:
             return
         with seeded_as_plain(derive(seed, layer.name)):
             try:
-                made = layer.builder()
+                built = layer.builder()
             except SleyError:
                 raise
             except Exception as error:
                 raise _unusable(f"the builder of the layer {layer.name!r} failed: {cause(error)}") from error
-            if not isinstance(made, nn.Module):
-                raise _unusable(f"the builder of the layer {layer.name!r} returned {_described(made)}, not a torch.nn.Module")
-            layer.module = made
+            if not isinstance(built, nn.Module):
+                raise _unusable(f"the builder of the layer {layer.name!r} returned {_described(built)}, not a torch.nn.Module")
+            layer.module = built
             if initialises and self.init_weights is not None:
-                _give_memory(made, {})
-                self._initialise(made, layer.name, set())
+                _give_memory(built, {})
+                self._initialise(built, layer.name, set())
 
     def tie(self) -> None:
         """Ties the parameters that `ties` names. Raises PlanError "model-factory" if they do not fit, or two layers are one."""
@@ -176,16 +176,16 @@ class Model:
             raise PlanError("model-init", message, path=MODEL) from error
 
 
-def _give_memory(module: nn.Module, given: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Moves the module's parameters on meta to the host, without values. given: the new ones by the old ones, which grows."""
+def _give_memory(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Moves the module's parameters on meta to the host, without values. replacements: new by old ones; grows."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if parameter not in given:
+                if parameter not in replacements:
                     # Not empty_like, which imports the compiler for a tensor on meta (`uncompiled.py`).
                     own = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    given[parameter] = like(parameter, own)
-                part._parameters[name] = given[parameter]
+                    replacements[parameter] = like(parameter, own)
+                part._parameters[name] = replacements[parameter]
 
 
 def as_model(returned: Any) -> Model:
@@ -345,17 +345,17 @@ class ForwardPatch:
         if self._forward is None:
             return
         self._forward = None  # code that kept a reference to the patch now calls the forward below it
-        held = vars(self.module)
-        above = held.get("forward")
+        attributes = vars(self.module)
+        above = attributes.get("forward")
         if above is not self:
             while isinstance(above, ForwardPatch) and above._below is not self:
                 above = above._below
             if isinstance(above, ForwardPatch):
                 above._below = self._below
         elif self._below is None:
-            del held["forward"]
+            del attributes["forward"]
         else:
-            held["forward"] = self._below
+            attributes["forward"] = self._below
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._below is None:

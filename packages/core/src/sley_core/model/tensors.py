@@ -185,16 +185,16 @@ def check_held(
     named = {key: _Span(*_span(tensor), name, tensor, True) for key, (name, tensor) in reversed(known.items())}
     unreadable: dict[str, list[HeldTensor]] = {}
     for layer, module in modules.items():
-        for held in held_tensors(layer, module, registered):
-            other = twin(held.tensor)
-            name, tensor = known.get(id(held.tensor if other is None else other), ("", held.tensor))
+        for entry in held_tensors(layer, module, registered):
+            other = twin(entry.tensor)
+            name, tensor = known.get(id(entry.tensor if other is None else other), ("", entry.tensor))
             is_parameter = bool(name) and isinstance(tensor, nn.Parameter)
-            if is_parameter and (other is not None or not held.in_module):
-                raise _kept(held.where, name)
+            if is_parameter and (other is not None or not entry.in_module):
+                raise _kept(entry.where, name)
             if is_parameter or tensor.grad_fn is not None:
-                unreadable.setdefault(layer, []).append(held)
+                unreadable.setdefault(layer, []).append(entry)
             if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
-                named.setdefault(id(tensor), _Span(*_span(tensor), held.where, tensor, False))
+                named.setdefault(id(tensor), _Span(*_span(tensor), entry.where, tensor, False))
     _check_memory(span for span in named.values() if span.end)
     return unreadable
 
@@ -264,8 +264,8 @@ def _shared(one: _Span, other: _Span) -> PlanError:
     """Returns the error for two tensors that share memory, one of them a parameter that is trained."""
     kinds = ["parameter" if isinstance(each.tensor, nn.Parameter) else "buffer" for each in (one, other)]
     if not (one.is_registered and other.is_registered):
-        held, parameter = (other, one) if one.is_registered else (one, other)
-        message = f"`{held.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
+        plain, parameter = (other, one) if one.is_registered else (one, other)
+        message = f"`{plain.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
         return PlanError("model-init", message, path=("model",), hint="`.clone()` it, or compute it in the forward")
     if kinds == ["parameter", "parameter"]:
         message = f"the parameters {one.name!r} and {other.name!r} share their memory, but are two parameters"
@@ -335,6 +335,6 @@ def _behind(where: str, root: Any, seen: set[int], registered: set[int]) -> Iter
 
 def _of_function(function: FunctionType) -> list[Any]:
     """Returns what a function closes over, its defaults, and the tensors, containers and functions it uses as globals."""
-    found = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
+    values = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
     known = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return found + [one for one in known if isinstance(one, Tensor | list | tuple | dict | set | FunctionType)]
+    return values + [one for one in known if isinstance(one, Tensor | list | tuple | dict | set | FunctionType)]

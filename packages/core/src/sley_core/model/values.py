@@ -60,12 +60,12 @@ class HostModel:
 
     def module(self, layer: Layer) -> nn.Module:
         """Returns the module of `layer` with values on the host. If the layer has a builder, it is called now."""
-        made = self._made[layer.name]
-        if made.builder is None:
-            return made.module
+        own = self._made[layer.name]
+        if own.builder is None:
+            return own.module
         with _plain(self._seed):
-            self._made.build_layer(made, self._seed)
-        module, made.module = made.module, nn.Module()
+            self._made.build_layer(own, self._seed)
+        module, own.module = own.module, nn.Module()
         _check_same(layer, module)
         _check_parameters(self.model, {layer.name: module})
         self._note_held({layer.name: module})
@@ -124,7 +124,7 @@ class HostModel:
         """
         home, place, _ = self._homes[id(meta)]
         if home is not layer:
-            real = next(found for path, _, _, found in _places(home.name, self.module(home)) if path == place)
+            real = next(parameter for path, _, _, parameter in _places(home.name, self.module(home)) if path == place)
         value = real.detach()
         if not value.is_meta and not value.isnan().any():
             return value
@@ -136,9 +136,9 @@ class HostModel:
         """Checks what the layers `modules` refer to, and notes in the model's layers what must not be read."""
         for name, module in modules.items():
             check_parameters(name, module)
-        found = check_held(modules)
+        unregistered = check_held(modules)
         for name in modules:
-            self.model[name].unreadable = {held.where: held.tensor for held in found.get(name, ())}
+            self.model[name].unreadable = {held.where: held.tensor for held in unregistered.get(name, ())}
 
 
 def _places(name: str, module: nn.Module) -> Places:
@@ -174,8 +174,8 @@ def _described(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yields the names of modules, parameters and buffers with what must be equal."""
     for path, each in module.named_modules(prefix=name, remove_duplicate=False):
         yield path, f"a {type(each).__name__}"
-        for kind, held in (("parameter", each._parameters), ("buffer", each._buffers)):
-            for attribute, tensor in held.items():
+        for kind, registered in (("parameter", each._parameters), ("buffer", each._buffers)):
+            for attribute, tensor in registered.items():
                 if tensor is not None:
                     yield f"{path}.{attribute}", f"a {kind} {list(tensor.shape)}"
 
@@ -214,8 +214,8 @@ def _named(layers: Sequence[tuple[str, bool]]) -> str:
 def _take_modes(before: nn.Module, module: nn.Module) -> None:
     """Puts `module` and those in it into the modes of `before`, by `train()`, which a module may override."""
     module.train()
-    for one, other in zip(before.modules(), module.modules(), strict=True):
-        other.training = one.training
+    for old, new in zip(before.modules(), module.modules(), strict=True):
+        new.training = old.training
 
 
 def _move_buffers(

@@ -123,12 +123,12 @@ def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, 
     unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
     if unmatched:
         raise PlanError.many(_unmatched(index, every, config.groups, aliases or {}) for index in unmatched)
-    found = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
-    if every and len(found) == len(every):
+    frozen = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
+    if every and len(frozen) == len(every):
         message = f"every one of the {len(every)} parameters is frozen, so there is nothing to train"
         hint = "narrow the pattern of a group with `freeze = true`"
         raise PlanError("all-frozen", message, path=("optimizer", "groups"), hint=hint)
-    return found
+    return frozen
 
 
 EVERYWHERE_ALIKE = {"foreach": True}
@@ -210,9 +210,9 @@ def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -
     for group in list(optimizer.param_groups):
         if not (group.get("fused") and group["momentum"]):
             continue
-        given = [parameter for parameter in group["params"] if parameter.grad is not None]
-        late = {id(parameter) for parameter in given if optimizer.state[parameter].get("momentum_buffer") is None}
-        if 0 < len(late) < len(given):
+        with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+        late = {id(parameter) for parameter in with_gradient if optimizer.state[parameter].get("momentum_buffer") is None}
+        if 0 < len(late) < len(with_gradient):
             apart = [parameter for parameter in group["params"] if id(parameter) in late]
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in late]
             optimizer.param_groups.append({**group, "params": apart})

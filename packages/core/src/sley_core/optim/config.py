@@ -31,9 +31,9 @@ class GroupConfig(Table):
     @classmethod
     def _frozen_has_no_options(cls, freeze: bool, info: ValidationInfo) -> bool:
         """Raises ValueError for a frozen group with options, which would have no effect."""
-        given = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
-        if freeze and given:
-            raise ValueError(f"a frozen group is never updated, so `{given[0]}` has no effect")
+        useless = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
+        if freeze and useless:
+            raise ValueError(f"a frozen group is never updated, so `{useless[0]}` has no effect")
         return freeze
 
 

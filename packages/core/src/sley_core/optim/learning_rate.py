@@ -134,5 +134,5 @@ def check_learning_rate(plan: Plan) -> Iterable[Problem]:
         try:
             warmup_stable_decay(config, plan.run.steps)
         except PlanError as error:
-            for found in error.diagnostics:
-                yield Problem(found.path, found.message, found.hint, found.code)
+            for problem in error.diagnostics:
+                yield Problem(problem.path, problem.message, problem.hint, problem.code)

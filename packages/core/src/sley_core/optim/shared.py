@@ -28,16 +28,16 @@ FEW = 1 << 16
 
 def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
     """Returns the values, live, of which a copy can be made: plain data and small tensors."""
-    found: Shared = {}
+    values: Shared = {}
     for number, group in enumerate(optimizer.param_groups):
-        found |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
+        values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
     for key, state in own_states(optimizer).items():
         if is_plain(state):
-            found["state", "", key] = state
+            values["state", "", key] = state
     for path, name, value in own_attributes(optimizer):
         if is_plain(value):
-            found["attribute", path, name] = value
-    return found
+            values["attribute", path, name] = value
+    return values
 
 
 def copied(values: Shared) -> Shared:
@@ -123,13 +123,13 @@ def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
     """Returns what a checkpoint must have besides options and states of parameters: states under keys of its own, and
     attributes that differ from those of `begun`. Raises RunError `optimizer-state` for a state that is no plain data.
     """
-    found = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
+    current = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
     for key in own_states(optimizer):
-        if ("state", "", key) not in found:
+        if ("state", "", key) not in current:
             message = f"a checkpoint cannot hold the state {key!r} of {type(optimizer).__name__}, whose key is no parameter"
             hint = "keep numbers, strings and small tensors there, and large tensors under the parameters"
             raise RunError("optimizer-state", message, hint=hint)
-    return changed(begun, found)
+    return changed(begun, current)
 
 
 def attributes_of(values: Shared) -> Shared:

@@ -56,21 +56,21 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     PluginError if one of these hooks fails.
     """
     problems = [*check_offload(plan), *check_canonical(plan), *_parts(plan), *_sequence(plan), *_keep_best(plan)]
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     own = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL)}
     try:
         topology = plan.topology(world)
     except PlanError as error:
-        found += error.diagnostics
+        diagnostics += error.diagnostics
         problems += check_tables(own)
     else:
         problems += [*check_tables(own, topology.dp), *_optimizer(plan, topology), *check_handlers(plan, topology)]
         problems += check_all_data(plan.data, plan.model, plan.evaluation, plan.evaluation_sets)
-        found += _schedule(plan, topology)
+        diagnostics += _schedule(plan, topology)
         for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += more
-    found += [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in problems]
-    return by_place(found)
+    diagnostics += [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in problems]
+    return by_place(diagnostics)
 
 
 def timer_package(plan: Plan) -> str:

@@ -117,13 +117,13 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 def locate(error: SleyError, document: Document) -> SleyError:
     """Gives the diagnostics of `error` that have a path their places in `document`; returns the same error."""
-    found = []
+    located = []
     for diagnostic in error.diagnostics:
         if diagnostic.path and not diagnostic.place:
             place, line = document.place(diagnostic.path)
             diagnostic = replace(diagnostic, place=place, source_line=line)
-        found.append(diagnostic)
-    error.diagnostics = tuple(found)
+        located.append(diagnostic)
+    error.diagnostics = tuple(located)
     error.args = ("\n".join(str(diagnostic) for diagnostic in error.diagnostics),)
     return error
 

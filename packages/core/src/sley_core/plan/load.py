@@ -179,56 +179,56 @@ class _Resolver:
 
     def is_named(self, spec: ComponentTable) -> bool:
         """Returns whether the plan itself names the record of a table."""
-        given = self.tables.get(spec.key)
-        return isinstance(given, dict) and "use" in given
+        value = self.tables.get(spec.key)
+        return isinstance(value, dict) and "use" in value
 
     def components(self, spec: ComponentTable, parallel: ParallelTable | None) -> tuple[Component, ...]:
         """Returns the components of a list of tables; if it is left out, those that the layout needs: a reducer if ranks may
         hold the same weight, and a handler of ties.
         """
-        given: Any = self.tables.get(spec.key, [])
+        tables: Any = self.tables.get(spec.key, [])
         if spec.key not in self.tables and spec.key == "metrics":
-            given = [{"use": "core.jsonl"}]
+            tables = [{"use": "core.jsonl"}]
         elif spec.key not in self.tables and spec.key == "gradient_handlers" and parallel:
             if parallel.dp == "auto" or parallel.dp * parallel.sp > 1:
-                given.append({"use": "core.each"})
+                tables.append({"use": "core.each"})
             record = self.schedule.record if self.schedule and parallel.pp > 1 else None
             if isinstance(record, ScheduleRecord) and record.ties:
-                given.append({"use": record.ties})
-        if not isinstance(given, list):
-            message = f"`{spec.key}` must be an array of tables, not {shown(given)}"
+                tables.append({"use": record.ties})
+        if not isinstance(tables, list):
+            message = f"`{spec.key}` must be an array of tables, not {shown(tables)}"
             self._problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
             return ()
-        components = [self._component(spec, item, (spec.key, number)) for number, item in enumerate(given)]
+        components = [self._component(spec, item, (spec.key, number)) for number, item in enumerate(tables)]
         return tuple(component for component in components if component)
 
     def named(self, spec: ComponentTable) -> dict[str, Component]:
         """Returns the components of the tables `[key.NAME]`, by name."""
-        given = self.tables.get(spec.key, {})
-        if not isinstance(given, dict):
-            self._problem("wrong-type", f"`{spec.key}` must be tables {spec.header}, not {shown(given)}", (spec.key,))
+        tables = self.tables.get(spec.key, {})
+        if not isinstance(tables, dict):
+            self._problem("wrong-type", f"`{spec.key}` must be tables {spec.header}, not {shown(tables)}", (spec.key,))
             return {}
-        if wrong := [name for name in given if not _NAME.fullmatch(name)]:
+        if wrong := [name for name in tables if not _NAME.fullmatch(name)]:
             for name in wrong:
                 message = f"`{name}` is no name of a table {spec.header}: it takes letters, digits, `_` and `-`"
                 self._problem("wrong-name", message, (spec.key, name), "begin with a letter", at="key")
             return {}
-        components = {name: self._component(spec, table, (spec.key, name)) for name, table in given.items()}
+        components = {name: self._component(spec, table, (spec.key, name)) for name, table in tables.items()}
         return {name: component for name, component in components.items() if component}
 
     def sets(self, evaluation: EvaluationTable | None) -> dict[str, EvaluationSet]:
         """Returns the sets of [evaluation] by name. A set that is evaluated whole gets a table that holds nothing out."""
         sets: dict[str, EvaluationSet] = {}
-        for name, given in {} if evaluation is None else evaluation.sets.items():
+        for name, table in {} if evaluation is None else evaluation.sets.items():
             path = ("evaluation", "sets", name)
             spec = replace(DATA, key=dotted(path))
             if not _NAME.fullmatch(name):
                 message = f"`{name}` is no name of a set: it takes letters, digits, `_` and `-`"
                 self._problem("wrong-name", message, path, "begin with a letter", at="key")
                 continue
-            own = {key: value for key, value in given.items() if key in SetTable.model_fields}
+            own = {key: value for key, value in table.items() if key in SetTable.model_fields}
             keys = self._validated(SetTable, own, path, spec.header)
-            data = self._component(spec, {key: value for key, value in given.items() if key not in own}, path)
+            data = self._component(spec, {key: value for key, value in table.items() if key not in own}, path)
             if keys is None or data is None:
                 continue
             if keys.split == "all":
@@ -293,7 +293,7 @@ class _Resolver:
     def _component(
         self,
         spec: ComponentTable,
-        given: Any,
+        table: Any,
         path: KeyPath,
         default: str | None = None,
         shared: Mapping[str, Any] | None = None,
@@ -301,36 +301,36 @@ class _Resolver:
         """Returns the component of one table, by its `use`, its `factory` or `default`; None if it has a problem. shared: keys
         that it gets if its record takes them.
         """
-        if not isinstance(given, dict):
-            self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(given)}", path)
+        if not isinstance(table, dict):
+            self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(table)}", path)
             return None
-        if "use" in given and "factory" in given and spec.factory:
+        if "use" in table and "factory" in table and spec.factory:
             message = f"{spec.header} has both `use` and `factory`"
             self._problem("use-and-factory", message, (*path, "factory"), "keep one of them", at="key")
             return None
-        if "factory" in given and spec.factory:
-            config = self._validated(spec.factory, {**_taken(shared, spec.factory), **given}, path, spec.header)
-            name = str(given["factory"])
+        if "factory" in table and spec.factory:
+            config = self._validated(spec.factory, {**_taken(shared, spec.factory), **table}, path, spec.header)
+            name = str(table["factory"])
             return Component(spec, name, None, config, path, self.document) if config else None
-        if "factory" in given and "use" not in given:
+        if "factory" in table and "use" not in table:
             message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
             hint = f"`use` one, or install a plugin of your own that offers {a_word(spec.kind)} (docs/write-a-plugin.md)"
             known = f"; {core}" if (core := self._of_core(spec)) else ""
             self._problem("no-factory", message, (*path, "factory"), f"{hint}{known}", at="key")
             return None
-        if "use" not in given:
+        if "use" not in table:
             if default is None:
                 message = f"{spec.header} needs `use`, the name of {a_word(spec.kind)}"
                 self._problem("missing-key", message, (*path, "use"), self._of_core(spec))
                 return None
-            given = {"use": default, **given}
-        return self._record_component(spec, given, path, shared)
+            table = {"use": default, **table}
+        return self._record_component(spec, table, path, shared)
 
     def _record_component(
-        self, spec: ComponentTable, given: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
+        self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
     ) -> Component | None:
         """Returns the component that `use` names, its config validated and its references loaded; None if it has a problem."""
-        name = given["use"]
+        name = table["use"]
         at, by = (*path, "use"), ""
         schedule = self.schedule.record if self.schedule and not self.document.origin(at) else None
         if (
@@ -347,7 +347,7 @@ class _Resolver:
         except SleyError as error:
             self._add(error, at, by)
             return None
-        rest = _taken(shared, record.config) | {key: value for key, value in given.items() if key != "use"}
+        rest = _taken(shared, record.config) | {key: value for key, value in table.items() if key != "use"}
         parts = {}
         for key, model in _part_tables(record.config):
             rest[key], parts[key] = self._parts(spec, model, rest, (*path, key))
@@ -367,15 +367,15 @@ class _Resolver:
         """Returns the array of tables at `path` without the keys of their records, and the components of these. around: the
         table that has the array.
         """
-        given = around.get(str(path[-1]))
-        if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-            return given, []  # reported by the model of the table around it
-        own = [{key: value for key, value in one.items() if key in model.model_fields} for one in given]
+        tables = around.get(str(path[-1]))
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            return tables, []  # reported by the model of the table around it
+        own = [{key: value for key, value in table.items() if key in model.model_fields} for table in tables]
         shared = {key: around[key] for key in model.shared if key in around}
         inner = replace(spec, key=dotted(path), kind=model.kind, many=True)
         components = []
-        for number, one in enumerate(given):
-            rest = {key: value for key, value in one.items() if key == "use" or key not in model.model_fields}
+        for number, table in enumerate(tables):
+            rest = {key: value for key, value in table.items() if key == "use" or key not in model.model_fields}
             components.append(self._component(inner, rest, (*path, number), shared=shared))
         return own, components
 
@@ -447,35 +447,35 @@ class _Resolver:
                 self._add(error, path, by)
         return self.plugins.get(name)
 
-    def _validated(self, model: type[AnyTable], given: Any, path: KeyPath, owner: str) -> AnyTable | None:
-        """Returns `given` as a `model`; None, with the problems recorded, if it does not validate."""
-        if not isinstance(given, dict):
-            self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
+    def _validated(self, model: type[AnyTable], table: Any, path: KeyPath, owner: str) -> AnyTable | None:
+        """Returns `table` as a `model`; None, with the problems recorded, if it does not validate."""
+        if not isinstance(table, dict):
+            self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(table)}", path)
             return None
-        keys = dict(given)
-        for key, value in given.items():
+        keys = dict(table)
+        for key, value in table.items():
             info = model.model_fields.get(key)
             if self.document.bases and info is not None and _takes_path(info.annotation):
                 keys[key] = _with_folder(value, (*path, key), self.document)
         try:
             return model.model_validate(keys, context={"folder": self.document.folder})
         except ValidationError as error:
-            self.problems += faults(error, model, given, path, self.document, owner)
+            self.problems += faults(error, model, table, path, self.document, owner)
             return None
 
     def _source_folder(self) -> None:
         """Makes relative paths start in the plan's `source_folder`, if it has one, instead of the file's folder."""
-        given = self.tables.get("source_folder")
-        if isinstance(given, str):
+        value = self.tables.get("source_folder")
+        if isinstance(value, str):
             try:
-                folder = Path(self.document.folder or Path(), expanded(given))
+                folder = Path(self.document.folder or Path(), expanded(value))
             except ValueError as error:
                 self._problem("wrong-value", f"`source_folder`: {error}", ("source_folder",))
                 return
             self.tables = {**self.tables, "source_folder": written(str(folder))}
             self.document = replace(self.document, folder=folder, tables=self.tables)
-        elif given is not None:
-            self._problem("wrong-type", f"`source_folder` must be a string, not {shown(given)}", ("source_folder",))
+        elif value is not None:
+            self._problem("wrong-type", f"`source_folder` must be a string, not {shown(value)}", ("source_folder",))
 
     def _add(self, error: SleyError, path: KeyPath, by: str = "") -> None:
         for problem in error.diagnostics:

@@ -20,7 +20,7 @@ from sley_core.discovery import (
     CORE_DIST,
     GROUP,
     NEWER_CORE,
-    Found,
+    PluginSource,
     core_version,
     installed,
     to_install,
@@ -84,7 +84,7 @@ class Loader:
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
         self._given = plugins
-        self._found: Mapping[str, list[Found]] | None = None
+        self._sources: Mapping[str, list[PluginSource]] | None = None
         self._loaded: dict[str, Plugin] = {}
 
     def names(self) -> list[str]:
@@ -92,12 +92,12 @@ class Loader:
         known = self._given if self._given is not None else self._installed()
         return [CORE, *sorted(set(known) - {CORE})]
 
-    def found(self, name: str) -> list[Found]:
+    def sources(self, name: str) -> list[PluginSource]:
         """Returns the distributions that provide plugin `name`: one, unless something is wrong; imports nothing."""
         if self._given is not None and name in self._given:
-            return [Found(name, "given", "0", module=self._given[name])]
+            return [PluginSource(name, "given", "0", module=self._given[name])]
         if name == CORE:
-            return self._installed().get(CORE) or [Found(CORE, CORE_DIST, core_version(), BUILT_IN)]
+            return self._installed().get(CORE) or [PluginSource(CORE, CORE_DIST, core_version(), BUILT_IN)]
         return [] if self._given is not None else self._installed().get(name, [])
 
     def load(self, name: str) -> Plugin:
@@ -109,21 +109,21 @@ class Loader:
         records).
         """
         if name not in self._loaded:
-            found = self.found(name)
-            if not found:
+            sources = self.sources(name)
+            if not sources:
                 raise self._missing(name)
-            if len(found) > 1:
-                dists = " and ".join(f"{one.dist} {one.version}" for one in found)
-                hint = f"uninstall one of them: `pip uninstall {found[-1].dist}`"
+            if len(sources) > 1:
+                dists = " and ".join(f"{source.dist} {source.version}" for source in sources)
+                hint = f"uninstall one of them: `pip uninstall {sources[-1].dist}`"
                 raise PluginError("plugin-ambiguous", f"plugin `{name}` is provided by {dists}", hint=hint)
-            one = found[0]
-            needed = unmet_requirement(one)
+            source = sources[0]
+            needed = unmet_requirement(source)
             if needed is not None:
-                message = f"{one.label} needs {needed}, but sley-core {core_version()} is installed"
-                hint = f"take {NEWER_CORE}, or a version of {one.dist} that this core suits"
+                message = f"{source.label} needs {needed}, but sley-core {core_version()} is installed"
+                hint = f"take {NEWER_CORE}, or a version of {source.dist} that this core suits"
                 raise PluginError("plugin-incompatible", message, hint=hint)
-            hooks = hooks_of(imported(one), one)
-            self._loaded[name] = Plugin(name, one.dist, one.version, records_of(hooks, one), hooks)
+            hooks = hooks_of(imported(source), source)
+            self._loaded[name] = Plugin(name, source.dist, source.version, records_of(hooks, source), hooks)
         return self._loaded[name]
 
     def record(self, kind: RecordKind, name: str) -> Record:
@@ -137,10 +137,10 @@ class Loader:
         message = f"{plugin.label} has no {words(kind)} `{record_name}`"
         raise PlanError("unknown-record", message, hint=suggestion(name, (f"{plugin_name}.{one}" for one in known), has))
 
-    def _installed(self) -> Mapping[str, list[Found]]:
-        if self._found is None:
-            self._found = installed()
-        return self._found
+    def _installed(self) -> Mapping[str, list[PluginSource]]:
+        if self._sources is None:
+            self._sources = installed()
+        return self._sources
 
     def _missing(self, name: str) -> PluginError:
         """Returns the PluginError for a plugin that is not there: "plugin-missing" for Sley's own, else "plugin-unknown"."""
@@ -163,21 +163,21 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 """The hooks that return records, and the class of what each may return."""
 
 
-def imported(found: Found) -> Any:
+def imported(source: PluginSource) -> Any:
     """Imports the plugin's module. Raises PluginError "plugin-import" with the cause, also SystemExit."""
-    if found.entry_point is None:
-        return found.module
+    if source.entry_point is None:
+        return source.module
     try:
-        return found.entry_point.load()
+        return source.entry_point.load()
     except (Exception, SystemExit) as error:
-        hint = f"reinstall {found.dist}, or report it to its authors"
+        hint = f"reinstall {source.dist}, or report it to its authors"
         if isinstance(error, ModuleNotFoundError) and error.name:
-            hint = f"install what provides `{error.name}`, or reinstall {found.dist}"
-        message = f"{found.label} cannot be imported: {cause(error)}"
+            hint = f"install what provides `{error.name}`, or reinstall {source.dist}"
+        message = f"{source.label} cannot be imported: {cause(error)}"
         raise PluginError("plugin-import", message, hint=hint) from error
 
 
-def hooks_of(module: Any, found: Found) -> Any:
+def hooks_of(module: Any, source: PluginSource) -> Any:
     """Returns callers of one plugin's hooks. Raises PluginError "plugin-hook" or "plugin-argument" for one that core lacks."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -185,7 +185,7 @@ def hooks_of(module: Any, found: Found) -> Any:
         options = manager.parse_hookimpl_opts(module, name)
         if options is None:
             if name in HOOKS and inspect.isroutine(getattr(module, name)):
-                message = f"{found.label}: its `{name}` would never be called: it is not marked as a hook"
+                message = f"{source.label}: its `{name}` would never be called: it is not marked as a hook"
                 raise PluginError("plugin-hook", message, hint="write `@hookimpl` above it, of `sley_core.hookspecs`")
             continue
         hook = options.get("specname") or name
@@ -193,23 +193,23 @@ def hooks_of(module: Any, found: Found) -> Any:
             continue
         if hook not in HOOKS:
             hint = suggestion(hook, HOOKS, f"it may need a newer core than {core_version()}")
-            raise PluginError("plugin-hook", f"{found.label}: there is no hook `{hook}`", hint=hint)
+            raise PluginError("plugin-hook", f"{source.label}: there is no hook `{hook}`", hint=hint)
         offered = inspect.signature(HOOKS[hook]).parameters
         wanted = inspect.signature(getattr(module, name)).parameters.values()  # pluggy passes those without a default
         more = [one.name for one in wanted if one.default is one.empty and one.name not in ("self", *offered)]
         if more:
             gives = ", ".join(f"`{key}`" for key in offered) or "nothing"
-            message = f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}"
-            hint = f"it is written for a newer core: take {NEWER_CORE}, or an older {found.dist}"
+            message = f"{source.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}"
+            hint = f"it is written for a newer core: take {NEWER_CORE}, or an older {source.dist}"
             raise PluginError("plugin-argument", message, hint=hint)
     try:
-        manager.register(module, found.name)
+        manager.register(module, source.name)
     except pluggy.PluginValidationError as error:
-        raise PluginError("plugin-invalid", f"{found.label}: {cause(error)}") from error
+        raise PluginError("plugin-invalid", f"{source.label}: {cause(error)}") from error
     return manager.hook
 
 
-def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Record]]:
+def records_of(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Mapping[str, Record]]:
     """Returns the plugin's records by kind and name. Raises PluginError "plugin-invalid": a hook that fails, something that is
     no record, or none of the hook's kind, a name that is used twice or cannot be written in a plan, a config that is not of its
     kind's base or has a reserved key.
@@ -219,7 +219,7 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
         try:
             returned = [record for records in getattr(hooks, hook)() for record in records]
         except Exception as error:
-            raise PluginError("plugin-invalid", f"{found.label} failed in `{hook}`: {cause(error)}") from error
+            raise PluginError("plugin-invalid", f"{source.label} failed in `{hook}`: {cause(error)}") from error
         for record in returned:
             kind = next((kind for kind, of_kind in RECORDS.items() if isinstance(record, of_kind)), None)
             if kind is None or not isinstance(record, types):
@@ -227,8 +227,8 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
             else:
                 wrong = _wrong(record, kind, records[kind])
             if wrong or kind is None:
-                hint = f"report this to the authors of {found.dist}"
-                raise PluginError("plugin-invalid", f"{found.label}: `{hook}` {wrong}", hint=hint)
+                hint = f"report this to the authors of {source.dist}"
+                raise PluginError("plugin-invalid", f"{source.label}: `{hook}` {wrong}", hint=hint)
             records[kind][record.name] = record
     return records
 

@@ -77,8 +77,8 @@ class Component:
             if self.table.build:
                 return import_factory(self.table.build, self.path, self.document.folder)(self.config, *args)
             assert isinstance(self.config, Factory), self.config
-            given = {self.table.given: args[0]} if self.table.given else {}
-            return call_factory(self.name, self.path, self.document.folder, self.config.options, given)
+            arguments = {self.table.given: args[0]} if self.table.given else {}
+            return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)
         except SleyError as error:
             locate(error, self.document)
             raise

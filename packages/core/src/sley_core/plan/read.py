@@ -74,13 +74,13 @@ def _parsed(text: str, file: str, folder: Path | None) -> Document:
         # tomli may point beyond the end of the document.
         line = min(error.lineno, len(lines))
         column = min(error.colno, len(lines[line - 1]) + 1)
-        found = Diagnostic(
+        problem = Diagnostic(
             "syntax",
             f"this is not TOML: {_lowered(error.msg)}",
             place=Place(file, line, column),
             source_line=printable(lines[line - 1].replace("\t", " ")),
         )
-        raise PlanError.many([found]) from None
+        raise PlanError.many([problem]) from None
     except (RecursionError, ValueError) as error:
         # Python itself refuses numbers of thousands of digits, and invalid dates.
         raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
@@ -106,8 +106,8 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
         except PlanError as error:
             place = Override(number, text, ()).place
             problems += [
-                Diagnostic(found.code, printable(found.message), found.path, place, printable(text), found.hint)
-                for found in error.diagnostics
+                Diagnostic(problem.code, printable(problem.message), problem.path, place, printable(text), problem.hint)
+                for problem in error.diagnostics
             ]
         else:
             overrides.append(Override(number, text, path))
@@ -231,9 +231,9 @@ def _key(name: str) -> list[str]:
 def _value(text: str) -> Any:
     """Returns the TOML value of `text`, or `text` itself if it is a bare word; raises PlanError "set-invalid"."""
     try:
-        found = tomli.loads(f"value = {text}")
-        if found.keys() == {"value"}:
-            return found["value"]
+        parsed = tomli.loads(f"value = {text}")
+        if parsed.keys() == {"value"}:
+            return parsed["value"]
     except (tomli.TOMLDecodeError, ValueError, RecursionError):
         if _BARE_WORD.fullmatch(text):
             return text
@@ -264,22 +264,22 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
     """
     if KEY not in document.tables:
         return document
-    given = document.tables[KEY]
-    if not isinstance(given, str) or not given:
-        raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(given)}")
+    base_path = document.tables[KEY]
+    if not isinstance(base_path, str) or not base_path:
+        raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(base_path)}")
     if document.folder is None:
-        raise _refused(document, "extends-missing", f"a text without a folder has nothing that `{given}` is relative to")
+        raise _refused(document, "extends-missing", f"a text without a folder has nothing that `{base_path}` is relative to")
     chain = chain or (_real(Path(document.folder, Path(document.file).name)),)
     try:
-        given = expanded(given)
+        base_path = expanded(base_path)
     except ValueError as error:
         raise _refused(document, "extends-missing", str(error)) from None
-    path = Path(document.folder, given)
+    path = Path(document.folder, base_path)
     if _real(path) in chain or len(chain) > _DEEPEST:
-        way = " extends ".join(f"`{one.name}`" for one in (*chain, path))
+        way = " extends ".join(f"`{link.name}`" for link in (*chain, path))
         raise _refused(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
     # The name to show: relative to the first file's name, as a person would write it.
-    name = os.path.normpath(Path(document.file).parent / given)
+    name = os.path.normpath(Path(document.file).parent / base_path)
     try:
         base = read(name if _real(Path(name)) == _real(path) else str(path))
     except PlanError as error:
@@ -293,12 +293,12 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
 def _at_home(base: Document) -> Document:
     """Returns a base without its `source_folder`, as in a resolved plan, in which its own relative paths start."""
     tables = dict(base.tables)
-    given = tables.pop("source_folder", None)
+    source_folder = tables.pop("source_folder", None)
     try:
-        folder = Path(base.folder or Path(), expanded(given)) if isinstance(given, str) else base.folder
+        folder = Path(base.folder or Path(), expanded(source_folder)) if isinstance(source_folder, str) else base.folder
     except ValueError as error:
-        found = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
-        raise PlanError.many([found]) from None
+        problem = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
+        raise PlanError.many([problem]) from None
     return replace(base, tables=tables, folder=folder)
 
 
@@ -315,22 +315,22 @@ def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: lis
     """Returns both tables merged, in the base's order; appends to `taken` the paths whose values are the base's."""
     if path and any(key in own and own[key] != base.get(key) for key in _DECIDES):
         return own
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for key in dict.fromkeys([*base, *own]):
         here = (*path, key)
         if key not in own:
-            found[key] = base[key]
+            joined[key] = base[key]
             taken.append(here)
         elif isinstance(own[key], dict) and isinstance(base.get(key), dict):
-            found[key] = _joined(own[key], base[key], here, taken)
+            joined[key] = _joined(own[key], base[key], here, taken)
         else:
-            found[key] = own[key]
-    return found
+            joined[key] = own[key]
+    return joined
 
 
 def _refused(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
-    found: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
-    error = PlanError.many([found])
+    problem: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
+    error = PlanError.many([problem])
     assert isinstance(error, PlanError), error
     return error
 

@@ -26,8 +26,8 @@ def to_tables(plan: Plan) -> dict[str, Any]:
     def dumped(table: Table) -> Any:
         return plain(table.model_dump(exclude_none=True, context={"folder": folder}))
 
-    def component(one: Component) -> dict[str, Any]:
-        return {**({"use": one.name} if one.record else {}), **dumped(one.config)}
+    def component(item: Component) -> dict[str, Any]:
+        return {**({"use": item.name} if item.record else {}), **dumped(item.config)}
 
     if folder:
         tables["source_folder"] = written(str(folder))
@@ -39,15 +39,15 @@ def to_tables(plan: Plan) -> dict[str, Any]:
         sets = plan.evaluation_sets.items()
         tables["evaluation"]["sets"] = {name: {**component(one.data), **dumped(one.keys)} for name, one in sets}
     for spec in COMPONENTS:
-        found = getattr(plan, spec.key)
-        if found is None:
+        components = getattr(plan, spec.key)
+        if components is None:
             continue
         if spec.many:
-            tables[spec.key] = [component(one) for one in found]
+            tables[spec.key] = [component(one) for one in components]
         elif not spec.named:
-            tables[spec.key] = component(found)
-        elif found:
-            tables[spec.key] = {name: component(one) for name, one in found.items()}
+            tables[spec.key] = component(components)
+        elif components:
+            tables[spec.key] = {name: component(one) for name, one in components.items()}
     return tables
 
 
@@ -145,13 +145,13 @@ def changes(before: str, now: str) -> list[Change]:
     return list(_changes(tomli.loads(before), tomli.loads(now)))
 
 
-def refuse_changes(found: list[Change]) -> None:
+def refuse_changes(changes: list[Change]) -> None:
     """Raises PlanError "resume-differs" that names each change with which a run cannot be resumed, with both values."""
-    refused = [one for one in found if one.is_refused]
+    refused = [one for one in changes if one.is_refused]
     # Another record has other keys: if a table's record changed, only that is reported.
     others = {one.path[0] for one in refused if one.path[1:] in _NAMES}
-    if told := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
-        raise PlanError.many(map(_refused, told))
+    if first_causes := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
+        raise PlanError.many(map(_refused, first_causes))
 
 
 def _refused(change: Change) -> Diagnostic:

@@ -70,10 +70,10 @@ class WeightFiles:
         files = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
         self.stored: dict[str, Stored] = {}
         for file in files:
-            found = _header(folder / file)
-            if twice := sorted(self.stored.keys() & found):
+            in_file = _header(folder / file)
+            if twice := sorted(self.stored.keys() & in_file):
                 raise refused(f"{_listed(twice)} in `{folder / file}` and in another file too")
-            self.stored |= found
+            self.stored |= in_file
         if index is not None:
             stored = self.stored
             problems = {
@@ -101,8 +101,8 @@ class WeightFiles:
 def read_tensor(file: Path, name: str) -> Tensor:
     """Returns a copy of the tensor `name` in memory; no page of `file` stays mapped. Raises RunError "weight-files"."""
     with opened(file, "pt") as content:
-        found: Tensor = content.get_tensor(name).clone()
-    return found
+        tensor: Tensor = content.get_tensor(name).clone()
+    return tensor
 
 
 @contextmanager
@@ -119,8 +119,8 @@ def opened(file: Path, framework: str) -> Iterator[Any]:
 
 def _header(file: Path) -> dict[str, Stored]:
     with opened(file, "numpy") as content:
-        found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
-        return {name: Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()}
+        slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
+        return {name: Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -132,15 +132,15 @@ def _index(folder: Path) -> dict[str, str]:
     try:
         if path.stat().st_size > _MOST_INDEX_BYTES:
             raise ValueError(f"it has more than {_MOST_INDEX_BYTES >> 20} MB")
-        found = json.loads(path.read_text("utf-8"))["weight_map"]
-        if not found or not all(isinstance(file, str) for file in found.values()):
+        files = json.loads(path.read_text("utf-8"))["weight_map"]
+        if not files or not all(isinstance(file, str) for file in files.values()):
             raise ValueError("its `weight_map` names no files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = "it has no `weight_map`" if isinstance(error, KeyError) else str(error)
         raise refused(f"cannot read `{path}`: {said}") from None
-    if outside := sorted({file for file in found.values() if Path(file).name != file}):
+    if outside := sorted({file for file in files.values() if Path(file).name != file}):
         raise refused(f"`{path}` names `{outside[0]}`, which is not in its folder")
-    return dict(found)
+    return dict(files)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -83,14 +83,14 @@ def parent(node: Node, other: Node) -> Node:
 
 def cover(first: int, last: int, num_leaves: int) -> list[Node]:
     """Returns the fewest nodes, in order, that make up the leaves from `first` to before `last`."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     while first < last:
         node = leaf(first)
         while (other := sibling(node, num_leaves)) is not None and node.last == other.first and other.last <= last:
             node = parent(node, other)
-        found.append(node)
+        nodes.append(node)
         first = node.last
-    return found
+    return nodes
 
 
 def run_of(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
@@ -112,9 +112,9 @@ class Spares:
         free = self.free.get((like.shape, like.dtype))
         if free:
             return free.pop()
-        made = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.made.append(made)
-        return made
+        memory = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.made.append(memory)
+        return memory
 
     def clear(self) -> None:
         self.free.clear()
@@ -163,14 +163,14 @@ class PartialSums:
         left, right = node.children
         return self._added(self.take(use, left, like), self.take(use, right, like))
 
-    def _added(self, one: Tensor, other: Tensor) -> Tensor:
+    def _added(self, total: Tensor, other: Tensor) -> Tensor:
         """Returns the sum, in the memory of either (of `home`, if it is one of them): a + b is b + a, bit for bit."""
         if other is self.home:
-            one, other = other, one
-        one.add_(other)
+            total, other = other, total
+        total.add_(other)
         if self.spares is not None:
             self.spares.free.setdefault((other.shape, other.dtype), []).append(other)
-        return one
+        return total
 
 
 class TreeLeaf(NamedTuple):
