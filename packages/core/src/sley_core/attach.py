@@ -407,7 +407,7 @@ def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager]
             yield from layer.module.named_buffers(layer.name)
 
     def states() -> NamedTensors:
-        """In the order of the parameters, then those under other keys, as `optimizer.<state>`; none before the first step."""
+        """Yields states in the order of the parameters, then those under other keys; none before the first step."""
         names = {id(stepped.parameter) for stepped in update.masters.stepped}
         for stepped in update.masters.stepped:
             yield from states_of(stepped)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PLAN = "plan.toml"
 WEIGHTS = "weights"
 CHECKPOINTS = "checkpoints"
-"""In a run's folder: its plan, its final weights, and its checkpoints, where the plan names no other folder for them."""
+"""Names in a run's folder: its plan, its final weights, and its checkpoints unless the plan names another folder for them."""
 
 COPIES = {
     ("data", "tokenizer"): "tokenizer",

@@ -48,7 +48,7 @@ def seed_host(seed: int) -> None:
 
 
 State = tuple[Tensor, Any, Any]
-"""Of torch's default generator of the host, of `random` and of numpy; None without numpy."""
+"""The states of torch's default generator of the host, of `random` and of numpy (None without numpy)."""
 
 
 def host_state() -> State:

@@ -51,7 +51,7 @@ Groups = list[dict[str, Any]]
 Build = Callable[[Groups], torch.optim.Optimizer]
 Shapes = Sequence[tuple[int, ...]]
 Cut = Callable[[tuple[int, ...]], list[tuple[int, tuple[int, ...]]]]
-"""From the shape of a parameter to the number of elements and the shape of each of its parts."""
+"""Returns the number of elements and the shape of each part of a parameter with this shape."""
 
 NUM_STEPS = 7
 """The rectified ones move no weight in their first five steps."""

@@ -103,7 +103,7 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
         most = max(most, len(sums))
         sums.put(0, leaf(at), incoming)
     assert most == 3
-    assert len(spares.made) == 3 + 1
+    assert len(spares.created) == 3 + 1
     assert sums.take(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
 
 

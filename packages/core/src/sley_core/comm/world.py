@@ -52,7 +52,7 @@ class World(AbstractContextManager["World"]):
     device: Device
     owns_default_group: bool = False
     simulation: Simulation | None = None
-    made: list[Groups] = field(default_factory=list, repr=False)
+    created: list[Groups] = field(default_factory=list, repr=False)
     rendezvous: Rendezvous | None = None
 
     @classmethod
@@ -142,14 +142,14 @@ class World(AbstractContextManager["World"]):
                 device=device.torch_device,
                 attaches=attaches,
             )
-        self.made.append(groups)
+        self.created.append(groups)
         return groups
 
     def close(self) -> None:
         """Destroys the default group, if this object made it, and all groups made from it; waits for their threads to end."""
-        for groups in self.made:
+        for groups in self.created:
             groups.close()
-        self.made.clear()
+        self.created.clear()
         self._leave()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

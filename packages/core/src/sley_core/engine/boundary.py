@@ -143,7 +143,7 @@ Structure: TypeAlias = Any
 _HAS_GRADIENT = 1
 _OVERLAPS = 2
 _FIRST = 4
-"""In a leaf's flags, `same_as` + 1 is multiplied by this; the lower bits are the two flags above."""
+"""The factor of `same_as` + 1 in a leaf's flags; the lower bits are the two flags above."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class _Loading:
         }
         self.extra = dict(with_extra_state(parts.layers))
         self.report = _Report()
-        self.given: set[str] = set()
+        self.taken: set[str] = set()
 
     def look(self, pairs: Pairs, *, writes: bool = False) -> None:
         """Checks every pair; with `writes`, writes it while there is no fault. Keeps faults for `agreed`."""
@@ -116,7 +116,7 @@ class _Loading:
     def agreed(self, strict: bool) -> LoadedWeights:
         """Exchanges reports over all ranks; returns what is missing or unknown. Raises RunError on all ranks alike."""
         control = self.control
-        missing = [name for name in self.params if name not in self.given]
+        missing = [name for name in self.params if name not in self.taken]
         if strict:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
@@ -142,7 +142,7 @@ class _Loading:
     def _look(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares them."""
         first = self.names.first.get(name, name)
-        self.given.add(first)
+        self.taken.add(first)
         if name not in self.names.first and name not in self.names.buffers:
             self.report.unknown.append(name)
         param, buffer = self.params.get(first), self.buffers.get(name)

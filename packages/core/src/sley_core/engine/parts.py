@@ -150,8 +150,8 @@ class Parts:
     weights: the store of the working weights. waits: callbacks before a layer's weights are used. queue: weight
     gradients that a split backward defers. numbers: that plugins add to each step's row. pool: `pool(name)` is the run's
     memory pool of that name, `pool(None)` its own. events: moments of a step, for plugins that are no gradient handlers.
-    foretold: in a fake world that takes steps, the description that a chunk of another stage (stage, chunk) would send to this
-    one; None elsewhere.
+    foretold: returns the description that a chunk of another stage (stage, chunk) would send to this one, in a fake world that
+    takes steps; None elsewhere.
     """
 
     run: RunTable

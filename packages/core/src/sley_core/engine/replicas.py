@@ -75,7 +75,7 @@ class CopyComparison:
 
 
 def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields name, value and axis of each value of which the ranks of that axis hold copies, in the same order on all ranks."""
+    """Yields name, value and axis of each value that the ranks of that axis hold copies of, in the same order on all ranks."""
     for param in sorted(parts.registry, key=lambda param: param.name):
         for axis in (param.reduce_group, param.tie_group):
             if axis is not None and parts.groups[axis].size > 1 and param.numel:
@@ -103,15 +103,15 @@ def _differing(what: str, names: list[str], prints: Tensor, group: Group) -> str
 
 
 LOOK_EVERY = 256
-"""In every how many steps values are compared, too: those of layers, and those of replicas."""
+"""The number of steps from one comparison of values, of layers and of replicas, to the next."""
 
 
 class _Place(NamedTuple):
-    """Where a module holds a parameter or buffer. name: its own; held: the module's dict, in which it is `key`."""
+    """Where a module holds a parameter or buffer. name: its own; values: the module's dict, in which it is `key`."""
 
     name: str
     module: nn.Module
-    held: Mapping[str, Tensor | None]
+    values: Mapping[str, Tensor | None]
     key: str
     is_buffer: bool
 
@@ -144,7 +144,7 @@ class WriteWatch:
             self._first_steps[layer.name] = micro.step
         elif micro.micro and micro.step > self._first_steps[layer.name]:
             return None
-        tensors = [place.held.get(place.key) for place in self._places[layer.name]]
+        tensors = [place.values.get(place.key) for place in self._places[layer.name]]
         looks = is_new or (not micro.micro and micro.step % LOOK_EVERY == LOOK_EVERY - 1)
         return _Before(tensors, [_version(one) for one in tensors], _prints(tensors) if looks else None)
 
@@ -153,7 +153,7 @@ class WriteWatch:
         if before is None:
             return
         places = self._places[layer.name]
-        tensors = [place.held.get(place.key) for place in places]
+        tensors = [place.values.get(place.key) for place in places]
         written = [
             now is not was or _version(now) != version
             for now, was, version in zip(tensors, before.tensors, before.versions, strict=True)
@@ -176,7 +176,7 @@ class WriteWatch:
 
     def _weight_written(self, layer: Layer, place: _Place) -> None:
         """Raises RunError "weight-written" unless one process would write the same value, as often."""
-        parameter = place.held[place.key]
+        parameter = place.values[place.key]
         param: Param | None = self._entries.get(id(parameter))
         why = None
         if not self._is_alone:

@@ -90,7 +90,7 @@ class Shard:
 
 
 Shards = dict[int, Shard]
-"""By id of the parameter on meta, which the model's layers keep alive."""
+"""Shards by the id of their parameter on meta, which the model's layers keep alive."""
 
 
 def shards_of(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
@@ -206,7 +206,7 @@ GRADIENT = {T.grad.__get__, T.grad.__set__}
 
 
 class StandIn(nn.Parameter):
-    """Stands for a parameter of the full shape of `param`, of which this rank holds `shard`; has no memory of its own. Any
+    """Stands for a parameter of the full shape of `param`; this rank holds only `shard`, and this has no memory of its own. Any
     operation that needs values raises RunError `sharded-weight-read`, with the name; after the run, `weights-sharded`.
     """
 
@@ -298,7 +298,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def sharded_read(param: Param, what: str) -> RunError:
-    """Returns the error `sharded-weight-read`: `what` reads the values of `param`, of which no rank has all."""
+    """Returns the error `sharded-weight-read`: `what` reads the values of `param`, and no rank has all of them."""
     return RunError(
         "sharded-weight-read",
         f"{what} the parameter {param.name!r}, of which this rank holds {_part(param)}, without its module",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 Generate = Callable[[int], Sequence[Sequence[Action]]]
-"""From a number of micro-batches to every stage's compute actions."""
+"""Returns every stage's compute actions for a number of micro-batches."""
 
 
 class Lists:

@@ -188,9 +188,9 @@ class BatchSplitter:
         return replace(split, weights=weights, num_counted=num_counted)
 
     def to_predict(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and cuts samples, as `given`, to predict: a field that no layer `reads` may be missing."""
-        given = set[str]().union(*([batch] if isinstance(batch, Mapping) else _listed(batch)))
-        fields = {name: field for name, field in self.info.fields.items() if name in given or name in reads}
+        """Checks and cuts samples, as `names`, to predict: a field that no layer `reads` may be missing."""
+        names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _listed(batch)))
+        fields = {name: field for name, field in self.info.fields.items() if name in names or name in reads}
         slices = Slices(fields, self.slices.num_slices, self.slices.index)
         return BatchSplitter(replace(self.info, fields=fields), self.micro_size, slices, None).given(batch)
 

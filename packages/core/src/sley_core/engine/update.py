@@ -50,7 +50,7 @@ from sley_core.optim.shared import (
 )
 
 CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""The same as in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(eq=False)
@@ -310,7 +310,7 @@ def step_buckets(
 
 
 class _Groups:
-    """The groups of an optimizer, of which only the parameters of one bucket are stepped at a time."""
+    """The groups of an optimizer, to step only the parameters of one bucket at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -142,7 +142,7 @@ MOST = 100_000
 """How many objects are searched behind one attribute; the limit is for attributes such as a tokenizer or a dataset."""
 
 _META_BITS = 64
-"""By how many bits imagined addresses on meta are above real ones, and apart from each other."""
+"""The number of bits by which imagined addresses on meta are shifted above real ones, and apart from each other."""
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _ENDS: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)

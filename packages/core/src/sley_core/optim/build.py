@@ -28,7 +28,7 @@ FUSED_ON = ("cpu", "cuda")
 """Devices with fused kernels. torch looks for them in the first step only, too late to choose another form."""
 
 RESERVED = {"params", "lr", "weight_decay"}
-"""What a factory's `options` must not hold: the groups carry it, and would win without a word."""
+"""Keys that a factory's `options` must not have: the groups have them, and would win without a word."""
 
 
 def adamw(config: AdamWConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:

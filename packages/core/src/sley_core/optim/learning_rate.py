@@ -28,7 +28,7 @@ Factor = Callable[[int], float]
 """The share of the full rate at a step."""
 
 Shape = Callable[[float], float]
-"""From progress in [0, 1] to what is left of the way down: 1 at 0, 0 at 1, never rising."""
+"""Returns what is left of the way down at a progress in [0, 1]: 1 at 0, 0 at 1, never rising."""
 
 SHAPES: dict[str, Shape] = {
     "linear": lambda progress: 1.0 - progress,

@@ -27,7 +27,7 @@ FEW = 1 << 16
 
 
 def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
-    """Returns the values, live, of which a copy can be made: plain data and small tensors."""
+    """Returns the values that can be copied, live: plain data and small tensors."""
     values: Shared = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}

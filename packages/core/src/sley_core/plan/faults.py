@@ -34,14 +34,14 @@ NOT_A_FAULT = "default_factory_not_called"
 
 
 def faults(
-    error: ValidationError, model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document, owner: str
+    error: ValidationError, model: type[Table], table: Mapping[str, Any], path: KeyPath, document: Document, owner: str
 ) -> list[Diagnostic]:
-    """Returns one diagnostic per key of the table `given`, at `path`, which should be a `model`. owner: its name, "[batch]"."""
+    """Returns one diagnostic per key of the table `table`, at `path`, which should be a `model`. owner: its name, "[batch]"."""
     by_key: dict[KeyPath, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):
         if fault["type"] != NOT_A_FAULT:
-            by_key.setdefault(_key_path(fault["loc"], fault["type"], given), []).append(fault)
-    return [_diagnostic(errors, inner, model, given, path, document, owner) for inner, errors in by_key.items()]
+            by_key.setdefault(_key_path(fault["loc"], fault["type"], table), []).append(fault)
+    return [_diagnostic(errors, inner, model, table, path, document, owner) for inner, errors in by_key.items()]
 
 
 def unknown_key(
@@ -55,19 +55,19 @@ def unknown_key(
 
 
 def _diagnostic(
-    found: list[Any],
+    errors: list[Any],
     inner: KeyPath,
     model: type[Table],
-    given: Mapping[str, Any],
+    table: Mapping[str, Any],
     path: KeyPath,
     document: Document,
     owner: str,
 ) -> Diagnostic:
-    """Returns one diagnostic for all pydantic errors `found` at the key path `inner` of a table."""
-    kinds = {fault["type"] for fault in found}
+    """Returns one diagnostic for all pydantic errors `errors` at the key path `inner` of a table."""
+    kinds = {fault["type"] for fault in errors}
     whole = (*path, *inner)
-    table = field_at(model, inner[:-1])
-    fields = getattr(table[0], "model_fields", {}) if table else {}
+    of_key = field_at(model, inner[:-1])
+    fields = getattr(of_key[0], "model_fields", {}) if of_key else {}
     if "extra_forbidden" in kinds:
         return unknown_key(str(inner[-1]), fields, whole, document, owner if len(inner) == 1 else f"`{dotted(whole[:-1])}`")
     is_missing = "missing" in kinds
@@ -77,10 +77,10 @@ def _diagnostic(
         return document.diagnostic("missing-key", message, whole, hint, at="key")
     if is_missing:  # an item of an array
         whole, inner = whole[:-1], inner[:-1]
-    elif own := [fault for fault in found if fault["type"] in OWN_WORDS]:
+    elif own := [fault for fault in errors if fault["type"] in OWN_WORDS]:
         text = str(own[0].get("ctx", {}).get("error") or own[0]["msg"])
         return document.diagnostic("wrong-value", f"{f'`{dotted(whole)}`' if inner else owner}: {text.rstrip('.')}", whole)
-    value: Any = given
+    value: Any = table
     for part in inner:
         value = value[part]
     expected = _takes(model, inner)
@@ -101,10 +101,10 @@ def _takes(model: type[Table], path: KeyPath) -> str:
     return takes(*field) if field else "something else"
 
 
-def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath:
-    """Returns the parts of `location` that are keys and indices of `given`, without names of union arms."""
+def _key_path(location: tuple[str | int, ...], kind: str, table: Any) -> KeyPath:
+    """Returns the parts of `location` that are keys and indices of `table`, without names of union arms."""
     path: KeyPath = ()
-    here: Any = given
+    here: Any = table
     for position, part in enumerate(location):
         is_index = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
         if is_index or (isinstance(here, Mapping) and part in here):

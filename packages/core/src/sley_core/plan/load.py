@@ -71,7 +71,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """A name without a dot, which tells it from a record's."""
 
 OF_SLEY: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
-"""By kind, the record of another package of Sley's that a plan may begin with, where core has none."""
+"""The record of another package of Sley's that a plan may begin with, by kinds of which core has none."""
 
 DATA = next(table for table in COMPONENTS if table.key == "data")
 

@@ -1,4 +1,4 @@
-"""The state of a run, as a checkpointer is given it: this rank's part to save, and the means to restore it."""
+"""The state of a run for a checkpointer: this rank's part to save, and the means to restore it."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class TrainingState:
         """Returns this rank's tensors, which are live memory, by names that no layout changes. Ranks that have the same part of
         a tensor have the same bits of it. Communicates nothing.
 
-        Weights, masters and optimizer states change in the next update, of which `Checkpointer.stage` is told; the others at
-        any time. Raises RunError "checkpoint-type" for a dtype that files cannot hold.
+        Weights, masters and optimizer states change in the next update, before which `Checkpointer.stage` is called; the others
+        at any time. Raises RunError "checkpoint-type" for a dtype that files cannot hold.
         """
         return self._tensors.pieces()
 

@@ -208,8 +208,8 @@ def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Map
 def seen(world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
     """Returns the report of this rank's present state, from the groups that were made last."""
     place: dict[str, Any] = {}
-    if world.made:
-        groups = world.made[-1]
+    if world.created:
+        groups = world.created[-1]
         progress, step, wait = groups.progress, groups.progress.step_progress, groups.progress.wait
         place = {
             "stage": groups["pp"].coord,

@@ -105,7 +105,7 @@ class Spares:
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
-        self.made: list[Tensor] = []
+        self.created: list[Tensor] = []
 
     def lend(self, like: Tensor) -> Tensor:
         """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
@@ -113,12 +113,12 @@ class Spares:
         if free:
             return free.pop()
         memory = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.made.append(memory)
+        self.created.append(memory)
         return memory
 
     def clear(self) -> None:
         self.free.clear()
-        self.made.clear()
+        self.created.clear()
 
 
 class PartialSums:
@@ -246,7 +246,7 @@ class CanonicalReduction(Reduction):
         return CanonicalAccumulator(self, param, home, expected_passes, is_loose=is_loose, has_products=has_products)
 
     def partial_sums(self) -> Sequence[Tensor]:
-        return self.spares.made
+        return self.spares.created
 
     def clear(self) -> None:
         self.spares.clear()
