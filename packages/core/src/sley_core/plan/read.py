@@ -264,22 +264,22 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
     """
     if KEY not in document.tables:
         return document
-    base_path = document.tables[KEY]
-    if not isinstance(base_path, str) or not base_path:
-        raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(base_path)}")
+    path_text = document.tables[KEY]
+    if not isinstance(path_text, str) or not path_text:
+        raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(path_text)}")
     if document.folder is None:
-        raise _refused(document, "extends-missing", f"a text without a folder has nothing that `{base_path}` is relative to")
+        raise _refused(document, "extends-missing", f"a text without a folder has nothing that `{path_text}` is relative to")
     chain = chain or (_real(Path(document.folder, Path(document.file).name)),)
     try:
-        base_path = expanded(base_path)
+        path_text = expanded(path_text)
     except ValueError as error:
         raise _refused(document, "extends-missing", str(error)) from None
-    path = Path(document.folder, base_path)
+    path = Path(document.folder, path_text)
     if _real(path) in chain or len(chain) > _DEEPEST:
         way = " extends ".join(f"`{link.name}`" for link in (*chain, path))
         raise _refused(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
     # The name to show: relative to the first file's name, as a person would write it.
-    name = os.path.normpath(Path(document.file).parent / base_path)
+    name = os.path.normpath(Path(document.file).parent / path_text)
     try:
         base = read(name if _real(Path(name)) == _real(path) else str(path))
     except PlanError as error:
