@@ -76,6 +76,7 @@ class _NoUpdate:
     lr = LR
     scale = None
     skips = None
+    sources = None
     was_taken = True
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:

@@ -97,18 +97,16 @@ def _three_steps(whole: bool, name: str, micros: int) -> None:
 
 
 def late(rounds: int) -> dict[str, object]:
-    """What of an injected latency `dp.bucketed` hides, over gloo, whose reductions move without its help."""
-    from sley_dp import bucketed
-
+    """Measures how much of an injected latency `dp.bucketed` hides over gloo, whose reductions need no help to advance."""
     torch.set_num_threads(1)
     handlers = [{"use": "dp.bucketed", "bucket_mb": EQUAL_BUCKET_MB}]
     contestant = Sley(plan({**SHAPE, "sequence": 512}, 1, handlers, **SOCKETS), backward_only=True)
     batch = contestant.batch()
-    plain = bucketed.all_reduce
-    wire = latency.Wire()
+    transport = contestant.run.groups["stage"].transport()
+    plain, wire = transport.all_reduce, latency.Wire()
 
     def step(form: str) -> None:
-        bucketed.all_reduce = wire.form(plain, form)
+        transport.all_reduce = wire.form(plain, form)
         contestant.step(batch)
 
     for form in latency.FORMS[:3]:

@@ -33,7 +33,7 @@ class Wire:
         def started(*args: Any, **kwargs: Any) -> Any:
             pending = start(*args, **kwargs)
             if name.endswith("late"):
-                pending = _Late(self._after(pending))
+                pending = _Late(pending, self._after(pending))
             if name.startswith("blocking"):
                 pending.wait()
             return pending
@@ -54,11 +54,20 @@ class Wire:
 
 
 class _Late:
-    def __init__(self, is_done: threading.Event) -> None:
+    """A `Work`, or a `Pending`, that is complete later than `pending`."""
+
+    def __init__(self, pending: Any, is_done: threading.Event) -> None:
+        self._pending = pending
         self._is_done = is_done
+
+    def test(self) -> bool:
+        return self._is_done.is_set()
 
     def wait(self) -> None:
         self._is_done.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
 
 
 def time_forms(step: Callable[[str], object], rounds: int, barrier: Step) -> dict[str, list[float]]:
