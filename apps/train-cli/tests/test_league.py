@@ -151,7 +151,7 @@ def test_a_plugin_that_a_row_needs_is_named_before_anything_runs(cli: Any, monke
 
 
 def test_the_page_has_every_row_and_what_is_allowed() -> None:
-    parts = PAGE.read_text("utf-8").partition(LEAGUE)[2].split("elsewhere, and")
+    parts = PAGE.read_text("utf-8").partition(LEAGUE)[2].split("in other programs, and")
     measured, elsewhere = (re.findall(r"^\| `(\S+)` \| (.+) \|$", part, re.MULTILINE) for part in parts)
     assert [(name, cells.split(" | ")[0]) for name, cells in measured] == [(one.name, one.layout) for one in ROWS]
     assert [float(cells.split(" | ")[-1]) for _, cells in measured] == [float(f"{one.limit:.1e}") for one in ROWS]

@@ -155,19 +155,20 @@ def page() -> str:
 
 <!-- Written by `python apps/train-cli/tests/own/parity_table.py`; do not edit. -->
 
-Tests compare {len(table)} layouts with the one-process run of the same plan and with a plain PyTorch loop, which shares nothing
-with the engine: loss, gradient norm, held-out loss, every gradient of the first step, and every weight after three steps, on
-every rank, within the [tolerances](internals.md#parity). Replicas must be equal bit for bit. A row of the table has one value
-of each factor, and any two values that a plan allows together, {covered} pairs, meet in some row. CI runs {NUM_IN_CI} rows with
-{100 * in_ci // covered} % of the pairs; `nox -s campaign` runs all, and 100 rows drawn anew. The model is a small Llama. Rows
-have 2 or 4 ranks; one has 8.
+Tests compare {len(table)} layouts with the one-process run of the same plan, and with a plain PyTorch loop that shares no code
+with the engine. They compare the loss, gradient norm, held-out loss, every gradient of the first step, and every weight after
+three steps, on every rank, within the [tolerances](internals.md#parity). Replicas must be bit-identical. A row of the table
+has one value of each factor. Any two values that a plan allows together, {covered} pairs, occur together in some row. CI runs
+{NUM_IN_CI} rows with {100 * in_ci // covered} % of the pairs; `nox -s campaign` runs all of them, and 100 newly drawn
+rows. The model is a small Llama. One row has 8 ranks, and the others have 2 or 4.
 
 | Factor | Values |
 |---|---|
 {table_lines}
 
-Beside the table, a campaign trains 2,000 drawn models, whose layers have the habits of users' code, in drawn layouts. Canonical
-sums are bit-identical to one process, and a run resumes in any other layout with the numbers of a run that never stopped.
+In addition, a campaign trains 2,000 random models, whose layers use patterns of users' code, in random layouts. Tests also
+check that canonical sums are bit-identical to one process, and that a run that resumes in another layout computes the same
+numbers as a run that was never stopped.
 """
 
 

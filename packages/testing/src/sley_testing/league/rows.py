@@ -137,7 +137,7 @@ ROWS: tuple[LeagueRow, ...] = (
     # A sum over labels is divided by the number of all labels, and nowhere by that of a part.
     LeagueRow(
         name="accumulation",
-        elsewhere="each micro-batch is divided by its own labels, so that those of short ones count more",
+        elsewhere="each micro-batch is divided by its own number of labels, so labels in short ones have more weight",
         seen=("transformers PR #34191", "transformers #35203", "torchtune PR #1917", "Lightning PR #21386"),
         tables=small(data=samples(labels=[16, 3, 9, 1, 12, 2, 7, 5])),
         layouts=({"parallel": {"dp": 1}},),
@@ -145,21 +145,21 @@ ROWS: tuple[LeagueRow, ...] = (
     ),
     LeagueRow(
         name="uneven-ranks",
-        elsewhere="gradients are averaged over ranks, so that those of a rank with few labels count more",
+        elsewhere="gradients are averaged over ranks, so labels on a rank with few labels have more weight",
         seen=("torchtune PR #1917", "Lightning PR #21386"),
         tables=small(data=samples(labels=[16, 15, 13, 16, 2, 1, 3, 2]), gradient_handlers=[BUCKETS]),
         layouts=({"parallel": {"dp": 2}},),
     ),
     LeagueRow(
         name="masked-ranks",
-        elsewhere="a rank on which no label counts divides by zero, or joins fewer sums than the others",
+        elsewhere="a rank whose labels are all ignored divides by zero, or takes part in fewer collectives than the others",
         seen=("OLMo-core PR #657", "OLMo-core PR #452", "OpenRLHF PR #583"),
         tables=small(data=samples(labels=[16, 5, 9, 2, 0, 0, 0, 0]), gradient_handlers=[BUCKETS]),
         layouts=({"parallel": {"dp": 2}},),
     ),
     LeagueRow(
         name="held-out",
-        elsewhere="the held-out loss is a mean of the means of batches or ranks, so that it depends on their sizes",
+        elsewhere="the held-out loss is a mean of the means of batches or ranks, so it depends on their sizes",
         seen=("torchtitan PR #4167", "prime-rl PR #1850", "transformers #39241"),
         tables=small(data=samples(labels=[16, 15, 13, 16, 2, 1, 3, 2]), evaluation={"every": 1, "steps": 2}),
         layouts=({"parallel": {"dp": 2}},),
@@ -168,7 +168,7 @@ ROWS: tuple[LeagueRow, ...] = (
     # Several ranks share a vocabulary: each has the scores of a slice, for the tokens of all.
     LeagueRow(
         name="vocabulary-wp",
-        elsewhere="the loss over a vocabulary in slices counts ignored labels, or only the tokens of its own rank",
+        elsewhere="the loss over a sharded vocabulary includes ignored labels, or only the tokens of its own rank",
         seen=("InternEvo PR #316",),
         tables=small(data=samples(labels=[16, 3, 9, 1, 12, 2, 7, 5])),
         layouts=(layout(axes={"dp": 2, "wp": 2}, weights={"use": ISP, "head": "vocabulary", "embedding": "hidden"}),),
@@ -176,21 +176,21 @@ ROWS: tuple[LeagueRow, ...] = (
     # Attention does not cross the bounds of documents, and covers all of a sequence that several ranks share.
     LeagueRow(
         name="packed-dp",
-        elsewhere="documents of one sample see each other, or those of the samples beside it",
+        elsewhere="attention crosses documents within a sample, or samples of a batch",
         seen=("axolotl #3608",),
         tables=small(data=_PACKED, batch__micro_size=2, gradient_handlers=[BUCKETS]),
         layouts=({"parallel": {"dp": 2}},),
     ),
     LeagueRow(
         name="packed-sp",
-        elsewhere="bounds of documents are lost where a sequence is on several ranks (a loss of 5.81 in place of 3.17)",
+        elsewhere="document boundaries are lost if ranks split a sequence (a loss of 5.81 instead of 3.17)",
         seen=("axolotl #3608",),
         tables=small(data=_PACKED, batch__micro_size=2),
         layouts=(layout(axes={"sp": 2, "dp": 1}, sequence="isp.all_to_all"),),
     ),
     LeagueRow(
         name="shared-heads-sp",
-        elsewhere="gradients of keys and values that several ranks use are not summed (a loss of 3.74 in place of 2.64)",
+        elsewhere="gradients of keys and values that several ranks use are not summed (a loss of 3.74 instead of 2.64)",
         seen=("bigcode/Megatron-LM PR #37", "Megatron-LM #1464"),
         tables=small(model__kv_heads=1, batch__micro_size=2, gradient_handlers=[BUCKETS]),
         layouts=(layout(axes={"sp": 2, "dp": 2}, sequence="isp.all_to_all"),),
@@ -198,15 +198,14 @@ ROWS: tuple[LeagueRow, ...] = (
     # A table that embeds and predicts is one parameter, however many ranks have it.
     LeagueRow(
         name="tied-stages",
-        elsewhere="each stage trains its own copy of a tied table, with a part of its gradient",
+        elsewhere="each stage trains its own copy of a tied table, with only part of the gradient",
         seen=("torchtitan #1524", "Megatron-LM #844", "Megatron-LM #1548", "pytorch #51931"),
         tables=_TIED,
         layouts=(layout([TIES], axes={"pp": 2, "dp": 1}, pipeline=ONE_F_ONE_B),),
     ),
     LeagueRow(
         name="sharded-ties",
-        elsewhere="with a sharded optimizer copies of a tied table are summed after their parts were stepped, "
-        "or by another group",
+        elsewhere="with a sharded optimizer, copies of a tied table are summed after the update, or over the wrong group",
         seen=("Megatron-LM #844", "Megatron-LM #4641"),
         tables=_TIED,
         layouts=(layout([SHARDED, TIES], axes={"pp": 2, "dp": 2}, pipeline=ONE_F_ONE_B),),
@@ -221,7 +220,7 @@ ROWS: tuple[LeagueRow, ...] = (
     ),
     LeagueRow(
         name="split-backward-wp",
-        elsewhere="shards of weights are freed, and their gradients reduced, before the second half of a split backward",
+        elsewhere="weight shards are freed, and their gradients reduced, before the second half of a split backward",
         seen=("pytorch PR #134052",),
         tables=_DEEP,
         layouts=(layout(axes={"pp": 2, "dp": 2, "wp": 2}, pipeline="pp.zero_bubble_v", weights=ISP),),
@@ -229,14 +228,14 @@ ROWS: tuple[LeagueRow, ...] = (
     # In the norm of a gradient that no rank has whole, each element counts once.
     LeagueRow(
         name="clip-pp",
-        elsewhere="each stage clips by its own norm, or a tied table counts once per stage",
+        elsewhere="each stage clips by its own norm, or the norm includes a tied table once per stage",
         seen=("torchtitan #596", "torchtitan #649", "Megatron-LM PR #7227"),
         tables=_TIGHT,
         layouts=(_PP,),
     ),
     LeagueRow(
         name="clip-wp-pp",
-        elsewhere="parts of a sharded weight, and weights that every rank has, are counted alike in the norm",
+        elsewhere="the norm does not distinguish sharded weights from weights that every rank has",
         seen=("torchtitan #596", "Megatron-LM PR #7227"),
         tables=_TIGHT,
         layouts=(layout(axes={"pp": 2, "dp": 2, "wp": 2}, pipeline=ONE_F_ONE_B, weights=ISP),),
@@ -244,21 +243,21 @@ ROWS: tuple[LeagueRow, ...] = (
     # Low-rank adapters train few weights of a frozen model (Hu et al. 2021, LoRA).
     LeagueRow(
         name="adapters-wp",
-        elsewhere="of sharded adapters most get no gradient, or each rank trains a factor of its own",
+        elsewhere="most sharded adapters get no gradient, or each rank trains a separate factor",
         seen=("torchforge #592", "mcore-bridge PR #173", "Megatron-Bridge #5634"),
         tables=adapted(),
         layouts=(_WP,),
     ),
     LeagueRow(
         name="adapters-pp",
-        elsewhere="a stage on which nothing is trained passes no gradient to the adapters before it, or the run ends there",
+        elsewhere="a stage without trained parameters sends no gradient to the adapters before it, or the run fails there",
         seen=("ColossalAI #3889",),
         tables=adapted(trained=[0]),
         layouts=(layout(axes={"pp": 2, "dp": 1}, pipeline="pp.zero_bubble_h1"),),
     ),
     LeagueRow(
         name="dropout-pp",
-        elsewhere="stages draw other random numbers than one process does, or the recomputation than the forward",
+        elsewhere="stages draw different random numbers than one process, or the recomputation differs from the forward",
         seen=("Megatron-LM PR #6858",),
         tables=adapted(dropout=0.2),
         layouts=(layout(axes={"pp": 2, "dp": 1}, pipeline="pp.interleaved", activations="core.recompute"),),
@@ -267,7 +266,7 @@ ROWS: tuple[LeagueRow, ...] = (
     # Memory that leaves the device comes back as it left, and nothing is dropped meanwhile.
     LeagueRow(
         name="offload",
-        elsewhere="with offload only the last micro-batch's gradient arrives, or the weights that come back are older ones",
+        elsewhere="with offload, only the last micro-batch's gradient is kept, or outdated weights are reloaded",
         seen=("DeepSpeed #7981", "DeepSpeed #7967", "DeepSpeed PR #8186"),
         tables=small(gradient_handlers=[BUCKETS]),
         layouts=(
@@ -284,7 +283,7 @@ ROWS: tuple[LeagueRow, ...] = (
     # A run that continues from a checkpoint in another layout equals one that was never stopped.
     LeagueRow(
         name="resume-wp",
-        elsewhere="a run that goes on loses what some ranks had: shards, optimizer states, or the place in their samples",
+        elsewhere="a resumed run loses the state of some ranks: shards, optimizer states, or the position in their samples",
         seen=("Megatron-Bridge PR #5637", "prime-rl #3332", "ISEEKYAN/Megatron-LM PR #104"),
         tables=_TIED,
         layouts=(_DP, _WP),
@@ -292,7 +291,7 @@ ROWS: tuple[LeagueRow, ...] = (
     ),
     LeagueRow(
         name="resume-pp",
-        elsewhere="a tied head is made anew from the table when a run goes on, or begins without its optimizer states",
+        elsewhere="a resumed run recreates a tied head from the table, or loses its optimizer states",
         seen=("Automodel #2571",),
         tables=_TIED,
         layouts=(_DP, _PP),
@@ -300,7 +299,7 @@ ROWS: tuple[LeagueRow, ...] = (
     ),
     LeagueRow(
         name="resume-again",
-        elsewhere="the second time that a run goes on its samples begin anew, or random numbers are off by a draw",
+        elsewhere="when a run is resumed a second time, its samples start again, or its random numbers are off by one draw",
         seen=("torchtitan #3908", "datasets #8308", "Megatron-Bridge #5257"),
         tables=adapted(dropout=0.2),
         layouts=(_PP, _WP, _PP),
@@ -310,7 +309,7 @@ ROWS: tuple[LeagueRow, ...] = (
     # Formats narrower than fp32.
     LeagueRow(
         name="bf16-masters",
-        elsewhere="masters, moments or sums of gradients are kept in bf16, where small updates are rounded away",
+        elsewhere="master weights, moments or gradient sums are stored in bf16, which rounds small updates away",
         seen=("apex #1728", "speculators PR #765", "Automodel PR #3444"),
         tables=_SLOW,
         layouts=(_DP,),
@@ -320,7 +319,7 @@ ROWS: tuple[LeagueRow, ...] = (
     ),
     LeagueRow(
         name="resume-masters",
-        elsewhere="a run that goes on makes its masters anew from weights in bf16",
+        elsewhere="a resumed run recreates its master weights from bf16 weights",
         seen=("OpenTau #185",),
         tables=_SLOW,
         layouts=(_DP, _PP) * 8,
