@@ -156,7 +156,7 @@ class Ours:
         """What torch's `schedule.step` covers: no rows, no metrics."""
         self.number += 1
         run = self.sley.run
-        return run.stepper.step(self.number - 1, run.samples.splitter.given(self.batch))
+        return run.stepper.step(self.number - 1, run.samples.splitter.split_input(self.batch))
 
 
 class Theirs:

@@ -53,7 +53,7 @@ def one_by_one(folder: Path) -> Recorded:
     """The steps of a plain loop, for which each conversation of a batch is a batch of its own, without boundaries."""
     with World.alone("cpu") as world, assemble(plan_from_dict(plan(), folder), world) as run:
         first = weights(run)
-        batches = [run.samples.splitter.fed(run.feed.next()).micros for _ in range(NUM_STEPS)]
+        batches = [run.samples.splitter.split_feed(run.feed.next()).micros for _ in range(NUM_STEPS)]
         layers = [(layer.name, layer.module) for layer in run.layers]
     loop = loop_of(layers)
     loop.load(first)

@@ -117,9 +117,9 @@ def drawn_at(draw: random.Random, what: str, place: str) -> Fault:
     kinds, of_kinds = KINDS[what]
     of = draw.choice(of_kinds)
     layout = draw.choice([one for one, pp in STAGES.items() if of in LAYOUTS[one][2] and (pp > 2 or place != "middle")])
-    pp, of_stage = STAGES[layout], LAYOUTS[layout][0] // STAGES[layout]
+    pp, stage_spans = STAGES[layout], LAYOUTS[layout][0] // STAGES[layout]
     stage = {"first": 0, "middle": draw.randrange(1, max(2, pp - 1)), "last": pp - 1}[place]
-    rank = stage * of_stage + draw.randrange(of_stage)
+    rank = stage * stage_spans + draw.randrange(stage_spans)
     # A stage may have as many sums as there are steps, and no more.
     return Fault(layout, draw.choice(kinds), of, rank, draw.randrange(3, 1 + NUM_STEPS if of == "sum" else 12))
 

@@ -65,7 +65,7 @@ def plain_loop(key: Key, folder: Path) -> Recorded:
     with World.alone("cpu") as world, assemble(plan, world) as run:
         first = weights(run)
         masters = {one.param.name: one.parameter.detach().clone() for one in run.stepper.update.masters.stepped}
-        batches = [run.samples.splitter.fed(run.feed.next()).micros for _ in range(NUM_STEPS)]
+        batches = [run.samples.splitter.split_feed(run.feed.next()).micros for _ in range(NUM_STEPS)]
         held_out = [run.held_out.next()]
     config: Any = plan.optimizer.config
     loop = PlainLoop(

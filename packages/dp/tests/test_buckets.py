@@ -106,7 +106,7 @@ def orders(tables, folder):
         assert handler.kept() == {}, "no order is known before a step"
         run.step()
         run.step()
-        return [param.name for param in run.store.seen_order], [param.name for param in run.store.params]
+        return [param.name for param in run.store.completion_order], [param.name for param in run.store.params]
 
 
 def test_ranks_with_different_orders_agree(ranks, small, own):

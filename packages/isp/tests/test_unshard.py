@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sley_cma import offers
-from sley_core.engine.shards import wholes
+from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
 from sley_core.run import Run
 from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
@@ -250,7 +250,7 @@ def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
             output(run).sum().backward()
             param = run.registry["head.weight"]
             gradient = run.store.gradient(param) if param.shard else param.parameter.grad
-            gradient = wholes({param: gradient}, run.groups)[param] / run.world.size
+            gradient = gather_full_tensors({param: gradient}, run.groups)[param] / run.world.size
             run.step()
             found.append((first, second, gradient, weights(run)))
             communicator = run.stepper.executor.weights

@@ -20,7 +20,7 @@ from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import Slices, collate_of
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
-from sley_core.engine.stage import by_parameters, stage_of
+from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.buffers import is_per_rank, refuse_written
 from sley_core.model.layers import MODEL, Model
@@ -168,7 +168,11 @@ def check_layers(
     raises "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics, "model-vocabulary"
     if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
     """
-    parts = [layers for _, layers in stage_of(plan, topology, 0, model, by_parameters(model)).stages] if topology.pp > 1 else []
+    parts = (
+        [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).stages]
+        if topology.pp > 1
+        else []
+    )
     ends = [layers[-1].name for layers in parts[:-1]]
     if not ends and not calls_all:
         return None

@@ -25,14 +25,14 @@ from sley_core.engine.agreement import agree
 from sley_core.engine.buffers import by_reduce_group, loose
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.load import load_weights, names_of
+from sley_core.engine.load import collect_names, load_weights
 from sley_core.engine.parts import Parts, StepNumbers, Waits
 from sley_core.engine.reduction import reduction_class
-from sley_core.engine.refusals import check_hooks, refuse_left_over
+from sley_core.engine.refusals import check_hooks, refuse_unregistered
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
-from sley_core.engine.shards import AXIS, Shards, cut_on_meta, left_whole, shards_of
-from sley_core.engine.stage import Stage, by_parameters, costs_are_timed, stage_of, tie_groups, timed_costs
+from sley_core.engine.shards import AXIS, Shards, describe_unsharded, plan_shards, shard_on_meta
+from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, needs_timed_costs, tie_groups, time_layers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
@@ -80,16 +80,16 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         topology = plan.topology(world.size)
         draft = draft or draft_of(plan, world)
         dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
-        names, sizes = names_of(model.layers), model.num_parameters()
+        names, sizes = collect_names(model.layers), model.num_parameters()
         stage = draft.stage.at(topology.coordinates(world.rank).stage)
         groups = join(plan, world, topology, model, stage, dataset)
         simulation = world.simulation
         communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
         if communicator is not None:
             communicator.prepare(model.layers)
-        shards = shards_of(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
+        shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
         check_hooks(stage.stages, shards, topology.sp)
-        notes += left_whole(model.layers, shards)
+        notes += describe_unsharded(model.layers, shards)
         notes += formats_of(plan, model, shards)
         reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
         announced, has_values = None, True
@@ -105,7 +105,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             apart = attention.apart
         registry = ParameterRegistry(stage.chunks, stage.stages, shards)
         if simulation is not None:
-            cut_on_meta(stage.layers, shards)
+            shard_on_meta(stage.layers, shards)
             simulation.fill(stage.layers, dtypes(plan)[1])
         with world.device.in_use():
             parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
@@ -118,7 +118,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             memory = memory_of(parts, stepper, managers, undo)
         if has_values:
             check_extra_states(stage.layers)
-            refuse_left_over(model, stage.layers)  # last, since the code above still uses other ranks' layers
+            refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
         facts = AssemblyFacts(*sizes, notes, draft.plan_values)
         outputs = outputs_of(plan, world, folder)
         state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
@@ -263,15 +263,15 @@ def draft_of(plan: Plan, world: World) -> Draft:
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
         model = draft_model(plan, dataset.info)
-    costs, values = by_parameters(model), dict[KeyPath, Any]()
+    costs, values = count_layer_parameters(model), dict[KeyPath, Any]()
     notes = [*notes_of(model.layers)]
-    if costs_are_timed(plan) and world.simulation is None:
-        costs = timed_costs(plan, world, partial(draft_model, plan), dtypes(plan)[0])
+    if needs_timed_costs(plan) and world.simulation is None:
+        costs = time_layers(plan, world, partial(draft_model, plan), dtypes(plan)[0])
         values["partition", "layer_costs"] = costs
-    elif costs_are_timed(plan):
+    elif needs_timed_costs(plan):
         name = plan.partition.name if plan.partition else ""
         notes.insert(0, f"`{name}` times layers in a run; here they are cut by parameters")
-    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), notes, values)
+    return Draft(dataset, model, build_stage(plan, plan.topology(world.size), world.rank, model, costs), notes, values)
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:

@@ -19,10 +19,10 @@ from sley_core.data.batches import Slices, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
-from sley_core.engine.direct import add_directly
+from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics
 from sley_core.engine.execute import Crossing, Executor
-from sley_core.engine.positions import OverPositions, PositionProbe, WholeSequences, is_of_whole_sequences
+from sley_core.engine.positions import PositionAdditivity, PositionProbe, WholeSequences, needs_whole_sequences
 from sley_core.engine.refusals import check_no_parameters
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
@@ -120,7 +120,7 @@ def stepper_of(
     step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
     fields = sliced_info(info, topology.sp).fields
     is_sliced = topology.sp > 1
-    is_whole = is_sliced and is_of_whole_sequences(plan)
+    is_whole = is_sliced and needs_whole_sequences(plan)
     # Core's own loss is a sum over positions.
     is_additive = isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     asks = checks and is_sliced
@@ -148,13 +148,13 @@ def stepper_of(
         hooks,
         parts.queue,
         communicator,
-        OverPositions(loss, fields) if asks and not is_additive and not is_whole else None,
+        PositionAdditivity(loss, fields) if asks and not is_additive and not is_whole else None,
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
         keeps_apart=parts.store.reduction.fixed_order,
     )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events)
-    undo.callback(add_directly(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
+    undo.callback(patch_layers(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
     parts.store.watch()
     return stepper
 

@@ -10,7 +10,7 @@ from sley_core.data.batches import sliced_info
 from sley_core.data.dataset import SOURCE, AnyDataset, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.engine.agreement import agree
-from sley_core.engine.evaluation import EvaluationFeed, Metric, Metrics, batch_size_of
+from sley_core.engine.evaluation import EvaluationFeed, Metric, Metrics, evaluation_batch_size
 from sley_core.engine.positions import WholeSequences
 from sley_core.errors import PlanError, SleyError
 from sley_core.factory import call_factory
@@ -54,7 +54,7 @@ def feeds_of(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[
             facts[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
         # In a fixed order of sums all micro-batches have the same places, whatever `dp` is.
         is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
-        batch_size = size if is_fixed else batch_size_of(num_samples, size, unit)
+        batch_size = size if is_fixed else evaluation_batch_size(num_samples, size, unit)
         of_set = feed(dataset, batch_size, shuffle=one.data.config.shuffle)
         feeds[name] = EvaluationFeed(of_set, num_samples, batch_size, of_set.rows.start, SOURCE in info.fields)
     if facts:

@@ -112,7 +112,7 @@ class Loop:
 
     def _add(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Row:
         """Adds one call to the step, and returns its row: the step's number, and the mean loss of this call's samples."""
-        with self.parts.weights.settled_on_error(), self._call(given, outputs) as batch:
+        with self.parts.weights.settle_on_error(), self._call(given, outputs) as batch:
             loss = self.stepper.add(self.num_steps_done, batch, None if outputs is None else outputs.by_micro)
         seconds = self._counts.seconds + self.device.seconds_between(self._since, self.device.moment())
         self._counts = replace(self._counts, seconds=seconds)
@@ -125,10 +125,10 @@ class Loop:
         self._state.attempt.begin(self.num_steps_done)
         with self.device.random_state_kept(), self._set("_doing", "a step"):
             if given is not None:
-                batch, wait_s, numbers = self.samples.splitter.given(given), 0.0, tuple[int, ...]()
+                batch, wait_s, numbers = self.samples.splitter.split_input(given), 0.0, tuple[int, ...]()
             else:
                 assert self.feed is not None, "a fake world takes no steps"
-                batch = self.samples.splitter.fed(self.feed.next())
+                batch = self.samples.splitter.split_feed(self.feed.next())
                 wait_s, numbers = self.feed.wait_s, self.feed.samples
             if self.stepper.sums is None:
                 self._counts = CallCounts()
@@ -148,7 +148,7 @@ class Loop:
         """Returns the mean loss of `given`, or of the plan's held-out samples, the same ones each time."""
         splitter = self.samples.splitter
         with self._set("_doing", "an evaluation"), self._evaluated():
-            batches = self.samples.evaluated[""].batches(splitter) if given is None else [splitter.given(given)]
+            batches = self.samples.evaluated[""].batches(splitter) if given is None else [splitter.split_input(given)]
             return self.stepper.measure(batches)["loss"]
 
     def _evaluation(self) -> Row:
@@ -174,7 +174,7 @@ class Loop:
             yield
 
     def _in_form(self, outputs: ModelOutputs, given: GivenBatch | None, *, join: bool) -> Any:
-        return outputs.in_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
+        return outputs.to_input_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
     def _emit_late(self) -> None:
         late, self._late = self._late, None
@@ -192,7 +192,7 @@ class Loop:
         self._since = ended
         if skips is not None:
             skips.settle(pending.totals)
-        is_skipped = skips is not None and result.is_no_number and skips.num_in_a_row <= skips.most
+        is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.most
         if result.is_refused and not is_skipped:
             raise refusal(
                 self.parts,

@@ -303,4 +303,4 @@ def _flat(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     if not shape:
         return _whole(shape)
     ends = [0, 2, prod(shape)]
-    return [(last - first, ElementRange(first, last).shape_in(shape)) for first, last in pairwise(ends)]
+    return [(last - first, ElementRange(first, last).stepped_shape(shape)) for first, last in pairwise(ends)]

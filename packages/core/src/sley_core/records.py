@@ -185,7 +185,7 @@ class WeightCommunicatorRecord(Record):
     """`build(config) -> WeightCommunicator`.
 
     fixed_order: whether a plan may ask for a fixed order of sums: it then passes the gradient of each of the micro-batches
-        `parts.store.reduction.micros_beside(group)` to `store.add_of_micros`.
+        `parts.store.reduction.concurrent_micros(group)` to `store.add_micros`.
     """
 
     fixed_order: bool = False

@@ -110,11 +110,11 @@ class Run(Loop, AbstractContextManager["Run"]):
                 # All ranks must wait for late weights alike, so they ask whether anyone listens.
                 mine = bool(self.listeners)
                 control = self.groups["control"]
-                self._any_listens = self.parts.weights.come_late and any(
+                self._any_listens = self.parts.weights.arrive_late and any(
                     control.gather_objects(mine, what="who listens to steps")
                 )
                 self._restart()
-                with self.parts.weights.settled_on_error():
+                with self.parts.weights.settle_on_error():
                     while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
                         # Launched before the previous step is emitted: on CUDA the device is not idle while the host reads.
                         before, self._late = self._late, self.launch(None)
@@ -160,7 +160,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 if self._is_accumulating:
                     row = self._add(batch, outputs)
                 else:
-                    with self.parts.weights.settled_on_error():
+                    with self.parts.weights.settle_on_error():
                         pending = self.launch(batch, outputs)
                     self.parts.weights.settle()
                     row = self._emit(pending)
@@ -238,7 +238,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._settle()
         self._require("a prediction", TO_EVALUATE)
         with self._set("_doing", "an evaluation"), self._evaluated():
-            step_batch = self.samples.splitter.to_predict(batch, self.samples.reads)
+            step_batch = self.samples.splitter.split_prediction(batch, self.samples.reads)
             outputs = ModelOutputs(step_batch.micros, self.stepper.outputs(step_batch))
             return self._in_form(outputs, batch, join=join)
 

@@ -18,10 +18,10 @@ from sley_core.actions.action import (
     Schedule,
     StageChunk,
     Transfer,
-    actions_of,
     direction_of,
     forward_only,
     loop,
+    select_actions,
     sequential,
     v,
 )
@@ -159,7 +159,7 @@ def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(placement, mic
             actions.insert(other, actions.pop(at))
     if can_run(lists, placement, micros):
         lowered = lower(lists, placement, micros)
-        kept = [[action for action in actions_of(steps) if action.kind is not Kind.CHUNK_DONE] for steps in lowered]
+        kept = [[action for action in select_actions(steps) if action.kind is not Kind.CHUNK_DONE] for steps in lowered]
         assert kept == lists
     else:
         with pytest.raises(PlanError) as caught:

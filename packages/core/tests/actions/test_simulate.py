@@ -28,7 +28,7 @@ PLACEMENTS = st.one_of(
 
 
 def times(timeline: Timeline, stage: int) -> list[tuple[str, float, float]]:
-    return [(str(span.action), span.start_s, span.end_s) for span in timeline.of_stage(stage)]
+    return [(str(span.action), span.start_s, span.end_s) for span in timeline.stage_spans(stage)]
 
 
 def test_two_stages_by_hand():
@@ -96,7 +96,7 @@ def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_w
     }
     assert sum(map(len, lists)) == len(found.timeline.spans) == len(ends)
     for stage, actions in enumerate(lists):
-        spans = found.timeline.of_stage(stage)
+        spans = found.timeline.stage_spans(stage)
         assert [span.action for span in spans] == actions
         assert all(one.end_s <= other.start_s for one, other in pairwise(spans))
         for span in spans:

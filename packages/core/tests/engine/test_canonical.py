@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.canonical.totals import digits, largest, norm_of, tree_sum, weight_digits, weight_of
-from sley_core.engine.canonical.tree import Node, PartialSums, Spares, cover, leaf, parent, run_of, sibling
+from sley_core.engine.canonical.tree import Node, PartialSums, SumMemory, cover, leaf, leaf_range, parent, sibling
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
@@ -68,7 +68,7 @@ def test_any_cut_and_any_order_take_the_additions_of_the_one_tree(num_leaves, da
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_each_rank_of_a_group_has_a_run_of_its_own(size, each):
-    runs = [run_of(coord, size, size * each) for coord in range(size)]
+    runs = [leaf_range(coord, size, size * each) for coord in range(size)]
     assert [at for first, last in runs for at in range(first, last)] == list(range(size * each))
 
 
@@ -78,12 +78,12 @@ def canonical(gradients: list[Tensor], dp: int) -> Tensor:
     total = PartialSums(num_leaves)
     for coord in range(dp):
         own = PartialSums(num_leaves)
-        first, last = run_of(coord, dp, num_leaves)
+        first, last = leaf_range(coord, dp, num_leaves)
         for at in range(first, last):
             own.put(0, leaf(at), gradients[at].clone())
         for node in cover(first, last, num_leaves):
-            total.put(0, node, own.take(0, node, gradients[0]))
-    return total.take(0, Node(0, num_leaves), gradients[0])
+            total.put(0, node, own.pop(0, node, gradients[0]))
+    return total.pop(0, Node(0, num_leaves), gradients[0])
 
 
 @settings(deadline=None)
@@ -95,23 +95,23 @@ def test_all_numbers_of_ranks_give_one_hash(each, sizes):
 
 
 def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
-    spares, most = Spares(), 0
-    sums = PartialSums(8, spares)
+    sum_memory, most = SumMemory(), 0
+    sums = PartialSums(8, sum_memory)
     for at in range(8):
-        incoming = spares.lend(torch.empty(4))
+        incoming = sum_memory.allocate(torch.empty(4))
         incoming.fill_(at)
         most = max(most, len(sums))
         sums.put(0, leaf(at), incoming)
     assert most == 3
-    assert len(spares.created) == 3 + 1
-    assert sums.take(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
+    assert len(sum_memory.created) == 3 + 1
+    assert sums.pop(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
 
 
 def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
     """So a gradient of -0.0 becomes 0.0, as it does where another rank adds its zeros."""
     sums = PartialSums(4)
     sums.put(0, leaf(1), torch.tensor([-0.0, 2.0]))
-    found = sums.take(0, Node(0, 4), torch.empty(2))
+    found = sums.pop(0, Node(0, 4), torch.empty(2))
     assert found.tolist() == [0.0, 2.0]
     assert not torch.signbit(found).any()
 
@@ -162,7 +162,7 @@ def test_losses_are_added_in_the_order_of_the_tree(count):
     sums = PartialSums(count)
     for at in range(count):
         sums.put(0, leaf(at), values[at].clone())
-    assert torch.equal(tree_sum(values), sums.take(0, Node(0, count), values[0]))
+    assert torch.equal(tree_sum(values), sums.pop(0, Node(0, count), values[0]))
 
 
 def test_a_loss_weight_has_no_order():
@@ -276,9 +276,9 @@ def test_a_gradient_in_pieces_with_others_between_is_refused(texts):
         run.store.begin_step()
         param = run.registry["blocks.0.attention.query.weight"]
         piece = torch.ones(param.shape)
-        run.store.add_of_micros(param, {0: piece, 1: piece}, param.layers[0])
+        run.store.add_micros(param, {0: piece, 1: piece}, param.layers[0])
         with pytest.raises(RunError) as caught:
-            run.store.add_of_micros(param, {0: piece}, param.layers[0])
+            run.store.add_micros(param, {0: piece}, param.layers[0])
     assert caught.value.diagnostics[0].code == "canonical-again"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.refusals import refuse_left_over
+from sley_core.engine.refusals import refuse_unregistered
 from sley_core.engine.step_batch import StepBatch
 from sley_core.errors import RunError
 from sley_core.model.build import build_on_meta
@@ -104,7 +104,7 @@ def rank_of(owned):
     model = build_on_meta(Given(), DataInfo({"tokens": Field("float32")}), 0)
     host = HostModel(model)
     host.drop_others(host.place(owned, dtype=torch.float32, device=torch.device("cpu")), owned)
-    refuse_left_over(model, [layer for layer in model.layers if layer.name in owned])
+    refuse_unregistered(model, [layer for layer in model.layers if layer.name in owned])
     return model
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from sley_checkpoint.reader import read
 from sley_core.comm.world import World
-from sley_core.engine.shards import wholes
+from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
 from sley_core.run import Run
 from sley_testing.runs import running, weights
@@ -175,7 +175,7 @@ def load_on_ranks(tables, folder, differ):
                 code = error.diagnostics[0].code
         run.load_weights(state)
         row = run.step()
-        found = wholes({param: param.parameter for param in run.registry}, run.groups)
+        found = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
         return code, row["loss"], {param.name: value for param, value in found.items()}
 
 

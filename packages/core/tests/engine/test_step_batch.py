@@ -52,7 +52,7 @@ def apart(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(("num_slices", "index"), [(1, 0), (2, 0), (2, 1)])
 def test_one_batch_and_its_micro_batches_are_the_same_step(num_slices: int, index: int) -> None:
     forms: list[Any] = [a_batch(), apart(a_batch()), tuple(apart(a_batch()))]
-    whole, *others = [splitter(num_slices, index).given(form) for form in forms]
+    whole, *others = [splitter(num_slices, index).split_input(form) for form in forms]
     assert whole.num_micros == 3
     for other in others:
         assert other.weight == whole.weight > 0
@@ -66,9 +66,9 @@ def test_one_batch_and_its_micro_batches_are_the_same_step(num_slices: int, inde
 
 def test_a_batch_is_cut_without_a_copy_and_weighed_in_one_piece() -> None:
     splits, batch = splitter(), a_batch()
-    splits.fed(batch)
+    splits.split_feed(batch)
     splits.loss.asked.clear()
-    batch = splits.fed(batch | {"tokens": batch["tokens"]})
+    batch = splits.split_feed(batch | {"tokens": batch["tokens"]})
     assert splits.loss.asked == [(6, 8)], "a shape that is known is not asked for its parts again"
     assert batch.micros[1]["tokens"].data_ptr() == batch.whole[0]["tokens"][2:].data_ptr()
 
@@ -76,7 +76,7 @@ def test_a_batch_is_cut_without_a_copy_and_weighed_in_one_piece() -> None:
 def test_micro_batches_may_differ_in_length() -> None:
     micros = apart(a_batch())
     micros[1] = {name: value[:, :3] for name, value in micros[1].items()}
-    found = splitter().given(micros)
+    found = splitter().split_input(micros)
     assert [micro["tokens"].shape for micro in found.micros] == [(2, 8), (2, 3), (2, 8)]
 
 
@@ -100,7 +100,7 @@ def test_micro_batches_may_differ_in_length() -> None:
 )
 def test_what_is_wrong_is_named(given: Any, code: str, match: str) -> None:
     with pytest.raises(RunError, match=match) as caught:
-        splitter().given(given)
+        splitter().split_input(given)
     assert caught.value.diagnostics[0].code == code
 
 

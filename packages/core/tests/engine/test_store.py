@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.actions.action import Action, Kind, actions_of, loop, sequential
+from sley_core.actions.action import Action, Kind, loop, select_actions, sequential
 from sley_core.actions.lower import lower
 from sley_core.engine.buffers import Planner, by_reduce_group, loose
 from sley_core.engine.gradients import GradientStore
@@ -42,7 +42,7 @@ class Harness:
         """One optimizer step over `losses`, functions that give each micro-batch's loss."""
         self.ready, self.during = [], []
         (steps,) = lower([sequential(len(losses))], loop(1), len(losses))
-        actions = actions_of(steps)
+        actions = select_actions(steps)
         self.state.begin(self.state.step + 1, actions, len(losses), 0)
         self.store.begin_step()
         for action in actions:

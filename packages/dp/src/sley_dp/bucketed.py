@@ -146,7 +146,7 @@ class BucketedReducer(GradientHandler):
 
     def _first_order(self) -> list[Param]:
         """Returns the order in which the first step completed gradients on this rank."""
-        return self._restored_order or self._store.seen_order
+        return self._restored_order or self._store.completion_order
 
     def _plan_layout(self, params: list[Param]) -> Layout:
         """Returns the buckets of each family, filled in the agreed order. Parameters that the order lacks come last.

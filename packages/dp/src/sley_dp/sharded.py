@@ -101,7 +101,7 @@ class ShardedReducer(GradientHandler):
         shards = [buffer.shard for buffer in buffers if buffer.shard]
         weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in buffers])
         self.gathers = WeightGathers(list(zip(weights, shards, strict=True)), parts.groups)
-        parts.weights.completed_by(self.gathers)
+        parts.weights.add_completion(self.gathers)
         index_of_param = {param: index for index, (buffer, _) in enumerate(self.gathers.buffers) for param in buffer.params}
         for layer in parts.layers:
             names = [name for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False)]

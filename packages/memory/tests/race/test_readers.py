@@ -124,4 +124,4 @@ def test_masters_are_not_compared_because_memory_was_away(offload: str, texts: P
         run.step()
         run.memory.offload().wait()
         run.memory.onload()
-        assert not run.stepper.update.masters.were_written
+        assert not run.stepper.update.masters.have_outside_writes

@@ -30,7 +30,7 @@ from sley_core import assemble as drafts
 from sley_core.assemble import draft_model
 from sley_core.comm.guard import guarded
 from sley_core.comm.progress import Members
-from sley_core.engine.refusals import LeftParameter
+from sley_core.engine.refusals import UnregisteredParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_LANE, GroupEntry
@@ -303,8 +303,8 @@ def _described(value: Any) -> Any:
         value = value.shard
     kind: type[Tensor] = type(value)
     attributes = set(vars(value))
-    if kind is LeftParameter:
-        kind, attributes = nn.Parameter, attributes - {"left_over"}
+    if kind is UnregisteredParameter:
+        kind, attributes = nn.Parameter, attributes - {"refusal"}
     with torch._C.DisableTorchFunctionSubclass():  # one that refuses to be read tells all the same what hangs on it
         return {
             "class": kind.__qualname__,

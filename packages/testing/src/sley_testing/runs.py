@@ -26,7 +26,7 @@ from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
 from sley_core.engine.registry import Param
-from sley_core.engine.shards import wholes
+from sley_core.engine.shards import gather_full_tensors
 from sley_core.engine.step_batch import GivenBatch
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
@@ -137,12 +137,12 @@ def gradients(run: Run) -> Tensors:
     # In the order of the registry, which is one order on all ranks of `wp`.
     present = set(run.store.params)
     parts = {param: parts[param] if param in parts else run.store.gradient(param) for param in run.registry if param in present}
-    return {param.name: gradient.cpu() for param, gradient in wholes(parts, run.groups).items()}
+    return {param.name: gradient.cpu() for param, gradient in gather_full_tensors(parts, run.groups).items()}
 
 
 def weights(run: Run) -> Tensors:
     """Copies of this rank's parameters and buffers, by name; sharded ones are gathered whole."""
-    parts = wholes({param: param.parameter for param in run.registry}, run.groups)
+    parts = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
     found = {param.name: weight.cpu() for param, weight in parts.items()}
     for layer in run.layers:
         found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}

@@ -23,7 +23,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.shards import wholes
+from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
@@ -218,7 +218,7 @@ def _read(run: Run) -> list[str]:
     """Returns the parameters whose module gives anything but the full weight instead of refusing to be read."""
     found = []
     parts = {param: param.parameter for param in run.registry if param.shard is not None}
-    for param, whole in wholes(parts, run.groups).items():
+    for param, whole in gather_full_tensors(parts, run.groups).items():
         assert run.store.gradient(param).shape == param.parameter.shape if param in run.store else True, param
         for holder in param.holders:
             try:

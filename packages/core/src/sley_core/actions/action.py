@@ -120,7 +120,7 @@ def forward_only(actions: Iterable[Action]) -> list[Action]:
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
-def actions_of(steps: Sequence[Step]) -> tuple[Action, ...]:
+def select_actions(steps: Sequence[Step]) -> tuple[Action, ...]:
     return tuple(step for step in steps if isinstance(step, Action))
 
 
@@ -176,17 +176,17 @@ class Placement:
     def __post_init__(self) -> None:
         counts = Counter(self.route)
         if not counts:
-            raise wrong_placement("has no positions")
+            raise placement_error("has no positions")
         for stage in counts:
             if type(stage) is not int or stage < 0:
-                raise wrong_placement(f"names the stage {stage!r}, but stages are 0, 1, 2, ...")
+                raise placement_error(f"names the stage {stage!r}, but stages are 0, 1, 2, ...")
         last = max(counts)
         for stage in range(last + 1):
             if not counts[stage]:
-                raise wrong_placement(f"gives stage {stage} no part of the model, but stage {last} has one")
+                raise placement_error(f"gives stage {stage} no part of the model, but stage {last} has one")
             if counts[stage] != counts[0]:
                 parts = f"{counts[stage]} of the {len(self.route)} parts of the model on stage {stage}"
-                raise wrong_placement(f"puts {parts}, but {counts[0]} on stage 0: every stage holds equally many")
+                raise placement_error(f"puts {parts}, but {counts[0]} on stage 0: every stage holds equally many")
 
     @cached_property
     def stages(self) -> int:
@@ -273,11 +273,11 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 def v(stages: int, chunks: int = 2) -> Placement:
     """Returns the V placement: all stages up, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
-        raise wrong_placement(f"is a V, which has two parts of the model per stage, not {chunks}")
+        raise placement_error(f"is a V, which has two parts of the model per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))
 
 
-def wrong_placement(fault: str) -> PlanError:
+def placement_error(fault: str) -> PlanError:
     """Returns the PlanError of an invalid placement. fault: the words for what is wrong."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))
 
@@ -301,10 +301,10 @@ class Schedule:
         """Returns the placement for `stages`; PlanError "placement-wrong" if a stage does not hold `chunks` positions."""
         placement: Any = self.place(stages, self.chunks)
         if not isinstance(placement, Placement):
-            raise wrong_placement(f"is a `{type(placement).__name__}`, not a `Placement`")
+            raise placement_error(f"is a `{type(placement).__name__}`, not a `Placement`")
         if (placement.stages, placement.chunks) != (stages, self.chunks):
             has = f"{placement.chunks} parts of the model on each of {placement.stages} stages"
-            raise wrong_placement(f"has {has}, not {self.chunks} on each of {stages}")
+            raise placement_error(f"has {has}, not {self.chunks} on each of {stages}")
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
@@ -314,16 +314,16 @@ class Schedule:
         """
         lists: Any = self.generate(stages, self.chunks, micros)
         if not isinstance(lists, Sequence):
-            raise _wrong(lists, "a list for each stage")
+            raise _generator_error(lists, "a list for each stage")
         for steps in lists:
             if not isinstance(steps, Sequence):
-                raise _wrong(steps, "a list for a stage")
+                raise _generator_error(steps, "a list for a stage")
             for step in steps:
                 if not isinstance(step, Action):
-                    raise _wrong(step, "an action in a stage's list")
+                    raise _generator_error(step, "an action in a stage's list")
         return [list(steps) for steps in lists]
 
 
-def _wrong(value: object, due: str) -> PlanError:
+def _generator_error(value: object, due: str) -> PlanError:
     message = f"the schedule's generator returns a `{type(value).__name__}` instead of {due}"
     return PlanError("schedule-wrong", message, path=("pipeline", "use"), hint="it returns `list[list[Action]]`")

@@ -36,14 +36,14 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     chunks = 1 + max((span.action.chunk for span in timeline.spans), default=0)
     own_rows: list[int | None] = [None] if chunks <= 2 else list(range(chunks))
     rows = [(stage, chunk) for stage in range(timeline.stages) for chunk in own_rows]
-    names = [_name(stage, chunk) for stage, chunk in rows]
+    names = [_row_label(stage, chunk) for stage, chunk in rows]
     notes = ["" if chunk else f"  {timeline.idle(stage):4.0%} idle" for stage, chunk in rows]
     indent = max(map(len, names))
     room = max(1, width - indent - max(map(len, notes)))
     scale = _columns_per_second(timeline, room)
-    drawn = [_cut(_row(timeline, stage, chunk, scale), room) for stage, chunk in rows]
+    drawn = [_shorten(_draw_row(timeline, stage, chunk, scale), room) for stage, chunk in rows]
     lines = [f"{name:{indent}}{row}{note}".rstrip() for name, row, note in zip(names, drawn, notes, strict=True)]
-    legend = _legend(timeline, chunks)
+    legend = _legend_lines(timeline, chunks)
     if (columns := round(timeline.makespan_s * scale)) > room:
         legend.append(f"/: {columns - room + len(CUT)} of {columns} columns are left out; a wider terminal shows more")
     return "\n".join([*lines, *legend]) + "\n"
@@ -55,7 +55,7 @@ def label(action: Action) -> str:
     return f"{letter}{action.micro}"
 
 
-def _name(stage: int, chunk: int | None) -> str:
+def _row_label(stage: int, chunk: int | None) -> str:
     if chunk is None:
         return f"stage {stage}  "
     return f"{f'stage {stage}' if chunk == 0 else '':9}chunk {chunk}  "
@@ -74,9 +74,9 @@ def _columns_per_second(timeline: Timeline, room: int) -> float:
     return (int(columns) if columns >= 1 else columns) / min(lengths)
 
 
-def _row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -> str:
+def _draw_row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -> str:
     cells = ["."] * round(timeline.makespan_s * scale)
-    for span in timeline.of_stage(stage):
+    for span in timeline.stage_spans(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)
         text = label(span.action) if chunk is None else label(span.action).upper()
         text = text[0] * (end - first) if end - first < len(text) else text.ljust(end - first, FILL[span.action.kind])
@@ -84,7 +84,7 @@ def _row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -> str
     return "".join(cells)
 
 
-def _cut(row: str, room: int) -> str:
+def _shorten(row: str, room: int) -> str:
     """Returns `row` with its middle cut out as far as it is longer than `room`."""
     if len(row) <= room:
         return row
@@ -92,7 +92,7 @@ def _cut(row: str, room: int) -> str:
     return row[: room - len(CUT) - tail] + CUT + row[len(row) - tail :]
 
 
-def _legend(timeline: Timeline, chunks: int) -> list[str]:
+def _legend_lines(timeline: Timeline, chunks: int) -> list[str]:
     kinds = {span.action.kind for span in timeline.spans}
     words = [name for kind, name in NAMES.items() if kind in kinds]
     if chunks == 2:

@@ -64,22 +64,22 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
         raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
     for stage, actions in enumerate(lists):
         seen = _check_order(actions, stage, placement, micros, training)
-        for missing in _missing(seen, placement.chunks, micros, training):
-            raise _wrong(f"{missing} is missing from stage {stage}'s list")
+        for missing in _missing_actions(seen, placement.chunks, micros, training):
+            raise _schedule_error(f"{missing} is missing from stage {stage}'s list")
 
 
 def _check_order(actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool) -> set[Action]:
     """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible there."""
     seen: set[Action] = set()
     for at, action in enumerate(actions):
-        fault = _fault(action, seen, stage, placement, micros, training)
+        fault = _find_fault(action, seen, stage, placement, micros, training)
         if fault:
-            raise _wrong(f"{action} (number {at + 1} of stage {stage}'s list) {fault}")
+            raise _schedule_error(f"{action} (number {at + 1} of stage {stage}'s list) {fault}")
         seen.add(action)
     return seen
 
 
-def _fault(action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool) -> str | None:
+def _find_fault(action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool) -> str | None:
     """Returns what is wrong with `action` after the actions `seen`; None if nothing is."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDS:
@@ -96,10 +96,10 @@ def _fault(action: Action, seen: set[Action], stage: int, placement: Placement, 
         return f"comes before its {Action(needed, chunk, micro)}"
     if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in seen:
         return f"makes the backward whole and split: there is {Action(EXCLUDES[kind], chunk, micro)} too"
-    return _local_fault(action, seen, stage, placement)
+    return _find_local_fault(action, seen, stage, placement)
 
 
-def _local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
+def _find_local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
     """Returns what is wrong if `action` needs a value from another chunk of its own stage that was not made yet; else None."""
     if action.kind is Kind.FORWARD:
         neighbour, kinds = placement.previous(stage, action.chunk), frozenset({Kind.FORWARD})
@@ -115,7 +115,7 @@ def _local_fault(action: Action, seen: set[Action], stage: int, placement: Place
     return f"comes before {Action(kind, neighbour.chunk, action.micro)}, which it continues"
 
 
-def _missing(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
+def _missing_actions(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
     """Yields the actions that a complete list would have besides those `seen`."""
     for chunk in range(chunks):
         for micro in range(micros):
@@ -129,7 +129,7 @@ def _missing(seen: set[Action], chunks: int, micros: int, training: bool) -> Ite
                 yield Action(Kind.WEIGHT_GRADIENT, chunk, micro)
 
 
-def _wrong(fault: str) -> PlanError:
+def _schedule_error(fault: str) -> PlanError:
     return PlanError("schedule-wrong", f"the schedule's action {fault}", path=("pipeline", "use"))
 
 
@@ -142,7 +142,7 @@ link but in the processes at its ends (docs/adr/0014).
 """
 
 
-def send_of(action: Action, output: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
+def build_send(action: Action, output: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
     """Returns the send that must follow `action`, which makes `output`; None if there is no neighbour on another stage."""
     if output is None:
         return None
@@ -152,7 +152,7 @@ def send_of(action: Action, output: Delivery | None, stage: int, placement: Plac
     return Transfer("send", output.flow, action.chunk, action.micro, peer.stage, peer.chunk)
 
 
-def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
+def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
     """Returns the global order of all transfers, the same for all stages: by the time at which they are sent, then by their
     place along the flow, so that a stage posts the receive of what its neighbour is about to send before it sends its own
     value.
@@ -178,7 +178,7 @@ class _Issue(NamedTuple):
     latest: int
 
 
-def posts_of(
+def schedule_posts(
     actions: Sequence[Action],
     outputs: Sequence[Delivery | None],
     stage: int,
@@ -207,12 +207,12 @@ def posts_of(
         latest_taken.append(latest_order)
     posts: dict[int, list[Transfer]] = {}
     for direction in DIRECTIONS:
-        for number, post in _placed(sorted(issues[direction], key=lambda issue: issue.order), ahead):
+        for number, post in _place_posts(sorted(issues[direction], key=lambda issue: issue.order), ahead):
             posts.setdefault(number, []).append(post)
     return posts
 
 
-def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
+def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
     """Returns each post among `issues` (one direction of one stage, in order) with the number of the action that it
     precedes.
 
@@ -252,17 +252,17 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
         positions = placement.positions(stage)
         outputs.append([placement.output_of(action, positions[action.chunk]) for action in actions])
     sends = [
-        [send_of(action, output, stage, placement) for action, output in zip(*lists_of_stage, strict=True)]
+        [build_send(action, output, stage, placement) for action, output in zip(*lists_of_stage, strict=True)]
         for stage, lists_of_stage in enumerate(zip(lists, outputs, strict=True))
     ]
-    machine = Machine(list(map(_with_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False)
+    machine = Machine(list(map(_insert_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False)
     machine.run()
-    order = order_of(machine.sent_s)
+    order = order_transfers(machine.sent_s)
     every = enumerate(zip(lists, outputs, sends, strict=True))
-    return [_lowered(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in every]
+    return [_lower_stage(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in every]
 
 
-def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
+def _insert_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
     """Returns the actions, each followed by its entry of `sends`: the send of its result if another stage needs it."""
     steps: list[Step] = []
     for action, send in zip(actions, sends, strict=True):
@@ -270,7 +270,7 @@ def _with_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> 
     return steps
 
 
-def _lowered(
+def _lower_stage(
     actions: Sequence[Action],
     outputs: Sequence[Delivery | None],
     sends: Sequence[Transfer | None],
@@ -279,7 +279,7 @@ def _lowered(
     order: dict[Delivery, int],
 ) -> Lowered:
     """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: of all transfers, the same on all stages."""
-    posts = posts_of(actions, outputs, stage, placement, order, AHEAD)
+    posts = schedule_posts(actions, outputs, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind.makes_gradients}
     steps: list[Step] = [*posts.get(0, ())]
     for number, (action, send) in enumerate(zip(actions, sends, strict=True)):

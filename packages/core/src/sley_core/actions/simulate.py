@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_core.actions.action import Action, Delivery, Kind, Placement, Step, Transfer, actions_of
+from sley_core.actions.action import Action, Delivery, Kind, Placement, Step, Transfer, select_actions
 from sley_core.errors import PlanError
 
 
@@ -59,7 +59,7 @@ class Machine:
             self._advance(self._ready.popleft())
         if self._waiting:
             stuck = sorted((stage, delivery) for delivery, stage in self._waiting.items())
-            places = "; ".join(self._place(stage, delivery) for stage, delivery in stuck)
+            places = "; ".join(self._describe_blocked_stage(stage, delivery) for stage, delivery in stuck)
             raise PlanError("schedule-deadlock", f"the schedule comes to a stop: {places}", path=("pipeline", "use"))
 
     def _advance(self, stage: int) -> None:
@@ -68,13 +68,13 @@ class Machine:
         for at in range(self._at[stage], len(steps)):
             step = steps[at]
             if isinstance(step, Transfer):
-                self._transfer(stage, step)
-            elif step.kind is not Kind.CHUNK_DONE and not self._act(stage, step):
+                self._record_transfer(stage, step)
+            elif step.kind is not Kind.CHUNK_DONE and not self._run_action(stage, step):
                 self._at[stage] = at
                 return
         self._at[stage] = len(steps)
 
-    def _act(self, stage: int, action: Action) -> bool:
+    def _run_action(self, stage: int, action: Action) -> bool:
         """Runs `action` and returns True if its input has arrived; else records what the stage waits for and returns False."""
         position = self._positions[stage][action.chunk]
         start_s = self._now_s[stage]
@@ -89,10 +89,10 @@ class Machine:
         self.spans.append(TimedAction(stage, action, start_s, end_s))
         output = self.placement.output_of(action, position)
         if output is not None and self.placement.holder(output.position).stage == stage:
-            self._arrive(output, end_s)
+            self._record_arrival(output, end_s)
         return True
 
-    def _transfer(self, stage: int, step: Transfer) -> None:
+    def _record_transfer(self, stage: int, step: Transfer) -> None:
         """Records one end of a transfer; once both ends are there, computes when the value arrives."""
         if step.op == "post":
             delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
@@ -107,11 +107,11 @@ class Machine:
         if sent_s is not None and posted_s is not None:
             start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
             end_s = self._free_s[channel] = start_s + self.costs.link_s[min(delivery.position, delivery.origin)]
-            self._arrive(delivery, end_s)
+            self._record_arrival(delivery, end_s)
 
-    def _place(self, stage: int, delivery: Delivery) -> str:
+    def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
         """Returns in words where `stage` is blocked, and which stage's action it waits for."""
-        before = actions_of(self.lists[stage][: self._at[stage]])
+        before = select_actions(self.lists[stage][: self._at[stage]])
         action = self.lists[stage][self._at[stage]]
         source = self.placement.holder(delivery.origin)
         kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
@@ -119,7 +119,7 @@ class Machine:
         where = f"stage {stage} at {action} (number {len(before) + 1} of its list)"
         return f"{where} waits for {awaited} of stage {source.stage}"
 
-    def _arrive(self, delivery: Delivery, at_s: float) -> None:
+    def _record_arrival(self, delivery: Delivery, at_s: float) -> None:
         """Records that `delivery` is available from `at_s` on; a stage that waits for it is ready again."""
         self._arrived_s[delivery] = at_s
         waiting = self._waiting.pop(delivery, None)
@@ -141,7 +141,7 @@ class Peaks:
     num_bytes: int
 
 
-def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
+def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
     """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
     keeps = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
@@ -151,12 +151,12 @@ def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Cos
         if isinstance(step, Transfer):
             if step.op == "post":
                 receives += 1
-                num_bytes += _boundary(step.flow == "forward", position, costs)
+                num_bytes += _boundary_bytes(step.flow == "forward", position, costs)
         else:
-            if _from_elsewhere(step, stage, position, placement):
+            if _takes_received_value(step, stage, position, placement):
                 receives -= 1
-                num_bytes -= _boundary(step.kind is Kind.FORWARD, position, costs)
-            graph, queue = _change(step.kind) if keeps else (0, 0)
+                num_bytes -= _boundary_bytes(step.kind is Kind.FORWARD, position, costs)
+            graph, queue = _count_changes(step.kind) if keeps else (0, 0)
             graphs += graph
             queues += queue
             num_bytes += graph * costs.graph_bytes[position] + queue * costs.queued_bytes[position]
@@ -170,7 +170,7 @@ def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Cos
     return peak
 
 
-def _change(kind: Kind) -> tuple[int, int]:
+def _count_changes(kind: Kind) -> tuple[int, int]:
     """Returns by how much an action of this kind changes the number of (graphs, queues)."""
     match kind:
         case Kind.FORWARD:
@@ -185,12 +185,12 @@ def _change(kind: Kind) -> tuple[int, int]:
             return 0, 0
 
 
-def _from_elsewhere(action: Action, stage: int, position: int, placement: Placement) -> bool:
+def _takes_received_value(action: Action, stage: int, position: int, placement: Placement) -> bool:
     delivery = placement.input_of(action, position)
     return delivery is not None and placement.holder(delivery.origin).stage != stage
 
 
-def _boundary(forward: bool, position: int, costs: Costs) -> int:
+def _boundary_bytes(forward: bool, position: int, costs: Costs) -> int:
     """Returns the bytes of a value from the neighbour: from the position before if `forward`, else from the one after."""
     return costs.boundary_bytes[position - 1 if forward else position]
 
@@ -215,7 +215,7 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     machine = Machine(lists, placement, costs, posted=True)
     machine.run()
     timeline = Timeline.of(placement.stages, machine.spans)
-    return SimulatedStep(timeline, tuple(peaks_of(steps, stage, placement, costs) for stage, steps in enumerate(lists)))
+    return SimulatedStep(timeline, tuple(compute_peaks(steps, stage, placement, costs) for stage, steps in enumerate(lists)))
 
 
 class TimedAction(NamedTuple):
@@ -245,7 +245,7 @@ class Timeline:
         """Returns a timeline of spans given in any order."""
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 
-    def of_stage(self, stage: int) -> tuple[TimedAction, ...]:
+    def stage_spans(self, stage: int) -> tuple[TimedAction, ...]:
         return tuple(span for span in self.spans if span.stage == stage)
 
     @property
@@ -256,7 +256,7 @@ class Timeline:
     def idle(self, stage: int) -> float:
         """Returns the bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
         makespan = self.makespan_s
-        spent = (span.end_s - span.start_s for span in self.of_stage(stage))
+        spent = (span.end_s - span.start_s for span in self.stage_spans(stage))
         busy = self.computing_s[stage] if self.computing_s else sum(spent)
         return 1.0 - busy / makespan if makespan > 0 else 0.0
 

@@ -95,29 +95,29 @@ class Accumulator:
             "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
         )
 
-    def enter(self, layer: str = "", micro: int | None = None) -> None:
+    def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
         """Prepares for a contribution from a use of the parameter in `layer`, of the global micro-batch `micro` (left out: the
         running one). Only a fixed order of sums depends on them.
         """
 
-    def leave(self) -> None:
+    def end_contributions(self) -> None:
         """Learns that the running action adds nothing more."""
 
-    def take(self, gradient: Tensor) -> None:
+    def accumulate(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
         if self.contributions:
             self.view.add_(gradient)
         else:
             self.view.copy_(gradient)
 
-    def take_grad(self) -> None:
+    def accumulate_grad(self) -> None:
         """Takes `parameter.grad`, set by a backward: the whole sum if the view was lent. Raises RunError `sparse-gradient`."""
         gradient = self.parameter.grad
         assert gradient is not None, self.param
         if gradient is not self.view:
             if self.is_lent:
                 self.contributions = 0
-            self._adopt(_dense(gradient, self.param))
+            self._accumulate_owned(_require_dense(gradient, self.param))
             self.is_lent = not self.has_products and self.parameter.dtype == self.view.dtype
             self.parameter.grad = self.view if self.is_lent else None
         self.contributions += 1
@@ -128,22 +128,22 @@ class Accumulator:
         gradient = self.parameter.grad
         return gradient is not None and gradient is not self.view
 
-    def take_product(self, left: Tensor, right: Tensor) -> None:
+    def accumulate_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right; without a temporary tensor if all have the same dtype."""
         if left.dtype != self.dtype:
-            self.take(left.t() @ right)
+            self.accumulate(left.t() @ right)
         elif self.contributions:
             self.view.addmm_(left.t(), right)
         else:
             torch.mm(left.t(), right, out=self.view)
 
-    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+    def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
         """Adds each of `rows` at its index along dim 0; the first call of a step zeroes the view before."""
         if not self.contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Completes the sum, zeros if there was no contribution; called once per step, before the parameter is reported."""
         if not self.contributions:
             self.view.zero_()
@@ -167,14 +167,14 @@ class Accumulator:
         if self.is_open and not is_first_step and self.expected_passes and self.passes >= self.expected_passes:
             self.state = State.COMPLETE
 
-    def learn(self) -> None:
+    def record_passes(self) -> None:
         """Notes, at the end of a step, in how many passes the gradient came, or that the number varies."""
         if self.expected_passes is not None and self.passes:
             self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
 
-    def _adopt(self, gradient: Tensor) -> None:
-        """Adds `gradient` as `take` does, but may keep the tensor itself: the caller must not use it again."""
-        self.take(gradient)
+    def _accumulate_owned(self, gradient: Tensor) -> None:
+        """Adds `gradient` as `accumulate` does, but may keep the tensor itself: the caller must not use it again."""
+        self.accumulate(gradient)
 
 
 class LooseAccumulator(Accumulator):
@@ -189,26 +189,26 @@ class LooseAccumulator(Accumulator):
         super().reset()
         self.view = self._empty
 
-    def take(self, gradient: Tensor) -> None:
+    def accumulate(self, gradient: Tensor) -> None:
         # Contiguous, as the parameter is: a fused optimizer ignores strides, and would use elements in the wrong order.
-        self._adopt(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
+        self._accumulate_owned(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
 
-    def take_product(self, left: Tensor, right: Tensor) -> None:
+    def accumulate_product(self, left: Tensor, right: Tensor) -> None:
         if self.contributions and left.dtype == self.dtype:
             self.view.addmm_(left.t(), right)
         else:
-            self._adopt((left.t() @ right).contiguous())
+            self._accumulate_owned((left.t() @ right).contiguous())
 
-    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+    def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
         add_at(self.view, indices, rows.to(self.dtype))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
 
-    def _adopt(self, gradient: Tensor) -> None:
+    def _accumulate_owned(self, gradient: Tensor) -> None:
         if self.contributions:
             self.view.add_(gradient)
         else:
@@ -221,21 +221,21 @@ class UnwatchedAccumulator(LooseAccumulator):
     watches_autograd = False
     is_assigned = False
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         if self.parameter.grad is not None:
-            self._adopt(_dense(self.parameter.grad, self.param))
+            self._accumulate_owned(_require_dense(self.parameter.grad, self.param))
             self.contributions += 1
             self.parameter.grad = None
-        super().settle()
+        super().finalize()
 
     def check_no_late_gradient(self) -> None:
-        """Asserts that no contribution followed `settle`: no hook would notice one."""
+        """Asserts that no contribution followed `finalize`: no hook would notice one."""
         gradient = self.parameter.grad
         is_late = gradient is not None and gradient is not self.view
         assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
 
     def sum(self) -> Tensor | None:
-        return None if self.parameter.grad is None else _dense(self.parameter.grad, self.param)
+        return None if self.parameter.grad is None else _require_dense(self.parameter.grad, self.param)
 
     def pause(self) -> None:
         """Leaves the sum in `parameter.grad`, whose version tells whether anything else is added."""
@@ -260,7 +260,7 @@ def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
             accumulator.expected_passes = None
 
 
-def _dense(gradient: Tensor, param: Param) -> Tensor:
+def _require_dense(gradient: Tensor, param: Param) -> Tensor:
     """Returns `gradient` of `param` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
     if gradient.is_sparse:
         message = f"the gradient of the parameter {param.name!r} is sparse, which no reducer and no norm takes"

@@ -95,9 +95,9 @@ class Agreement:
         num_micros = batch.num_micros if batch else 0
         self._facts = [
             {"all": (what, checksum([what]))},
-            self._params(),
+            self._trained_views(),
             dict.fromkeys(self.reduction.micro_axes, (num_micros, num_micros)),
-            {} if batch is None else self._samples(batch),
+            {} if batch is None else self._sample_views(batch),
         ]
         is_first = all(self.groups[axis].coord == 0 for axis in ("pp", "sp"))
         counts = self.counts if is_first else NO_COUNTS
@@ -119,7 +119,7 @@ class Agreement:
         self._pending.wait()
         self._pending = None
         if self._sum[:_REFUSALS].any():
-            raise self._differing()
+            raise self._mismatch_error()
         if self._sum[_REFUSALS]:
             own = None if self._refusal is None else self._refusal.diagnostics[0]
             parts = None if own is None else [own.code, own.message, own.hint]
@@ -132,7 +132,7 @@ class Agreement:
             first, self.first = self.first, None
             first()
 
-    def _params(self) -> dict[str, View]:
+    def _trained_views(self) -> dict[str, View]:
         """Returns the trained parameters in layout order, by the axis whose ranks must agree; computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
@@ -146,7 +146,7 @@ class Agreement:
             self._trained |= {axis: (tuple(sorted(tied)), checksum(sorted(tied))) for axis, tied in ties.items()}
         return self._trained
 
-    def _samples(self, batch: StepBatch) -> dict[str, View]:
+    def _sample_views(self, batch: StepBatch) -> dict[str, View]:
         """Returns shapes and checksums of the batch, by the axis whose ranks must have the same samples."""
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
@@ -159,10 +159,10 @@ class Agreement:
         number = checksum(described)
         for part in batch.whole:
             for _, value in sorted(part.items()):
-                number = zlib.crc32(_ends(value), number)
+                number = zlib.crc32(_end_bytes(value), number)
         return dict.fromkeys(axes, (described, number))
 
-    def _differing(self) -> RunError:
+    def _mismatch_error(self) -> RunError:
         """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all saw the same sum."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
@@ -172,11 +172,11 @@ class Agreement:
                 by_rank = zip(self._everyone.ranks, views, strict=True)
                 views_by_rank = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}
                 if len({number for _, number in views_by_rank.values()}) > 1:
-                    return RunError("ranks-differ", _message(fact, views_by_rank), hint=_HINTS[fact])
+                    return RunError("ranks-differ", _mismatch_message(fact, views_by_rank), hint=_HINTS[fact])
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
 
 
-def _message(fact: int, views: Mapping[int, View]) -> str:
+def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     usual, _ = Counter(number for _, number in views.values()).most_common(1)[0]
     other = next(rank for rank, (_, number) in views.items() if number == usual)
     odd = next(rank for rank, (_, number) in views.items() if number != usual)
@@ -199,7 +199,7 @@ def _message(fact: int, views: Mapping[int, View]) -> str:
     return f"{differing[0]} is trained on rank {trains} and frozen on rank {freezes}{more}"
 
 
-def _ends(value: Tensor) -> bytes:
+def _end_bytes(value: Tensor) -> bytes:
     data = value.detach().contiguous().reshape(-1).view(torch.uint8)
     return bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy())
 
@@ -260,13 +260,13 @@ def difference(group: Group, number: int) -> int:
     return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
 
-def exchanges_of(groups: Iterable[Group]) -> Exchanges:
+def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
     """Returns this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
     # Runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.log.exchanged(group.ranks)) is not None}
 
 
-def exchanges_differ(groups: Iterable[Group]) -> int:
+def exchange_difference(groups: Iterable[Group]) -> int:
     """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group have exchanged the same: in each
     group one rank adds size - 1 times a hash of its number, and the others subtract theirs.
     """
@@ -274,7 +274,7 @@ def exchanges_differ(groups: Iterable[Group]) -> int:
     return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
 
 
-def exchanges_error(when: str, own: Exchanges, control: Group) -> RunError:
+def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunError:
     """Returns the error `ranks-differ` of ranks that are known to differ, the same on all: it names the first group in which
     they exchanged other numbers, and who. A blocking collective on `control`. own: this rank's counts.
     """
@@ -286,11 +286,12 @@ def exchanges_error(when: str, own: Exchanges, control: Group) -> RunError:
         if others:
             other = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
             odd = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
-            message = f"{when}: of {label}, rank {odd} made {_in_words(by_rank[odd])}, rank {other} {_in_words(usual)}"
+            odd_exchanges, usual_exchanges = _format_exchanges(by_rank[odd]), _format_exchanges(usual)
+            message = f"{when}: of {label}, rank {odd} made {odd_exchanges}, rank {other} {usual_exchanges}"
             return RunError("ranks-differ", message, hint=HINT)
     raise AssertionError(f"all ranks have exchanged the same: {views}")
 
 
-def _in_words(exchanged: Sequence[Any]) -> str:
+def _format_exchanges(exchanged: Sequence[Any]) -> str:
     times, _, last = exchanged
     return f"{times} exchanges, the last of {last}" if times else "none"

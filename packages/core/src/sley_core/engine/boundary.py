@@ -33,13 +33,13 @@ Context = Any
 """The data that a type needs besides its parts, as JSON: names of fields, keys."""
 
 
-def name_of(kind: type) -> str | None:
-    """Returns the name by which `find` finds `kind`; None if it does not, as for a class defined in a function."""
+def type_name(kind: type) -> str | None:
+    """Returns the name by which `find_type` finds `kind`; None if it does not, as for a class defined in a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
-    return name if find(name) is kind else None
+    return name if find_type(name) is kind else None
 
 
-def find(name: str) -> Any:
+def find_type(name: str) -> Any:
     """Returns the class named `name`, `module:qualname`; None if no imported module has it."""
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
@@ -48,9 +48,11 @@ def find(name: str) -> Any:
     return target
 
 
-def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context of `value`, a container that is sent to another stage, and its parts, for `put_together`. None for a
-    type that is no named tuple, return type of torch, type of torch's pytrees, or dataclass that holds its fields alone.
+def split_container(value: Any) -> tuple[Context, list[Any]] | None:
+    """Returns the context and the parts of the container `value`, for `rebuild_container`.
+
+    Returns None unless the type is a named tuple, a return type of torch, a type that torch's pytrees know, or a dataclass that
+    holds only its fields.
     """
     kind = type(value)
     if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
@@ -69,7 +71,7 @@ def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
     return names, [getattr(value, name) for name in names]
 
 
-def put_together(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
+def rebuild_container(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
     """Rebuilds a `kind` from its `parts`, without initialisers of dataclasses or named tuples: they ran where it was made."""
     if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
         return kind(parts)
@@ -101,7 +103,7 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
         return value
     if isinstance(value, tuple) and not _attributes(value):
         parts = [copied(part, known) for part in value]
-        return value if all(map(operator.is_, parts, value)) else put_together(type(value), None, parts)
+        return value if all(map(operator.is_, parts, value)) else rebuild_container(type(value), None, parts)
     try:
         other = known[id(value)] = copy.copy(value)
     except Exception:  # a class may refuse
@@ -207,7 +209,7 @@ class Description:
         """Returns the description with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches: for
         an output that is about to be copied, so that its tensors no longer share memory on the other side.
         """
-        spans = {at: _span(tensors[at]) for at, leaf in enumerate(self.leaves) if leaf.same_as is None}
+        spans = {at: _address_range(tensors[at]) for at, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
             at
             for at, (start, end) in spans.items()
@@ -252,15 +254,15 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
         return tuple(unflatten(leaves, each) for each in structure["tuple"])
     if "dict" in structure:
         return {key: unflatten(leaves, each) for key, each in structure["dict"].items()}
-    kind = find(structure["type"])
+    kind = find_type(structure["type"])
     if kind is None:
         message = f"a {structure['type']} came from another stage, and nothing here has imported it"
         raise RunError("boundary-type", message, hint="import it in the module of the model's factory")
     parts = [unflatten(leaves, each) for each in structure["parts"]]
-    return put_together(kind, structure["context"], parts)
+    return rebuild_container(kind, structure["context"], parts)
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _address_range(tensor: Tensor) -> tuple[int, int]:
     """Returns the address of the tensor's first element, and the address after its last; 0, 0 if it is empty."""
     if not tensor.numel():
         return 0, 0
@@ -284,7 +286,7 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
         return [_structure(each, leaves, layer) for each in part]
     if kind is dict and all(isinstance(key, str) for key in part):
         return {"dict": {key: _structure(each, leaves, layer) for key, each in part.items()}}
-    name, apart = name_of(kind), take_apart(part)
+    name, apart = type_name(kind), split_container(part)
     if name is None or apart is None:
         whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
         raise RunError(

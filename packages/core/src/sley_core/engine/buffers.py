@@ -104,7 +104,7 @@ class ElementRange(NamedTuple):
     def numel(self) -> int:
         return self.last - self.first
 
-    def shape_in(self, whole: Sequence[int]) -> tuple[int, ...]:
+    def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape in which the elements are stepped: `whole` if these are all of its elements, else flat with leading
         dims of size 1. The number of dims stays: an optimizer may treat matrices otherwise than vectors.
         """
@@ -192,7 +192,7 @@ class GradientBuffer(FlatBuffer):
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
         shapes = [param.parameter.shape for param in params]
-        super().__init__(shapes, memory.dtype, memory.device, memory, **_spacing(shard))
+        super().__init__(shapes, memory.dtype, memory.device, memory, **_buffer_alignment(shard))
         self.params = list(params)
         self.shard = shard
         self.num_shards = shard.count if shard else 1
@@ -223,15 +223,15 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def parts(self) -> dict[Param, Tensor]:
-        return self.views_in(self.own)
+        return self.part_views(self.own)
 
-    def views_in(self, memory: Tensor) -> dict[Param, Tensor]:
+    def part_views(self, memory: Tensor) -> dict[Param, Tensor]:
         """Returns such a view of `memory`, as long as `own`, for each parameter, at its place in this part."""
         views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]
             first = max(start + elements.first - self._begin, 0) if elements.numel else 0
-            views[param] = memory[first : first + elements.numel].view(elements.shape_in(param.parameter.shape))
+            views[param] = memory[first : first + elements.numel].view(elements.stepped_shape(param.parameter.shape))
         return views
 
     def check_whole(self, param: Param) -> None:
@@ -253,7 +253,7 @@ class GradientBuffer(FlatBuffer):
         return [self.data[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def _spacing(shard: BufferShard | None) -> dict[str, Any]:
+def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
     return {} if shard is None else {"alignment": SHARD_ALIGNMENT, "multiple": shard.count}
 
 
@@ -285,7 +285,8 @@ class GradientMemory:
         lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
         sizes = [
-            offsets([param.parameter.shape for param in params], **(_spacing(shard) or plain))[1] for params, shard in lists
+            offsets([param.parameter.shape for param in params], **(_buffer_alignment(shard) or plain))[1]
+            for params, shard in lists
         ]
         if self._data.numel() == sum(sizes):
             self._data.zero_()

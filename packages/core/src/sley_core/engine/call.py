@@ -99,11 +99,11 @@ class _Inputs:
     def __init__(self, name: str, inputs: Any, *, with_bits: bool) -> None:
         self.name = name
         self.with_bits = with_bits
-        self._before = self._look(inputs)
+        self._before = self._read_versions(inputs)
 
     def check(self, inputs: Any) -> None:
         """Raises RunError `recompute-in-place` if any of the tensors was written. Waits for the device if `with_bits`."""
-        if self._look(inputs) != self._before:
+        if self._read_versions(inputs) != self._before:
             raise RunError(
                 "recompute-in-place",
                 f"the input of layer {self.name!r} is written on, by the layer or by a later one, so it cannot run again "
@@ -111,7 +111,7 @@ class _Inputs:
                 hint="let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`",
             )
 
-    def _look(self, inputs: Any) -> list[tuple[int, int]]:
+    def _read_versions(self, inputs: Any) -> list[tuple[int, int]]:
         looks = [(version_of(one), sum_of_bits(one) if self.with_bits else None) for one in tensors_in((inputs,))]
         return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
 
@@ -177,14 +177,14 @@ class LayerCaller:
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Returns `layer(*args, **fields)` under the policy. args: the output of the layer before, () for the first layer."""
-        calls = self._run if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
-        if self.probe is not None and self.probe.wants(layer, micro):
+        calls = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
+        if self.probe is not None and self.probe.should_probe(layer, micro):
             output = self.probe.call(
                 layer,
                 args,
                 fields,
                 lambda args, fields: calls(layer, args, fields, micro),
-                lambda args, fields: self._run(layer, args, fields, micro),
+                lambda args, fields: self._run_layer(layer, args, fields, micro),
             )
         else:
             output = calls(layer, args, fields, micro)
@@ -205,25 +205,25 @@ class LayerCaller:
             runs += 1
             if runs > 1:
                 if self.writes is not None:
-                    self.writes.runs_again(layer)
+                    self.writes.check_rerun(layer)
                 again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
-                tell_hooks(self.hooks, "before_forward", again, args[0] if args else None)
-            return self._run(layer, args, fields, micro)
+                call_hooks(self.hooks, "before_forward", again, args[0] if args else None)
+            return self._run_layer(layer, args, fields, micro)
 
         return self.policy.call(layer.name, run, args, fields, micro)
 
-    def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+    def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Waits for the layer's weights, seeds the generators, and calls it; recomputation does so with the same seed."""
         self.step_progress.calls(layer.name)
         self.waits.wait_for(layer.name)
         is_new = layer.name not in self._own
         before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
-        self.take_turn(layer.name)
+        self.acquire_generators(layer.name)
         try:
-            self.seed_for(layer, micro)
+            self.seed_layer(layer, micro)
             output = layer.module(*args, **fields)
         except Exception as error:
-            note_origin(error, _call_in_words(layer, args, fields, micro), layer.module)
+            note_origin(error, _describe_call(layer, args, fields, micro), layer.module)
             if hint := formats_hint(error):
                 error.add_note(hint)
             raise
@@ -243,7 +243,7 @@ class LayerCaller:
                 )
         return output
 
-    def seed_for(self, layer: Layer, micro: MicroStep) -> None:
+    def seed_layer(self, layer: Layer, micro: MicroStep) -> None:
         """Seeds all generators from which a call of `layer` may draw."""
         seed = self._seed(layer.name, micro)
         self.device.seed(seed)
@@ -251,7 +251,7 @@ class LayerCaller:
             self._own[layer.name] = own_generators(layer.module, layer.name)
         seed_own(self._own[layer.name], seed)
 
-    def take_turn(self, what: str) -> None:
+    def acquire_generators(self, what: str) -> None:
         """Acquires `IN_USE` for `what`, a layer or the loss, while no data set draws. Raises RunError "data-timeout"."""
         if not IN_USE.acquire(timeout=self.data_timeout_s):
             raise RunError(
@@ -270,7 +270,7 @@ class LayerCaller:
         return (self._step_seed + micro.global_micro * GOLDEN) % (1 << 63) ^ self._layer_seeds[layer]
 
 
-def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
+def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
     """Calls the method `event` of each scheduler hook. An exception gets a note that says which hook raised it."""
     for hook in hooks:
         try:
@@ -280,7 +280,7 @@ def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
             raise
 
 
-def _call_in_words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
+def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
     """Returns a text that identifies a call of a layer: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
 
     def shape(value: Any) -> str:

@@ -201,7 +201,7 @@ class Asked(Enum):
             return cls.VALUE
 
 
-def direct_forward(
+def linear_forward(
     linear: nn.Linear, weight: Tensor, sink: Handover, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
     """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
@@ -211,7 +211,7 @@ def direct_forward(
     # Left to autograd: a frozen weight, whose input need not be kept; a weight that a program put in place of the store's;
     # and one with hooks, which are called with the gradient that autograd computes.
     is_own = present is weight and present.requires_grad and not present._backward_hooks
-    if not is_own or not torch.is_grad_enabled() or _is_special(input):
+    if not is_own or not torch.is_grad_enabled() or _is_special_input(input):
         return F.linear(input, present, linear.bias)
     is_own_bias = linear.bias is bias and bias is not None and not bias._backward_hooks
     sink_of_bias = bias_sink if is_own_bias else None
@@ -219,7 +219,7 @@ def direct_forward(
     return result
 
 
-def _is_special(input: Tensor) -> bool:
+def _is_special_input(input: Tensor) -> bool:
     """Returns whether torch treats a linear of `input` specially: autocast, functorch, forward-mode AD, tensor subclasses."""
     return (
         not is_plain(input)
@@ -229,7 +229,7 @@ def _is_special(input: Tensor) -> bool:
     )
 
 
-def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
+def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
     """Patches plain layers of `parts` to add their weight gradients to the store themselves; returns a function that undoes it.
 
     Linears do so if the plan says so, and weight and store have the same dtype: one call cannot accumulate a bf16 product into
@@ -245,7 +245,7 @@ def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
     linears = parts.precision.accumulation == "direct"
     patches = ExitStack()
     if linears or all_types:
-        queue.on_last = store.passed
+        queue.on_last = store.count_pass
     for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if is_plain_linear(module) and (all_types or (linears and module.weight.dtype == store.dtype)):
@@ -269,7 +269,7 @@ def add_directly(parts: Parts, *, splits: bool) -> Callable[[], None]:
                     store.expect_products(bias)
                     # As communicators of sharded biases do.
                     bias_sink = partial(_put_bias, store, bias, layer.name)
-                forward = partial(direct_forward, module, module.weight, sink, module.bias, bias_sink)
+                forward = partial(linear_forward, module, module.weight, sink, module.bias, bias_sink)
             patches.callback(ForwardPatch(module, forward).undo)
     return patches.close
 
@@ -296,7 +296,7 @@ class DirectEmbedding(torch.autograd.Function):
         if asked is Asked.SUM and not torch.is_grad_enabled():
             is_shared = ctx.sink.shares(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
-            ctx.sink(without_padding(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
+            ctx.sink(zero_padding_rows(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
             return None, None, None, None
         if asked is Asked.NOTHING:
             return None, None, None, None
@@ -305,7 +305,7 @@ class DirectEmbedding(torch.autograd.Function):
         return None, table, None, None
 
 
-def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
+def zero_padding_rows(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
     """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, whose row is not trained."""
     return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
 

@@ -87,7 +87,7 @@ class Tally:
         if metrics.own is not None:
             arguments = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
             if metrics.whole is None or metrics.whole.counts:
-                results = self._checked(metrics.own(*arguments))
+                results = self._validate_results(metrics.own(*arguments))
         if any(version_of(one) != version for one, version in before):
             message = "the [evaluation] metric writes in place to the output or the batch, of which the loss is computed too"
             raise RunError("metric-result", message, path=("evaluation", "metric"), hint="let it make new tensors")
@@ -106,7 +106,7 @@ class Tally:
         """Returns of each batch the sum (0) or the count (1) of a metric: zeros where this rank has none."""
         return [sums.get((name, at), zeros) for zeros, sums in self._batches]
 
-    def _checked(self, results: Any) -> dict[str, Any]:
+    def _validate_results(self, results: Any) -> dict[str, Any]:
         """Returns what the user's function gave for one micro-batch; {} with a `problem` if that is no numbers by name."""
         problem = ""
         if not isinstance(results, Mapping) or not results:
@@ -124,7 +124,7 @@ class Tally:
         return {} if problem else dict(results)
 
 
-def agreed_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: Sequence[int]) -> list[str]:
+def merge_metric_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: Sequence[int]) -> list[str]:
     """Returns the names of the user's numbers, which each rank with the model's output gives alike. everyone: by rank, a
     problem, and the names, None on ranks without an output. Raises RunError "metric-result", the same on all ranks.
     """
@@ -174,11 +174,11 @@ class EvaluationFeed:
             if self.has_source is not None:
                 batch.pop(SOURCE, None)
                 batch |= {SOURCE: torch.zeros(len(self.feed.rows), dtype=torch.int64)} if self.has_source else {}
-            yield splitter.fed(batch, self.num_samples - done - self.first)
+            yield splitter.split_feed(batch, self.num_samples - done - self.first)
         self.feed.close()
 
 
-def batch_size_of(num_samples: int, global_size: int, unit: int) -> int:
+def evaluation_batch_size(num_samples: int, global_size: int, unit: int) -> int:
     """Returns the size of the batches that have `num_samples` in as few batches as possible, of at most `global_size`, with as
     few samples beyond them: a multiple of `unit`, as `global_size` is.
     """

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.profiler import record_function
 
-from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, actions_of
+from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, select_actions
 from sley_core.data.dataset import SOURCE
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
-from sley_core.engine.call import LayerCaller, tell_hooks
+from sley_core.engine.call import LayerCaller, call_hooks
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_state import MicroStep, Phase, StepState
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import Batch, Field
     from sley_core.engine.evaluation import Tally
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.positions import OverPositions, WholeSequences
+    from sley_core.engine.positions import PositionAdditivity, WholeSequences
     from sley_core.engine.sources import SourceSums
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.model.layers import Layer
@@ -66,14 +66,14 @@ class Executor:
     hooks: Sequence[SchedulerHook] = ()
     queue: WeightQueue = field(default_factory=WeightQueue)
     weights: WeightCommunicator | None = None
-    over_positions: OverPositions | None = None
+    over_positions: PositionAdditivity | None = None
     whole: WholeSequences | None = None
     keeps_apart: bool = False
     sources: SourceSums | None = None
     left_in_flight: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.has_loss = any(self._is_last(chunk) for chunk in range(len(self.chunks)))
+        self.has_loss = any(self._is_last_chunk(chunk) for chunk in range(len(self.chunks)))
         self._reads = reads(self.chunks, self.loss if self.has_loss else None, self.fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, Any] | None = None
@@ -99,7 +99,7 @@ class Executor:
         Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
         device.
         """
-        actions = actions_of(steps)
+        actions = select_actions(steps)
         total = self._begin(batch, Phase.TRAIN, actions, outputs)
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
@@ -118,7 +118,7 @@ class Executor:
                 record_function(str(step)) if is_profiled else nullcontext(),
                 nullcontext() if self.weights is None else self.weights.during(step),
             ):
-                self._act(step, micro, batch, weight, total)
+                self._run_action(step, micro, batch, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
                 del self._in_flight[step.chunk, step.micro]
@@ -142,7 +142,7 @@ class Executor:
         `num_counted` micro-batches. outputs: gets the model's output of each micro-batch, in place of its loss. tally: counts
         more of the outputs than the loss.
         """
-        total = self._begin(batch, Phase.EVALUATE, actions_of(steps), outputs)
+        total = self._begin(batch, Phase.EVALUATE, select_actions(steps), outputs)
         self._tally, self._num_counted = tally, num_counted
         if tally is not None:
             tally.begin(total)
@@ -177,7 +177,9 @@ class Executor:
         shape = (len(batch),) if self.keeps_apart else ()
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
-    def _act(self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor) -> None:
+    def _run_action(
+        self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor
+    ) -> None:
         place = action.chunk, action.micro
         match action.kind:
             case Kind.FORWARD:
@@ -190,9 +192,9 @@ class Executor:
                     self._backward(micro, self._in_flight[place], weight)
             case Kind.WEIGHT_GRADIENT:  # the products that the I has deferred; no tensor crosses a boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
-                tell_hooks(self.hooks, "before_backward", weights_step, None)
+                call_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(place)
-                tell_hooks(self.hooks, "after_backward", weights_step, None)
+                call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
         """Runs the chunk's forward, then the loss or the next chunk's input. Keeps the graph edges for the backward."""
@@ -204,7 +206,7 @@ class Executor:
         args: tuple[Any, ...] = ()
         if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
             args = (flight.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
-        tell_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
+        call_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
         before = [version_of(value) for value in fields.values()]
         for layer in layers:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
@@ -212,31 +214,31 @@ class Executor:
             check_fields(layers, fields, before)
         self.caller.step_progress.has_called()
         (output,) = args
-        flight.check_unwritten(layers[0].name)
-        tell_hooks(self.hooks, "after_forward", micro, output)
-        if not self._is_last(micro.chunk):
+        flight.check_inputs_unwritten(layers[0].name)
+        call_hooks(self.hooks, "after_forward", micro, output)
+        if not self._is_last_chunk(micro.chunk):
             description, tensors = describe(output, layers[-1].name)
-            flight.edges = edges_of(description, tensors)
+            flight.edges = gradient_edges(description, tensors)
             self.crossing.give("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
             return
         is_predicted = self._outputs is not None and micro.phase is Phase.EVALUATE
         if self._outputs is not None:
-            self._outputs[micro.micro] = _without_graph(output, layers[-1].name, copies=not is_predicted)
+            self._outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_predicted)
         if is_predicted:
             return
         counts = self._num_counted is None or micro.micro < self._num_counted
         if self._tally is not None:
-            self._count(self._tally, micro, output, batch[micro.micro], counts=counts)
+            self._count_metrics(self._tally, micro, output, batch[micro.micro], counts=counts)
         flight.loss = self._loss(micro, output, fields, batch[micro.micro])
         if counts and (self.whole is None or self.whole.counts):
             place = total[micro.micro] if self.keeps_apart else total
             place += flight.loss.detach()
 
-    def _count(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
+    def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
         """Lets `tally` count a micro-batch, before the loss, which may write in place."""
-        self.caller.take_turn("the metrics")
+        self.caller.acquire_generators("the metrics")
         try:
-            output = _without_graph(output, self.chunks[micro.chunk][-1].name, copies=False)
+            output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
             tally.add(micro.micro, output, fields, batch, counts=counts)
         except Exception as error:
@@ -250,10 +252,10 @@ class Executor:
 
         batch: all fields of the micro-batch, on the host.
         """
-        tell_hooks(self.hooks, "before_loss", micro, output)
+        call_hooks(self.hooks, "before_loss", micro, output)
         if self.whole is not None:
             output, fields = self.whole(output, fields, batch)
-        self.caller.take_turn("the loss")
+        self.caller.acquire_generators("the loss")
         try:
             if self.whole is not None:
                 self.caller.seed_loss(micro)
@@ -267,7 +269,7 @@ class Executor:
             IN_USE.release()
         if self.over_positions is not None:
             self.over_positions.check(output, fields)
-        tell_hooks(self.hooks, "after_loss", micro, loss)
+        call_hooks(self.hooks, "after_loss", micro, loss)
         return loss
 
     def _backward(self, micro: MicroStep, flight: InFlight, weight: BatchWeight | None) -> None:
@@ -277,18 +279,18 @@ class Executor:
             gradients = [weight.inverse(flight.loss)]
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
-        tell_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
+        call_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
         of_inputs = flight.backward(gradients)
-        tell_hooks(self.hooks, "after_backward", micro, None if flight.description is None else of_inputs)
+        call_hooks(self.hooks, "after_backward", micro, None if flight.description is None else of_inputs)
         if flight.description is not None:
             self.crossing.give("backward", micro.chunk, micro.micro, (flight.description.gradients, of_inputs))
 
-    def _is_last(self, chunk: int) -> bool:
+    def _is_last_chunk(self, chunk: int) -> bool:
         return self.crossing.placement.next(self.crossing.stage, chunk) is None
 
 
 @torch.no_grad()
-def _without_graph(output: Any, layer: str, *, copies: bool) -> Any:
+def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
     """Returns the model's output for the program; whole logits if ranks share the classes, by a collective of them. copies: its
     tensors, since the loss may write in place. Raises RunError `boundary-type` for a type that cannot be taken apart. layer:
     the model's last.
@@ -321,13 +323,13 @@ class Input:
         """Returns the tensor, and drops the reference; called once. If it needs a gradient, the graph ends here."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
-            entered: Tensor = _Enter.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
+            entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
         else:
             entered = self.tensor.detach()
         self.tensor = None
         return entered
 
-    def take_gradient(self) -> Tensor:
+    def pop_gradient(self) -> Tensor:
         """Returns the gradient, and drops the reference; zeros if the backward did not reach the input."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
@@ -335,7 +337,7 @@ class Input:
         return gradient
 
 
-class _Enter(torch.autograd.Function):
+class _GraphStart(torch.autograd.Function):
     """The root of a chunk's graph: gives the input tensor a history that ends here.
 
     A leaf would not do, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
@@ -386,7 +388,7 @@ class InFlight:
                 self._watched.append((entered[-1], version_of(entered[-1])))
         return unflatten(entered, description.structure)
 
-    def check_unwritten(self, layer: str) -> None:
+    def check_inputs_unwritten(self, layer: str) -> None:
         """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that overlapped with another where it was
         made.
         """
@@ -418,7 +420,7 @@ class InFlight:
             torch.autograd.backward(self.edges, list(gradients))
         # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.
         self.loss, self.edges = None, []
-        return [entry.take_gradient() for entry in self.inputs if entry.leaf.has_gradient]
+        return [entry.pop_gradient() for entry in self.inputs if entry.leaf.has_gradient]
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
@@ -434,7 +436,7 @@ def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
     return Description(tuple(leaves), structure), tensors
 
 
-def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
+def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
     """Returns the gradient edge of each of `tensors` that will receive a gradient: there the backward of an output starts."""
     return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 

@@ -28,7 +28,7 @@ from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, 
 from sley_core.engine.buffers import ElementRange, GradientBuffer, GradientMemory, NormGroup, Planner, by_reduce_group
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry, TrainedSet
-from sley_core.engine.shards import sharded_read
+from sley_core.engine.shards import sharded_read_error
 from sley_core.errors import RunError, closed
 from sley_core.memory.state import is_away
 
@@ -91,7 +91,7 @@ class GradientStore:
         return [accumulator.param for accumulator in self._order]
 
     @property
-    def seen_order(self) -> list[Param]:
+    def completion_order(self) -> list[Param]:
         """The parameters in the order in which the first step completed them; empty before. Local to this rank."""
         return list(self._seen)
 
@@ -103,19 +103,19 @@ class GradientStore:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
             hint = "ask `param in store` first: parameters may be frozen and trained again between steps"
             raise RunError("gradient-frozen", message, hint=hint)
-        self._check_there()
+        self._check_not_freed()
         if param in self._buffer_of:
             self._buffer_of[param].check_whole(param)
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
         """Returns this rank's part of the gradient, a view: all of it, or the elements of `elements`, in its shape."""
-        self._check_there()
+        self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
     def parts(self, params: Sequence[Param]) -> list[Tensor | None]:
         """Returns `part` of each of `params`, None for a frozen one; one call, since every step reads all of them."""
-        self._check_there()
+        self._check_not_freed()
         parts, whole = self._parts, self._accumulators
         return [parts[param] if param in parts else whole[param].view if param in whole else None for param in params]
 
@@ -159,9 +159,9 @@ class GradientStore:
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 
-    # Contributions of code outside autograd. Each `add` is a `put` that counts the pass too, and may report the parameter
-    # ready; after a `put`, autograd or a later call of `passed` says that it was the last. `layer` is the layer whose use of
-    # the parameter a contribution comes from: needed only if several hold it and the order of sums is fixed.
+    # Contributions of code outside autograd. Each `add` is a `put` that also counts the pass, and may report the parameter
+    # ready; after a `put`, autograd or a later `count_pass` reports the last one. `layer` is the layer that used the parameter:
+    # needed only if several layers hold it and the order of sums is fixed.
 
     def check_open(self, param: Param) -> None:
         """Raises RunError `gradient-complete` if no step runs and the gradient of `param` is that of the step before."""
@@ -173,44 +173,44 @@ class GradientStore:
         if param in self._accumulators:
             self._accumulators[param].has_products = True
 
-    def passed(self, param: Param) -> None:
+    def count_pass(self, param: Param) -> None:
         """Counts a pass: the running action has contributed to `param`, perhaps for the last time. May report it ready."""
-        self._passed(self._accumulators[param])
+        self._count_pass(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor) -> None:
         """Adds a contribution of the parameter's shape and any floating dtype."""
         self.put(param, gradient)
-        self.passed(param)
+        self.count_pass(param)
 
     def add_product(self, param: Param, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype, without allocating."""
         self.put_product(param, left, right)
-        self.passed(param)
+        self.count_pass(param)
 
     def add_rows(self, param: Param, indices: Tensor, rows: Tensor) -> None:
         """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient."""
         self.put_rows(param, indices, rows)
-        self.passed(param)
+        self.count_pass(param)
 
-    def add_of_micros(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
+    def add_micros(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
         """Adds contributions by the global number of their micro-batch, those of other ranks too, for a fixed order."""
         for micro, gradient in gradients.items():
             self.put(param, gradient, layer, micro)
-        self.passed(param)
+        self.count_pass(param)
 
     def put(self, param: Param, gradient: Tensor, layer: str = "", micro: int | None = None) -> None:
-        accumulator = self._entered(param, layer, micro)
-        accumulator.take(gradient)
+        accumulator = self._prepare_accumulator(param, layer, micro)
+        accumulator.accumulate(gradient)
         accumulator.contributions += 1
 
     def put_product(self, param: Param, left: Tensor, right: Tensor, layer: str = "") -> None:
-        accumulator = self._entered(param, layer)
-        accumulator.take_product(left, right)
+        accumulator = self._prepare_accumulator(param, layer)
+        accumulator.accumulate_product(left, right)
         accumulator.contributions += 1
 
     def put_rows(self, param: Param, indices: Tensor, rows: Tensor, layer: str = "") -> None:
-        accumulator = self._entered(param, layer)
-        accumulator.take_rows(indices, rows)
+        accumulator = self._prepare_accumulator(param, layer)
+        accumulator.accumulate_rows(indices, rows)
         accumulator.contributions += 1
 
     # Layouts and steps
@@ -264,8 +264,8 @@ class GradientStore:
                 self._order[number] = self._accumulators[param] = unwatched
                 continue
             parameter = accumulator.parameter
-            take = partial(self._accumulated, accumulator)
-            hook = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]  # torch's
+            hook_function = partial(self._accumulate_from_autograd, accumulator)
+            hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
         self._loose = [self._accumulators[one.param] for one in self._loose]
 
@@ -316,7 +316,7 @@ class GradientStore:
     def pause(self) -> None:
         """Ends a call of the step that other calls follow, which add to the same gradients; nothing is reported."""
         for accumulator in self._order:
-            self._take_assigned(accumulator)
+            self._accumulate_assigned(accumulator)
             accumulator.pause()
 
     def resume(self) -> None:
@@ -350,14 +350,14 @@ class GradientStore:
         done, are_all_complete = self.state.done, True
         for accumulator in self._order:
             if accumulator.chunks <= done:
-                self._take_assigned(accumulator)
+                self._accumulate_assigned(accumulator)
             if accumulator.is_open:
                 if chunk in accumulator.chunks and accumulator.chunks <= done:
                     accumulator.state = State.COMPLETE
                 else:
                     are_all_complete = False
         if are_all_complete:
-            self._learn()
+            self._record_passes()
         self._report()
         if self._next == len(self._order):
             self.reduction.clear()
@@ -370,7 +370,7 @@ class GradientStore:
         self._forget()
         self._memory.forget()
 
-    def _check_there(self) -> None:
+    def _check_not_freed(self) -> None:
         if self._are_freed:
             raise RunError(
                 "gradients-freed",
@@ -379,23 +379,23 @@ class GradientStore:
                 "the names of other parts",
             )
 
-    def _entered(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
+    def _prepare_accumulator(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
         """Returns the accumulator of `param`, prepared for a contribution. Raises RunError `gradient-complete`."""
         accumulator = self._accumulators[param]
         accumulator.check_open(self.state)
-        accumulator.enter(layer, micro)
+        accumulator.begin_contribution(layer, micro)
         return accumulator
 
-    def _learn(self) -> None:
+    def _record_passes(self) -> None:
         """Notes, once all gradients are complete, how often and in which backward each one came."""
         for accumulator in self._order:
-            accumulator.learn()
+            accumulator.record_passes()
         if not self._learned and self._tasks:
             mark_irregular(self._tasks)
             self._tasks.clear()
         self._learned = True
 
-    def _accumulated(self, accumulator: Accumulator, parameter: Tensor) -> None:
+    def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
         """Takes autograd's gradient; the post-accumulate hook, called once per backward after every use of the parameter in it.
 
         Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if everything was added
@@ -406,15 +406,15 @@ class GradientStore:
         if accumulator.param.shard is not None:
             if gradient is None or gradient is accumulator.view:
                 return  # a communicator gives autograd no gradient; a `grad` here was set for the optimizer's step
-            raise sharded_read(accumulator.param, "the forward reads")
+            raise sharded_read_error(accumulator.param, "the forward reads")
         if gradient is not None:
             accumulator.check_open(self.state)
-            accumulator.take_grad()
+            accumulator.accumulate_grad()
         if not self._learned:
             self._tasks[accumulator] = self.state.action, torch._C._current_graph_task_id()
-        self._passed(accumulator)
+        self._count_pass(accumulator)
 
-    def _take_assigned(self, accumulator: Accumulator) -> None:
+    def _accumulate_assigned(self, accumulator: Accumulator) -> None:
         """Takes a gradient that a backward assigned without a hook being called, as for a weight that is not in the graph.
         Raises RunError `gradient-assigned` if it comes too late, or if nobody knows of which micro-batch it is.
         """
@@ -429,14 +429,14 @@ class GradientStore:
                 hint="let the backward return the gradient, for a weight that is an argument of its `apply`",
             )
         if param.shard is not None:
-            raise sharded_read(param, "the forward reads")
-        accumulator.take_grad()
+            raise sharded_read_error(param, "the forward reads")
+        accumulator.accumulate_grad()
         accumulator.expected_passes = None  # it is complete at the end of the chunk only
 
-    def _passed(self, accumulator: Accumulator) -> None:
+    def _count_pass(self, accumulator: Accumulator) -> None:
         """Counts one pass if no later action can add to the gradient; reports it if it is complete and next."""
-        accumulator.leave()
-        if not accumulator.watches_autograd or not (self.state.is_last and self.state.last_of_list(accumulator.chunks)):
+        accumulator.end_contributions()
+        if not accumulator.watches_autograd or not (self.state.is_last and self.state.is_last_of_list(accumulator.chunks)):
             return
         accumulator.count_pass(is_first_step=not self._learned)
         if not self._learned and accumulator.passes == 1:
@@ -448,7 +448,7 @@ class GradientStore:
         """Reports complete parameters up to the first open one, in the store's order, whatever order autograd had."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             accumulator = self._order[self._next]
-            accumulator.settle()
+            accumulator.finalize()
             accumulator.state = State.REPORTED
             self._next += 1
             for notify in self.on_ready:

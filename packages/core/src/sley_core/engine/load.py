@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import ParameterRegistry
-from sley_core.engine.save import set_extra_state, with_extra_state
+from sley_core.engine.save import modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError, cause
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ class Names(NamedTuple):
     buffers: set[str]
 
 
-def names_of(layers: Sequence[Layer]) -> Names:
+def collect_names(layers: Sequence[Layer]) -> Names:
     first = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
     buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
-    return Names(first, buffers | {name for name, _ in with_extra_state(layers)})
+    return Names(first, buffers | {name for name, _ in modules_with_extra_state(layers)})
 
 
 def load_weights(
@@ -65,18 +65,18 @@ def load_weights(
     describes. Every rank calls it: two blocking collectives over `control`.
     """
     Agreement(parts.groups).begin("loading weights").check()
-    loading = _Loading(names, parts, masters)
+    loading = _Loader(names, parts, masters)
     if not isinstance(state, Mapping):
-        loading.look(state, writes=True)
-        return loading.agreed(strict)
-    loading.look(state.items())
-    found = loading.agreed(strict)
+        loading.check_pairs(state, writes=True)
+        return loading.exchange_reports(strict)
+    loading.check_pairs(state.items())
+    found = loading.exchange_reports(strict)
     for name, value in state.items():
         loading.write(name, value)
     return found
 
 
-class _Loading:
+class _Loader:
     """Holds the state of one call of `load_weights` on this rank."""
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
@@ -87,15 +87,15 @@ class _Loading:
         self.buffers = {
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
-        self.extra = dict(with_extra_state(parts.layers))
+        self.extra = dict(modules_with_extra_state(parts.layers))
         self.report = _Report()
         self.taken: set[str] = set()
 
-    def look(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair; with `writes`, writes it while there is no fault. Keeps faults for `agreed`."""
+    def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
+        """Checks every pair; with `writes`, writes it while there is no fault. Keeps faults for `exchange_reports`."""
         try:
             for name, value in pairs:
-                self._look(name, value)
+                self._check_value(name, value)
                 if writes and not self.report.wrong:
                     self.write(name, value)
         except Exception as error:
@@ -113,7 +113,7 @@ class _Loading:
         elif name in self.extra:
             set_extra_state(self.extra[name], value)
 
-    def agreed(self, strict: bool) -> LoadedWeights:
+    def exchange_reports(self, strict: bool) -> LoadedWeights:
         """Exchanges reports over all ranks; returns what is missing or unknown. Raises RunError on all ranks alike."""
         control = self.control
         missing = [name for name in self.params if name not in self.taken]
@@ -139,8 +139,8 @@ class _Loading:
         unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
         return LoadedWeights(list(lacking), list(unknown))
 
-    def _look(self, name: str, value: Tensor) -> None:
-        """Checks name, shape and dtype, and adds a checksum of the values to the report; `agreed` compares them."""
+    def _check_value(self, name: str, value: Tensor) -> None:
+        """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""
         first = self.names.first.get(name, name)
         self.taken.add(first)
         if name not in self.names.first and name not in self.names.buffers:

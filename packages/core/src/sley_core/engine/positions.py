@@ -8,7 +8,7 @@
 Each rank computes the whole loss, for which it needs the memory, and keeps the gradient of its own slice: nothing is exchanged
 in the backward. The loss and its weight count on the first rank alone.
 
-Any other loss must be a sum over positions, which `OverPositions` checks on a few positions of this rank's own output:
+Any other loss must be a sum over positions, which `PositionAdditivity` checks on a few positions of this rank's own output:
 
     right    loss(positions 0 to 15) = loss(0 to 7) + loss(8 to 15)
     wrong    labels that the loss shifts itself, a term that compares neighbours, a mean over the sequence
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.boundary import copied
 from sley_core.engine.call import tensors_in
-from sley_core.engine.step_batch import gathered, spot_of, whole
+from sley_core.engine.step_batch import dim_and_size, gathered, whole
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
 from sley_core.records import LossRecord
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 
-def is_of_whole_sequences(plan: Plan) -> bool:
+def needs_whole_sequences(plan: Plan) -> bool:
     """Returns whether the plan's loss asks for whole sequences, by its table or by its record."""
     loss = plan.loss
     sequence = loss.record.sequence if isinstance(loss.record, LossRecord) else loss.config.sequence
@@ -73,7 +73,7 @@ class WholeSequences:
         for name, value in batch.items():
             dim = self.fields[name].sequence_dim
             fields[name] = value if dim is None else gathered(value, dim, self.sp, f"the slices of `{name}`")
-        return whole(output, spot_of(micro, self.fields, "sequence_dim"), self.sp), fields
+        return whole(output, dim_and_size(micro, self.fields, "sequence_dim"), self.sp), fields
 
 
 _OF_HALF = 2**-6
@@ -83,7 +83,7 @@ WINDOW = 16
 """Positions per check; checked at the beginning, the middle and the end of a slice."""
 
 
-class OverPositions:
+class PositionAdditivity:
     """Checks `loss` at each forward until one has shown that it is a sum. fields: the data's declaration."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
@@ -108,10 +108,12 @@ class OverPositions:
         size = min(WINDOW, length) // 2 * 2
         if size < 2 or output.ndim <= dim or output.shape[dim] != length:
             return
-        results = [self._ask(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})]
+        results = [
+            self._check_window(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})
+        ]
         self._is_checked = any(results)
 
-    def _ask(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
+    def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
         """Compares the loss of a window with the sum over its halves; returns whether no further check is needed."""
         half = size // 2
         spans = (start, size), (start, half), (start + half, half)
@@ -120,7 +122,7 @@ class OverPositions:
             with torch.random.fork_rng(devices):
                 # Called on a copy: a loss may have state, such as a count of its calls.
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
-                losses = [self._of(loss, output, batch, dim, *span) for span in (*spans, spans[0])]
+                losses = [self._window_loss(loss, output, batch, dim, *span) for span in (*spans, spans[0])]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
             return True  # it cannot be checked, and is not tried again in every forward
         whole, left, right, again = (float(one) for one in losses)
@@ -139,7 +141,7 @@ class OverPositions:
             'positions write sequence = "whole" in [loss]',
         )
 
-    def _of(self, loss: Loss, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> Tensor:
+    def _window_loss(self, loss: Loss, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> Tensor:
         """Returns the loss of a window, computed in fp64 if the loss can be."""
         window, part = output.narrow(dim, start, size), {}
         for name, value in batch.items():
@@ -157,7 +159,7 @@ AttentionCall = tuple[list[Tensor], Tensor, Tensor]
 """The inputs of one attention, its context, and the state of the device's generator after it."""
 
 
-class Positions:
+class AttentionRecorder:
     """Records the attentions of a layer's first run, and gives their contexts to its second. dim: of positions, `length` in
     all; the input differs at the first and at the last but one, so that a layer that reverses positions shows it too.
     """
@@ -179,10 +181,10 @@ class Positions:
         before, context, state = self._calls[self._next]
         self._next += 1
         _generator(context.device).set_state(state)  # as if it had drawn
-        self.is_mixed |= any(self.differ(one, other, 1) for one, other in zip(before, tensors, strict=True))
+        self.is_mixed |= any(self.has_difference(one, other, 1) for one, other in zip(before, tensors, strict=True))
         return context.clone()
 
-    def change(self, tensor: Tensor) -> None:
+    def perturb(self, tensor: Tensor) -> None:
         """Writes other values to two positions of `tensor`, if it has this slice's positions at `dim`."""
         if tensor.ndim <= self.dim or tensor.shape[self.dim] != self.length:
             return
@@ -195,7 +197,7 @@ class Positions:
                 least, most = tensor.amin(self.dim), tensor.amax(self.dim)
                 place.copy_(torch.where(place == least, most, least))
 
-    def differ(self, before: Tensor, after: Tensor, dim: int) -> bool:
+    def has_difference(self, before: Tensor, after: Tensor, dim: int) -> bool:
         """Returns whether two tensors with this slice's positions at `dim` differ where the input does not."""
         if before.shape != after.shape or before.ndim <= dim or before.shape[dim] != self.length:
             return False
@@ -218,7 +220,7 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0]
 
 
-_RUNNING: ContextVar[Positions | None] = ContextVar("positions", default=None)
+_RUNNING: ContextVar[AttentionRecorder | None] = ContextVar("positions", default=None)
 
 
 def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
@@ -237,7 +239,7 @@ class PositionProbe:
         self.apart = apart
         self._asked: set[str] = set()
 
-    def wants(self, layer: Layer, micro: MicroStep) -> bool:
+    def should_probe(self, layer: Layer, micro: MicroStep) -> bool:
         """Returns whether `layer` is to be asked at this call; the same on all ranks that have its positions."""
         if micro.phase is not Phase.TRAIN or layer.name in self._asked or self.length < 3:
             return False
@@ -246,19 +248,19 @@ class PositionProbe:
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
         """Returns `first(args, fields)`, the output. second: the same, without a policy. Raises RunError "sequence-mixing"."""
-        positions = Positions(self.dim, self.length)
+        positions = AttentionRecorder(self.dim, self.length)
         inputs = args, dict(fields)
         others = copied(inputs, {id(one): one.detach().clone() for one in tensors_in(inputs)})
         token = _RUNNING.set(positions)
         try:
             output = first(args, fields)
             for one in tensors_in(others):
-                positions.change(one)
+                positions.perturb(one)
             positions.is_second = True
-            with torch.no_grad(), _as_it_was(layer.module.modules()):
+            with torch.no_grad(), _restore_modules(layer.module.modules()):
                 before, after = list(tensors_in((output,))), list(tensors_in((second(*others),)))
                 is_mixed = len(before) == len(after) and any(
-                    positions.differ(one.detach(), other, self.dim) for one, other in zip(before, after, strict=True)
+                    positions.has_difference(one.detach(), other, self.dim) for one, other in zip(before, after, strict=True)
                 )
                 if is_mixed or positions.is_mixed:
                     raise RunError(
@@ -276,7 +278,7 @@ class PositionProbe:
 
 
 @contextmanager
-def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _restore_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
     states = [
         (module, dict(vars(module)), dict(module._buffers), [(one, one.clone()) for one in module.buffers(recurse=False)])

@@ -128,7 +128,7 @@ class Reduction:
     def clear(self) -> None:
         """Frees that memory."""
 
-    def micros_beside(self, group: Group) -> range | None:
+    def concurrent_micros(self, group: Group) -> range | None:
         """Returns the micro-batches that the ranks of `group` run now, if their gradients must be added one by one."""
         return None
 

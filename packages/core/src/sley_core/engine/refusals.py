@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.shards import FACE, GRADIENT, OF_SHARD, Shards
+from sley_core.engine.shards import GRADIENT_FUNCTIONS, SHAPE_FUNCTIONS, SHARD_FUNCTIONS, Shards
 from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.generators import leaves_in
 from sley_core.model.layers import MODEL, Layer, Model
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Stages
 
 
-_ANSWERED = FACE | OF_SHARD | GRADIENT | {Tensor.__repr__}
+_ANSWERED = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__repr__}
 
 
-class _Refusing:
+class _UnreadableTensor:
     """A tensor whose values no torch function may read: RunError "weight-unregistered". left_over: message and hint."""
 
-    left_over: tuple[str, str]
+    refusal: tuple[str, str]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,44 +35,44 @@ class _Refusing:
         if function not in _ANSWERED:
             for one in (*args, *kwargs.values()):
                 for each in one if isinstance(one, list | tuple) else [one]:
-                    if isinstance(each, _Refusing):
-                        what, hint = each.left_over
+                    if isinstance(each, _UnreadableTensor):
+                        what, hint = each.refusal
                         raise RunError("weight-unregistered", what, hint=hint)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
 
-class LeftParameter(_Refusing, nn.Parameter):
+class UnregisteredParameter(_UnreadableTensor, nn.Parameter):
     """A parameter that no layer of this rank registers."""
 
 
-class LeftResult(_Refusing, Tensor):
+class ComputedTensor(_UnreadableTensor, Tensor):
     """A tensor that autograd computed from parameters while the factory ran."""
 
 
-def refuse_left_over(model: Model, own: Iterable[Layer]) -> None:
+def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
     """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
     "weight-unregistered" when they are used: whether a forward uses what a layer holds unregistered cannot be known before.
     """
     hint = "register it in the layer that uses it: `self.weight = other.weight` or `self.part = part`, a tie"
 
-    def refuse(tensor: Tensor, kind: type[_Refusing], message: str, hint: str = hint) -> None:
+    def refuse(tensor: Tensor, kind: type[_UnreadableTensor], message: str, hint: str = hint) -> None:
         tensor.__class__ = kind  # type: ignore[assignment]
-        tensor.left_over = message, hint  # type: ignore[attr-defined]
+        tensor.refusal = message, hint  # type: ignore[attr-defined]
 
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(layer.name):
             if parameter.is_meta:
                 message = f"a forward reads the parameter {name!r} of a layer of another rank, as neither parameter nor "
-                refuse(parameter, LeftParameter, message + "submodule of its own layer")
+                refuse(parameter, UnregisteredParameter, message + "submodule of its own layer")
     for layer in own:
         for where, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
                 message = f"a forward reads a parameter by `{where}`, as neither parameter nor submodule of its own layer"
-                refuse(tensor, LeftParameter, message)
+                refuse(tensor, UnregisteredParameter, message)
             else:
                 message = f"a forward reads `{where}`, which the factory computed from parameters once, with a graph"
-                refuse(tensor, LeftResult, message, "compute it in the forward, or `.detach()` what stays as it is")
+                refuse(tensor, ComputedTensor, message, "compute it in the forward, or `.detach()` what stays as it is")
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:

@@ -122,11 +122,11 @@ class ParameterRegistry:
         self.params: list[Param] = []
         known: dict[int, Param] = {}
         stages = stages or [(0, layers) for layers in chunks]
-        firsts, holders, uses = _across(stages)
+        firsts, holders, uses = _index_parameters(stages)
         own = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
-                for name, holder in _held(layer, chunk):
+                for name, holder in _named_holders(layer, chunk):
                     parameter = getattr(holder.module, holder.attribute)
                     param = known.get(id(parameter))
                     if param is None:
@@ -203,11 +203,11 @@ def tie_axis(stages: Sequence[int]) -> str:
 
 def ties(stages: Stages) -> list[tuple[int, ...]]:
     """Returns the sets of stages that share a parameter, each once, in ascending order."""
-    _, holders, _ = _across(stages)
+    _, holders, _ = _index_parameters(stages)
     return sorted({tuple(sorted(owners)) for owners in holders.values() if len(owners) > 1})
 
 
-def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]], dict[int, list[str]]]:
+def _index_parameters(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]], dict[int, list[str]]]:
     """Returns, by id of a parameter, its (name, decays) at its first place in the model, the stages that hold it, and the
     layers that do. They are computed from the whole model, the same on every stage, so that copies of a tie stay equal.
     """
@@ -216,7 +216,7 @@ def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[
     users: dict[int, list[str]] = {}
     for stage, layers in stages:
         for layer in layers:
-            for name, holder in _held(layer, 0):
+            for name, holder in _named_holders(layer, 0):
                 parameter = getattr(holder.module, holder.attribute)
                 key = id(parameter)
                 firsts.setdefault(key, (name, parameter.ndim >= 2 and not is_norm(holder.module)))
@@ -226,7 +226,7 @@ def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[
     return firsts, holders, users
 
 
-def _held(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:
+def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:
     """Yields each parameter's full name and holder, once per place that holds it."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -54,14 +54,14 @@ class CopyComparison:
                 parts.waits.wait_for(layer.name)
         what = "first values" if is_first else "values"
         by_axis: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, value, axis in _copies(parts, self.per_rank_buffers):
+        for name, value, axis in _replicated_values(parts, self.per_rank_buffers):
             by_axis.setdefault(axis, []).append((name, value))
         faults = []
         # The ranks of a stage, or of a tie, hold the same parameters. All ranks take the axes in one order: no deadlock.
         for axis in sorted(by_axis):
             names = [name for name, _ in by_axis[axis]]
             prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
-            faults.append(_differing(what, names, prints, parts.groups[axis]))
+            faults.append(_compare_fingerprints(what, names, prints, parts.groups[axis]))
         # All ranks must raise: those of other groups would wait for the ones that stop.
         everyone = parts.groups["control"].gather_objects(faults, what="first values that differ")
         if fault := next((fault for faults in everyone for fault in faults if fault), ""):
@@ -74,7 +74,7 @@ class CopyComparison:
             raise RunError("ranks-differ", fault, hint=hint)
 
 
-def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
+def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
     """Yields name, value and axis of each value that the ranks of that axis hold copies of, in the same order on all ranks."""
     for param in sorted(parts.registry, key=lambda param: param.name):
         for axis in (param.reduce_group, param.tie_group):
@@ -86,7 +86,7 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
                 yield name, buffer, "stage"
 
 
-def _differing(what: str, names: list[str], prints: Tensor, group: Group) -> str:
+def _compare_fingerprints(what: str, names: list[str], prints: Tensor, group: Group) -> str:
     """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns a text of the difference, or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", what=f"the fingerprints of {what}").wait()
@@ -116,7 +116,7 @@ class _Place(NamedTuple):
     is_buffer: bool
 
 
-class _Before(NamedTuple):
+class _LayerSnapshot(NamedTuple):
     """What a layer held before a call. prints: hashes of values, on the device, if they are compared."""
 
     tensors: list[Tensor | None]
@@ -136,19 +136,19 @@ class WriteWatch:
         self._first_steps: dict[str, int] = {}
         self._writers: dict[str, str] = {}
 
-    def before(self, layer: Layer, micro: MicroStep) -> _Before | None:
+    def before(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
         """Notes what `layer` holds; returns None if this call is not watched."""
         is_new = layer.name not in self._places
         if is_new:
-            self._places[layer.name] = list(self._watched(layer))
+            self._places[layer.name] = list(self._watched_places(layer))
             self._first_steps[layer.name] = micro.step
         elif micro.micro and micro.step > self._first_steps[layer.name]:
             return None
         tensors = [place.values.get(place.key) for place in self._places[layer.name]]
         looks = is_new or (not micro.micro and micro.step % LOOK_EVERY == LOOK_EVERY - 1)
-        return _Before(tensors, [_version(one) for one in tensors], _prints(tensors) if looks else None)
+        return _LayerSnapshot(tensors, [_version(one) for one in tensors], _fingerprints(tensors) if looks else None)
 
-    def check(self, layer: Layer, before: _Before | None) -> None:
+    def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
         """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` wrote as one process does not."""
         if before is None:
             return
@@ -159,7 +159,7 @@ class WriteWatch:
             for now, was, version in zip(tensors, before.tensors, before.versions, strict=True)
         ]
         if before.prints is not None:
-            pairs = zip(_prints(tensors), before.prints, strict=True)
+            pairs = zip(_fingerprints(tensors), before.prints, strict=True)
             written = [known or bool(now != was) for known, (now, was) in zip(written, pairs, strict=True)]
         if not any(written):
             return
@@ -169,7 +169,7 @@ class WriteWatch:
                 self._weight_written(layer, place)
         refuse_written([(place.name, place.module) for place in changed if place.is_buffer])
 
-    def runs_again(self, layer: Layer) -> None:
+    def check_rerun(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""
         if layer.name in self._writers:
             raise _weight_written(layer, self._writers[layer.name], "it runs again in the backward, and would write it twice")
@@ -189,7 +189,7 @@ class WriteWatch:
             raise _weight_written(layer, place.name, why, place.module)
         self._writers[layer.name] = place.name
 
-    def _watched(self, layer: Layer) -> Iterable[_Place]:
+    def _watched_places(self, layer: Layer) -> Iterable[_Place]:
         """Yields the places of whole parameters, and of buffers that must not be written."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
@@ -217,7 +217,7 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None else version_of(tensor)
 
 
-def _prints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _fingerprints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     with torch.no_grad():
         return [torch.zeros(()) if one is None or one.is_meta else fingerprint(one.detach()) for one in tensors]
 

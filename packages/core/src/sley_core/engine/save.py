@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sley_core.comm.folder_probe import LocalScratch, probe
 from sley_core.engine.agreement import Agreement
-from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
+from sley_core.engine.shards import AXIS, REDUCE_GROUP, gather_full_tensors
 from sley_core.errors import RunError, SleyError
 from sley_core.json_text import decode_value, encode_value
 from sley_core.sizes import split_by_size
@@ -50,7 +50,7 @@ KEY = "_extra_state"
 """How its name ends, as in torch's state dict."""
 
 
-def with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.Module]]:
+def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.Module]]:
     """Yields the name of the extra state, and the module, of each module that has one."""
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -71,7 +71,7 @@ def extra_state(name: str, module: nn.Module) -> Tensor:
 
 def check_extra_states(layers: Iterable[Layer]) -> None:
     """Raises RunError `extra-state` for a module whose extra state cannot be saved. Some have none before their first use."""
-    for name, module in with_extra_state(layers):
+    for name, module in modules_with_extra_state(layers):
         with suppress(AttributeError):
             extra_state(name, module)
 
@@ -117,7 +117,7 @@ class WeightSaver:
             check_replaceable(folder)
         except RunError as error:
             failed = error.diagnostics[0].message
-        self._shared([], failed if self._parts.world.rank == 0 else "", folder, {})
+        self._exchange_files([], failed if self._parts.world.rank == 0 else "", folder, {})
         if self._parts.topology.pp > 1:
             probe(LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
@@ -133,7 +133,7 @@ class WeightSaver:
         failed = ""
         try:
             require()
-            sources = list(self._sources(precision))
+            sources = list(self._list_sources(precision))
             if self._parts.world.rank == 0:
                 begin(folder)
         except SleyError as error:
@@ -141,10 +141,12 @@ class WeightSaver:
         except OSError as error:
             failed = unwritten(error, folder)
         own = [source.spec for source in sources] if self._writes else []
-        files, facts = self._shared(split_by_size(own, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts)
+        files, facts = self._exchange_files(
+            split_by_size(own, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts
+        )
         mine = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
         failed = self._write(sources, mine, precision, folder, facts)
-        self._shared([], failed, folder, {})
+        self._exchange_files([], failed, folder, {})
         if self._parts.world.rank == 0:
             every = {name: specs for name, _, specs in files}
             missing = [name for name in every if not (unfinished(folder) / name).is_file()]
@@ -154,9 +156,9 @@ class WeightSaver:
                     complete(folder, every)
             except OSError as error:
                 failed = unwritten(error, folder)
-        self._shared([], failed, folder, {})
+        self._exchange_files([], failed, folder, {})
 
-    def _shared(
+    def _exchange_files(
         self, files: list[list[Spec]], failed: str, folder: Path, facts: Mapping[str, str]
     ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
         """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the facts of rank
@@ -178,7 +180,7 @@ class WeightSaver:
         named = [(name, *one) for name, one in zip(file_names(len(plain)), plain, strict=False)]
         return named, everyone[0][2]
 
-    def _sources(self, precision: Precision) -> Iterator[_Source]:
+    def _list_sources(self, precision: Precision) -> Iterator[_Source]:
         """Yields what this rank's stage writes, in the order of its registry: the same on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
         wide = self._masters.wide if precision == "full" else None
@@ -192,7 +194,7 @@ class WeightSaver:
                 for name, buffer in module._buffers.items()
                 if buffer is not None and name not in module._non_persistent_buffers_set
             ]
-            buffers += [(name, extra_state(name, module)) for name, module in with_extra_state([layer])]
+            buffers += [(name, extra_state(name, module)) for name, module in modules_with_extra_state([layer])]
             for name, buffer in buffers:
                 yield _Source(Spec.of(name, buffer.dtype, buffer.shape), None, buffer)
 
@@ -207,7 +209,7 @@ class WeightSaver:
         failed = ""
         with TensorFiles(unfinished(folder), files, facts) as written:
             for source in sources:
-                value = self._whole(source, precision)
+                value = self._gather_full(source, precision)
                 if value is None or failed:
                     continue
                 try:
@@ -221,18 +223,22 @@ class WeightSaver:
                 failed = unwritten(error, folder)
         return failed
 
-    def _whole(self, source: _Source, precision: Precision) -> Tensor | None:
+    def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
         """Returns the whole tensor on the rank that writes it, None on others. A collective of the stage: all call it alike."""
         if source.param is None:
             return source.buffer if self._writes else None
-        value = self._full(source.param) if precision == "full" else source.param.parameter.detach()
+        value = self._master_shard(source.param) if precision == "full" else source.param.parameter.detach()
         if not self._is_first_copy:
             return None
         # Over `wp` of the first replica, all of whose ranks get here.
-        whole = value if source.param.shard is None else wholes({source.param: value}, self._parts.groups)[source.param]
+        whole = (
+            value
+            if source.param.shard is None
+            else gather_full_tensors({source.param: value}, self._parts.groups)[source.param]
+        )
         return whole if self._writes else None
 
-    def _full(self, param: Param) -> Tensor:
+    def _master_shard(self, param: Param) -> Tensor:
         """Returns the master of this rank's shard of `param`; parts that ranks step are summed over the reduce group."""
         parameter, wide = param.parameter, self._masters.wide
         stepped, shard = self._stepped.get(param), self._shards.get(param)

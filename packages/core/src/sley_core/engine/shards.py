@@ -93,7 +93,7 @@ Shards = dict[int, Shard]
 """Shards by the id of their parameter on meta, which the model's layers keep alive."""
 
 
-def shards_of(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
+def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
     """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their index.
     shard_dim: returns the dim along which to shard a parameter held at all of these places; None leaves it unsharded. The
     result is empty if `group` has one rank.
@@ -113,7 +113,7 @@ def shards_of(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], in
     }
 
 
-def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
+def describe_unsharded(layers: Iterable[Layer], shards: Shards) -> list[str]:
     """Returns one line of text that names the modules with unsharded parameters, the largest first; no line if they are few.
 
     layers: of the full model, on meta. Modules of one class and kind are named together, as `blocks.*.experts (Experts, 12)`.
@@ -142,7 +142,7 @@ def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
     return [f"`{AXIS}` shards {share:.0f} % of this model's parameters; not sharded: {', '.join(names)}{more}"]
 
 
-def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
+def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
     """Replaces the parameters of `layers` by shards on meta, as `HostModel.place` does with values; for a fake world."""
     cut: dict[int, nn.Parameter] = {}
     for layer in layers:
@@ -154,7 +154,7 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
                     setattr(module, attribute, cut.setdefault(id(parameter), like(parameter, small)))
 
 
-def wholes(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
+def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
     """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned.
 
     Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
@@ -175,14 +175,14 @@ def wholes(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]
 
 T: Any = Tensor
 
-FACE = {
+SHAPE_FUNCTIONS = {
     *(T.shape.__get__, T.ndim.__get__, T.layout.__get__, T.nbytes.__get__, T.itemsize.__get__, T.is_sparse.__get__),
     *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
     torch.numel,
 }
 """Functions that depend on a tensor's shape and dtype only; they are answered for the full weight."""
 
-OF_SHARD = {
+SHARD_FUNCTIONS = {
     *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),
     *(T.is_leaf.__get__, T.grad_fn.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.is_meta.__get__, T.get_device),
     *(T.is_floating_point, T.is_complex, T.is_signed, torch.is_floating_point, torch.is_complex, torch.is_signed),
@@ -190,7 +190,7 @@ OF_SHARD = {
 }
 """Functions whose result is the same for shard and full weight, or that set whether it is trained; called on the shard."""
 
-LIKE = {
+LIKE_FUNCTIONS = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
     *(torch.rand_like, torch.randn_like, torch.randint_like),
     *(T.new_empty, T.new_zeros, T.new_ones, T.new_full),
@@ -201,7 +201,7 @@ AS_SECOND = {T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as}
 """Functions that use only the shape, dtype or device of tensors other than the first."""
 
 
-GRADIENT = {T.grad.__get__, T.grad.__set__}
+GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 """The accessors of `grad`. A shard has no gradient of its own: gradients are in the store."""
 
 
@@ -242,42 +242,44 @@ class StandIn(nn.Parameter):
         return f"StandIn({self.param.name}, {list(self.param.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
-        raise self._refused("deepcopy")
+        raise self._read_error("deepcopy")
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise self._refused("pickle")
+        raise self._read_error("pickle")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answers functions of shape for the full weight, those of dtype and device for the shard; refuses the others."""
         kwargs = kwargs or {}
-        if function in OF_SHARD:
+        if function in SHARD_FUNCTIONS:
             return function(*(one.shard if isinstance(one, StandIn) else one for one in args), **kwargs)
-        if function in FACE:
+        if function in SHAPE_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         first = next(_stand_ins((args, kwargs)))
-        if function in GRADIENT and first.shard.grad is None and args[1:] in ((), (None,)):
+        if function in GRADIENT_FUNCTIONS and first.shard.grad is None and args[1:] in ((), (None,)):
             return None
-        free, bound = (args[:1], args[1:]) if function in LIKE else (args[1:], args[:1])
-        if function in LIKE | AS_SECOND and not any(_stand_ins((bound, kwargs))):
+        free, bound = (args[:1], args[1:]) if function in LIKE_FUNCTIONS else (args[1:], args[:1])
+        if function in LIKE_FUNCTIONS | AS_SECOND and not any(_stand_ins((bound, kwargs))):
             # For each stand-in, a tensor of its full shape, dtype and device, backed by one element.
             replaced = [one.shard.new_empty(()).expand(one.param.shape) if isinstance(one, StandIn) else one for one in free]
-            return function(*replaced, *bound, **kwargs) if function in LIKE else function(*bound, *replaced, **kwargs)
+            return (
+                function(*replaced, *bound, **kwargs) if function in LIKE_FUNCTIONS else function(*bound, *replaced, **kwargs)
+            )
         name = getattr(function, "__name__", str(function))  # of an attribute's getter: the attribute's
-        raise first._refused(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
+        raise first._read_error(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's
         """Refuses any operation that got past `__torch_function__`."""
-        raise next(_stand_ins((args, kwargs or {})))._refused(str(function))
+        raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 
-    def _refused(self, what: str) -> Exception:
+    def _read_error(self, what: str) -> Exception:
         if not self.is_closed:
-            return sharded_read(self.param, f"`{what}` reads")
+            return sharded_read_error(self.param, f"`{what}` reads")
         message = f"`{what}` reads the parameter {self.param.name!r} after its run was closed, and this rank holds "
         hint = "call the model while the run is open, or take whole weights out before"
-        return RunError("weights-sharded", message + _part(self.param), hint=hint)
+        return RunError("weights-sharded", message + _describe_part(self.param), hint=hint)
 
 
 def close_stand_ins(params: Iterable[Param]) -> None:
@@ -297,17 +299,17 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
             yield from _stand_ins(one)
 
 
-def sharded_read(param: Param, what: str) -> RunError:
+def sharded_read_error(param: Param, what: str) -> RunError:
     """Returns the error `sharded-weight-read`: `what` reads the values of `param`, and no rank has all of them."""
     return RunError(
         "sharded-weight-read",
-        f"{what} the parameter {param.name!r}, of which this rank holds {_part(param)}, without its module",
+        f"{what} the parameter {param.name!r}, of which this rank holds {_describe_part(param)}, without its module",
         hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded. Between "
-        "steps, `sley_core.engine.shards.wholes` gives copies of whole weights, and `run.registry[name].parameter` is this "
-        "rank's shard",
+        "steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
+        "`run.registry[name].parameter` is this rank's shard",
     )
 
 
-def _part(param: Param) -> str:
+def _describe_part(param: Param) -> str:
     assert param.shard is not None, f"{param.name} is whole"
     return f"{param.shard.own_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 
-def by_source(batch: Mapping[str, Tensor], fields: Mapping[str, Field], names: Sequence[str]) -> Iterator[tuple[int, Batch]]:
+def split_by_source(
+    batch: Mapping[str, Tensor], fields: Mapping[str, Field], names: Sequence[str]
+) -> Iterator[tuple[int, Batch]]:
     """Yields each source that has samples in `batch`, on the host, with these samples. Raises RunError "data-source"."""
     sources = batch[SOURCE]
     for source in sorted(set(sources.tolist())):
@@ -75,7 +77,7 @@ class SourceSums:
             self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
         if self.weighs:
             for piece in batch.whole if self.weighs_whole else batch.micros:
-                for source, part in by_source(piece, self._fields, self.names):
+                for source, part in split_by_source(piece, self._fields, self.names):
                     self._weights[source].append(self._loss.weight(part))
 
     @torch.no_grad()
@@ -86,7 +88,7 @@ class SourceSums:
         has_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
         here = sorted(set(sources.tolist()))
         if len(here) == 1 and not has_split:
-            self._place(here[0], micro).add_(loss.detach())
+            self._loss_slot(here[0], micro).add_(loss.detach())
             return
         measured = copy(self._loss)  # it may count its calls
         devices = [self._device.torch_device] if self._device.type == "cuda" else []
@@ -94,21 +96,24 @@ class SourceSums:
             for source in range(len(self.names)) if has_split else here:
                 rows = sources == source
                 if has_split:  # ranks call it alike, whichever sources they have
-                    part = output, {name: self._masked(name, batch[name], rows) for name in getattr(measured, "fields", batch)}
+                    part = (
+                        output,
+                        {name: self._mask_labels(name, batch[name], rows) for name in getattr(measured, "fields", batch)},
+                    )
                 else:
-                    part = self._chosen(output, batch, rows)
-                self._place(source, micro).add_(measured.loss(*part))
+                    part = self._select_rows(output, batch, rows)
+                self._loss_slot(source, micro).add_(measured.loss(*part))
 
-    def _place(self, source: int, micro: int) -> Tensor:
+    def _loss_slot(self, source: int, micro: int) -> Tensor:
         return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
 
-    def _masked(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
+    def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
         """Returns the labels, those of other rows ignored."""
         shape = [1] * labels.ndim
         shape[self._fields[name].batch_dim] = len(rows)
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORED)
 
-    def _chosen(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
+    def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
         """Returns the rows of an output and of the batch. Raises RunError "outputs-apart" for a tensor without the dim."""
         numbers = rows.nonzero().flatten()
         dim = self._fields[SOURCE].batch_dim

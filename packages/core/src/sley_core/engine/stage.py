@@ -85,12 +85,12 @@ class Stage:
         return ties(self.stages)
 
 
-def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
+def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
     """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Raises PlanError:
     errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its gradients.
     """
     number = topology.coordinates(rank).stage
-    lists = lists_of(plan, topology, number)
+    lists = build_lists(plan, topology, number)
     if plan.pipeline is None:
         return Stage(lists, [(0, model.layers)], [model.layers])
     assert plan.partition is not None, "a pipeline has a partition"
@@ -112,7 +112,7 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     return stage
 
 
-def lists_of(plan: Plan, topology: Topology, stage: int) -> Lists:
+def build_lists(plan: Plan, topology: Topology, stage: int) -> Lists:
     """Returns the lists of a stage, by its number; those of a plan without a pipeline are of one stage."""
     if plan.pipeline is None:  # forward and backward of one micro-batch after the other
         return Lists(lambda micros: [sequential(micros)], loop(1), 0)
@@ -131,19 +131,19 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
     ]
 
 
-def by_parameters(model: Model) -> list[float]:
+def count_layer_parameters(model: Model) -> list[float]:
     """Returns the number of parameters of each layer; a tied parameter counts in each layer that holds it."""
     return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
 
 
-def costs_are_timed(plan: Plan) -> bool:
+def needs_timed_costs(plan: Plan) -> bool:
     """Returns whether the plan's partition needs the layers' seconds and the plan does not have them yet."""
     if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
         return False
     return plan.partition.record.timer is not None and plan.partition.config.layer_costs is None
 
 
-def timed_costs(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
+def time_layers(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
     """Returns the seconds of each layer by the partitioner's timer, equal on every rank; blocks. draft: the model on meta."""
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record

@@ -49,7 +49,7 @@ class BatchWeight:
         return self._inverse
 
 
-class Additive:
+class WeightAdditivity:
     """Checks that the weight of a batch is the sum of its micro-batches' weights, once for each of its first shapes."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
@@ -149,15 +149,15 @@ class BatchSplitter:
         self.weighs = self.weighs and self.loss is not None
         self._fields = sliced_info(self.info, self.slices.num_slices).fields
         fields = self.info.fields if self.weighs_whole else self._fields
-        self._additive = None if self.loss is None else Additive(self.loss, fields)
+        self._additive = None if self.loss is None else WeightAdditivity(self.loss, fields)
 
-    def given(self, batch: GivenBatch) -> StepBatch:
+    def split_input(self, batch: GivenBatch) -> StepBatch:
         """Checks and cuts the samples that a program gives a step.
 
         Raises RunError "batch-fields" for anything but a batch or a list of them, and for fields other than the declared
-        ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and the errors of `fed`.
+        ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and the errors of `split_feed`.
         """
-        whole = [batch] if isinstance(batch, Mapping) else _listed(batch)
+        whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in micro-batches
             message = f"a list of micro-batches has {counts} times [batch] micro_size = {self.micro_size} samples"
@@ -166,9 +166,9 @@ class BatchSplitter:
             check_tokens(piece, self.info)
         return self._split(whole, counts)
 
-    def fed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
+    def split_feed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
         """Cuts the samples of a feed, which has checked their tokens. num_samples: how many of them count, the first ones; all
-        if None. Raises RunError "batch-fields" and "batch-size" as `given` does, and "loss-not-additive" for a loss whose
+        if None. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive" for a loss whose
         weight is not the sum of its slices' or micro-batches' weights.
         """
         count, size = self._count(batch), self.micro_size
@@ -187,12 +187,12 @@ class BatchSplitter:
         weights = [weight if micro < num_counted else 0.0 for micro, weight in enumerate(split.weights)]
         return replace(split, weights=weights, num_counted=num_counted)
 
-    def to_predict(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
+    def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
         """Checks and cuts samples, as `names`, to predict: a field that no layer `reads` may be missing."""
-        names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _listed(batch)))
+        names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         fields = {name: field for name, field in self.info.fields.items() if name in names or name in reads}
         slices = Slices(fields, self.slices.num_slices, self.slices.index)
-        return BatchSplitter(replace(self.info, fields=fields), self.micro_size, slices, None).given(batch)
+        return BatchSplitter(replace(self.info, fields=fields), self.micro_size, slices, None).split_input(batch)
 
     def _count(self, piece: Mapping[str, Tensor]) -> int:
         return count_micros(piece, self.info.fields, self.micro_size)
@@ -216,7 +216,7 @@ def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], co
     return [cut(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)]
 
 
-def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:
+def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
     """Returns `batch` if it is a list of micro-batches; else raises RunError "batch-fields"."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
@@ -237,8 +237,8 @@ class ModelOutputs:
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)
 
-    def in_form(self, given: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
-        """Returns the outputs in the form of `given`, None for a batch of the plan's data; None if there are none.
+    def to_input_form(self, given: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
+        """Returns the outputs in the form of `split_input`, None for a batch of the plan's data; None if there are none.
 
         fields: the data's declaration. join: whether to gather whole sequences over `sp`, whose ranks then all call it. Raises
         RunError "outputs-apart" for a tensor without the dim along which it would be joined.
@@ -248,10 +248,10 @@ class ModelOutputs:
         outputs = [self.by_micro[number] for number in range(len(self.micros))]
         is_one = given is None or isinstance(given, Mapping)
         if is_one and len(outputs) > 1:
-            samples = spot_of(self.micros[0], fields, "batch_dim")
+            samples = dim_and_size(self.micros[0], fields, "batch_dim")
             taken = [flatten(output) for output in outputs]
             for tensors, structure in taken:
-                if structure != taken[0][1] or not all(_has(tensor, samples) for tensor in tensors):
+                if structure != taken[0][1] or not all(_has_dim(tensor, samples) for tensor in tensors):
                     shapes, (dim, length) = [list(tensor.shape) for tensor in tensors], samples
                     message = (
                         f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
@@ -260,7 +260,7 @@ class ModelOutputs:
             places = zip(*(tensors for tensors, _ in taken), strict=True)
             outputs = [unflatten([torch.cat(every, samples[0]) for every in places], taken[0][1])]
         if join and sp.size > 1:
-            lengths = [spot_of(micro, fields, "sequence_dim") for micro in self.micros]
+            lengths = [dim_and_size(micro, fields, "sequence_dim") for micro in self.micros]
             outputs = [whole(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
         return outputs[0] if is_one else outputs
 
@@ -284,7 +284,7 @@ class _Gathered(torch.autograd.Function):
         return gradient.narrow(ctx.dim, ctx.first, ctx.length), None, None, None
 
 
-def spot_of(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
+def dim_and_size(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
     """Returns the dim of samples or of positions, and its length, by the first field of the batch that has one."""
     dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
@@ -295,7 +295,7 @@ def whole(output: Any, positions: Spot, sp: Group) -> Any:
     """Returns the output of whole sequences; a collective of `sp` for each tensor, in the order of the output."""
     tensors, structure = flatten(output)
     for tensor in tensors:
-        if not _has(tensor, positions):
+        if not _has_dim(tensor, positions):
             dim, length = positions
             message = f"an output of shape {list(tensor.shape)} does not have the {length} positions of a slice along dim {dim}"
             hint = 'only outputs of every position can be joined: leave `join`, or [loss] sequence = "whole", out'
@@ -303,5 +303,5 @@ def whole(output: Any, positions: Spot, sp: Group) -> Any:
     return unflatten([gathered(one, positions[0], sp, "the outputs of slices") for one in tensors], structure)
 
 
-def _has(tensor: Tensor, spot: Spot) -> bool:
+def _has_dim(tensor: Tensor, spot: Spot) -> bool:
     return tensor.ndim > spot[0] and tensor.shape[spot[0]] == spot[1]

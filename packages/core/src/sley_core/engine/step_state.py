@@ -82,7 +82,7 @@ class StepState:
     def was_taken(self, taken: bool) -> None:
         self._was_taken, self._ask_taken = taken, None
 
-    def taken_if(self, ask: Callable[[], bool]) -> None:
+    def defer_was_taken(self, ask: Callable[[], bool]) -> None:
         """Makes `was_taken` the result of `ask`, called once and only when it is read, since that may wait for the device."""
         self._ask_taken = ask
 
@@ -105,6 +105,6 @@ class StepState:
             after, self.after_first = self.after_first, None
             after()
 
-    def last_of_list(self, chunks: frozenset[int]) -> bool:
+    def is_last_of_list(self, chunks: frozenset[int]) -> bool:
         """Returns whether the running action is the last of its list that can add to a gradient of all `chunks`."""
         return self._settled is not None and chunks <= self._settled

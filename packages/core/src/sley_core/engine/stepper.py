@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import Lowered, actions_of
+from sley_core.actions.action import Lowered, select_actions
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
-from sley_core.engine.agreement import Agreement, exchanges_differ, exchanges_error, exchanges_of
-from sley_core.engine.evaluation import Metrics, Tally, agreed_names
+from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
+from sley_core.engine.evaluation import Metrics, Tally, merge_metric_names
 from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.step_state import StepState
@@ -127,7 +127,7 @@ class Stepper:
             if skips is not None:
                 skips.follow(pending)
                 if self.device.is_async and self.update.was_taken:  # the host does not know yet
-                    self.state.taken_if(lambda: not pending.read().is_no_number)
+                    self.state.defer_was_taken(lambda: not pending.read().is_skippable)
             for event in self.events.after_update:
                 event()
             for handler in self.handlers:
@@ -176,7 +176,7 @@ class Stepper:
         num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
         first_micro = self.groups["dp"].coord * num_micros + (before.num_micros if before else 0)
-        self.state.begin(step, actions_of(steps), num_micros, first_micro, is_last=is_last)
+        self.state.begin(step, select_actions(steps), num_micros, first_micro, is_last=is_last)
         self.left_in_flight = True
         what = f"step {step + 1}" if is_last and before is None else f"a part of step {step + 1}"
         if before is not None:
@@ -242,9 +242,9 @@ class Stepper:
             names = metrics.names
             if metrics.own is not None:  # on all ranks, of which some may have no output
                 everyone = self.groups["control"].gather_objects([tally.problem, tally.names], what="the names of metrics")
-                names = [*names, *agreed_names(everyone, self.groups["control"].ranks)]
+                names = [*names, *merge_metric_names(everyone, self.groups["control"].ranks)]
             sums = [losses, *(tally.column(name, at) for name in names for at in (0, 1))]
-            differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
+            differs = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
             self.groups["all"].all_reduce(totals, what="the mean loss").wait()
@@ -253,7 +253,7 @@ class Stepper:
             loss, *counted = (self.store.reduction.loss_of(one, len(losses)) for one in totals[1:].chunk(len(sums)))
             state.step_progress.comes(BETWEEN)
         if ranks_differ:
-            raise exchanges_error("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
+            raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])
         if not weight:
             message = "the evaluated samples have a loss weight of 0, so there is no mean"
             raise RunError("nothing-counts", message, hint="look at the data: all of its labels are ignored")
@@ -299,7 +299,7 @@ class Stepper:
         self.agreement.begin(what, batch).check()
         steps = self.lists.evaluation(batch.num_micros)
         first_micro = self.groups["dp"].coord * batch.num_micros
-        state.begin(number, actions_of(steps), batch.num_micros, first_micro)
+        state.begin(number, select_actions(steps), batch.num_micros, first_micro)
         return steps
 
     def close(self) -> None:

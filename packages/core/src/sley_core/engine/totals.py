@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.device import Device
-from sley_core.engine.agreement import Exchanges, exchanges_error
+from sley_core.engine.agreement import Exchanges, exchange_mismatch_error
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StepResult:
         return self.ranks_differ or (not self.skipped and not (self.is_finite and self.weight > 0))
 
     @property
-    def is_no_number(self) -> bool:
+    def is_skippable(self) -> bool:
         """Whether only a loss or gradient norm that is not finite stopped the step, which `on_nan = "skip"` allows."""
         return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
 
@@ -198,7 +198,7 @@ class Skips:
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
-        is_skipped = read.read().is_no_number
+        is_skipped = read.read().is_skippable
         self.num_skipped += is_skipped
         self.num_in_a_row = self.num_in_a_row + 1 if is_skipped else 0
 
@@ -245,7 +245,7 @@ def refusal(
     if is_latest:
         parts.store.state.was_taken = False
     if result.ranks_differ:
-        return exchanges_error(f"step {number}", totals.own_exchanges, parts.groups["control"])
+        return exchange_mismatch_error(f"step {number}", totals.own_exchanges, parts.groups["control"])
     bad = None
     if is_latest:
         order = enumerate(parts.store.params)
@@ -259,16 +259,18 @@ def refusal(
         return RunError(
             "nothing-counts",
             f"step {number}: the loss weight of the batch is {result.weight:g}, so there is no mean to take a step by"
-            + _samples(range(len(reports)), reports),
+            + _describe_samples(range(len(reports)), reports),
             hint="look at the data of this step: all of its labels are ignored",
         )
     before = f"; the {num_skipped} before it were skipped" if num_skipped else ""
-    message = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, reports)}"
+    message = (
+        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_describe_nonfinite(parts, reports)}"
+    )
     hint = "lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed"
     return RunError("not-finite", message, hint=hint)
 
 
-def _where(parts: Parts, reports: Sequence[RankReport]) -> str:
+def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
     """Returns in words which losses are not finite, which gradient of the last bad stage went bad first, and their samples."""
     bad = [rank for rank, one in enumerate(reports) if not math.isfinite(one.loss)]
     text = ""
@@ -283,10 +285,10 @@ def _where(parts: Parts, reports: Sequence[RankReport]) -> str:
             _, name = min(map(tuple, bad_gradients))
             text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
             break
-    return text + _samples(bad or range(len(reports)), reports)
+    return text + _describe_samples(bad or range(len(reports)), reports)
 
 
-def _samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
+def _describe_samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
     """Returns in words the first samples that `ranks` had in the step; "" if none is known."""
     numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:

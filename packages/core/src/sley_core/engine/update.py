@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
-from sley_core.engine.agreement import exchanges_differ, exchanges_of
+from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
@@ -115,7 +115,7 @@ class Update:
             self.scale.update(step, overflowed=overflowed)
             if overflowed:
                 return totals
-        self._follow()
+        self._add_unfrozen_params()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
         is_on_device &= self.masters.home is None
         if is_on_device:
@@ -128,7 +128,7 @@ class Update:
         if self.clip_norm is not None:
             self._clip(gradients, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
-        self.masters.take_gradients()
+        self.masters.set_gradients()
         take: Callable[[], Any] = self.optimizer.step
         if is_on_device:
             take = partial(step_if, self.optimizer, totals.allow_a_step)
@@ -155,7 +155,7 @@ class Update:
         self.masters.follow()
         before = [one.parameter.detach().clone() for one in self.masters.stepped]
         optimizer.eval()
-        self._show()
+        self._publish_weights()
         try:
             yield
         finally:
@@ -163,9 +163,9 @@ class Update:
             with torch.no_grad():
                 for one, value in zip(self.masters.stepped, before, strict=True):
                     one.parameter.copy_(value)
-            self._show()
+            self._publish_weights()
 
-    def _show(self) -> None:
+    def _publish_weights(self) -> None:
         """Lets all ranks have the weights of the present masters."""
         self.masters.write_back(are_sent=False)
         self.masters.weights.settle()
@@ -182,7 +182,7 @@ class Update:
             seed_own(self._generators, seed)
             yield
 
-    def _follow(self) -> None:
+    def _add_unfrozen_params(self) -> None:
         """Adds parameters that were unfrozen since the last step to the optimizer, with the plan's options for their names."""
         if self._layout == self.store.num_layouts:
             return
@@ -199,7 +199,7 @@ class Update:
         overflow = [self._unscale(gradients, 1 / self.scale.value)] if self.scale else []
         totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
         terms = totals.terms()
-        differs = exchanges_differ(self._exchanging)
+        differs = exchange_difference(self._exchanging)
         numbers = [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
         numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
@@ -210,7 +210,7 @@ class Update:
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
         return StepTotals(
-            values, loss.sum(), exchanges_of(self._exchanging), self.scale.value if self.scale is not None else None
+            values, loss.sum(), collect_exchanges(self._exchanging), self.scale.value if self.scale is not None else None
         )
 
     def _unscale(self, gradients: list[NormGroup], factor: float) -> Tensor:
@@ -239,7 +239,7 @@ class Update:
 MASTER = "master"
 
 
-class HeldState(NamedTuple):
+class ParamState(NamedTuple):
     """Holds a tensor that this rank keeps for the parameter `name` of the registry.
 
     elements: those of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
@@ -253,13 +253,13 @@ class HeldState(NamedTuple):
     tensor: Tensor
 
 
-def states_of(update: Update) -> Iterator[HeldState]:
+def states_of(update: Update) -> Iterator[ParamState]:
     """Yields masters and optimizer states of this rank, live tensors; no states if the optimizer has not made them yet."""
     for stepped in update.masters.stepped:
         if update.masters.has_master(stepped):
-            yield HeldState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
+            yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
         for state, tensor in optimizer_states(update, stepped):
-            yield HeldState(stepped.name, stepped.elements, state, tensor)
+            yield ParamState(stepped.name, stepped.elements, state, tensor)
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
@@ -282,7 +282,7 @@ def step_buckets(
     parameters, such as a count of steps, as before the first. Raises RunError `optimizer-counts-steps` if two calls leave
     different values.
     """
-    groups = _Groups(optimizer)
+    groups = _BucketGroups(optimizer)
     before = copied(shared_values(optimizer))
     after: Shared = {}
     try:
@@ -292,7 +292,7 @@ def step_buckets(
                 if after:
                     put(optimizer, copied(before))
                 step()
-                before |= groups.added()
+                before |= groups.new_group_options()
                 changes = changed(before, shared_values(optimizer))
                 for place, value in changes.items():
                     if place in after and can_compare(value) and not same(value, after[place]):
@@ -309,7 +309,7 @@ def step_buckets(
         groups.restore()
 
 
-class _Groups:
+class _BucketGroups:
     """The groups of an optimizer, to step only the parameters of one bucket at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -321,7 +321,7 @@ class _Groups:
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
 
-    def added(self) -> Shared:
+    def new_group_options(self) -> Shared:
         """Returns the options of groups that a step has made, of parameters from other groups."""
         number = len(self._whole)
         new = self._optimizer.param_groups[number:]

@@ -72,7 +72,7 @@ class Completion(Protocol):
 class WeightStore:
     """Holds the places of working weights, of dtype `dtype` but for those that a pattern of `keep` names, in fp32.
 
-    is_eager: whether `updated` also waits; else weights arrive while the next step runs, each before its layer is called.
+    is_eager: whether `start_completions` also waits. Otherwise weights arrive during the next step, each before its layer runs.
     """
 
     def __init__(self, dtype: torch.dtype, keep: Sequence[str] = ()) -> None:
@@ -123,30 +123,30 @@ class WeightStore:
             self._held.append((parameter, place))
 
     @torch.no_grad()
-    def hold(self) -> None:
+    def restore_places(self) -> None:
         """Moves the values of parameters that a program pointed elsewhere (`parameter.data = `) back to their places."""
-        for parameter, place in self.elsewhere():
+        for parameter, place in self.moved_parameters():
             value = parameter.detach()
             parameter.data = place
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
-    def elsewhere(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields the parameters that were pointed elsewhere since `hold`, with their places; works while memory is away."""
+    def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields each parameter whose `.data` was replaced since `restore_places`, and its place; also while offloaded."""
         for parameter, place in self._held:  # addresses change when memory moves; `is_set_to` does not take fake tensors
             same_storage = storage_id(parameter) == storage_id(place)
             if not same_storage or parameter.storage_offset() != place.storage_offset():
                 yield parameter, place
 
-    def completed_by(self, completion: Completion) -> None:
+    def add_completion(self, completion: Completion) -> None:
         """Registers what fetches the parts that other ranks step; called by what is attached before masters are made."""
         self._completions.append(completion)
 
     @property
-    def come_late(self) -> bool:
+    def arrive_late(self) -> bool:
         """Whether weights may still be in flight when a step returns; the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 
-    def updated(self) -> None:
+    def start_completions(self) -> None:
         """Starts the completions; called when this rank has stepped its parts. All ranks call it."""
         for one in self._completions:
             one.start()
@@ -159,7 +159,7 @@ class WeightStore:
             one.finish()
 
     @contextmanager
-    def settled_on_error(self) -> Iterator[None]:
+    def settle_on_error(self) -> Iterator[None]:
         """Returns a context manager that waits for complete weights if its block raises, if the other ranks still answer."""
         try:
             yield
@@ -209,9 +209,9 @@ class _Master:
     elements: ElementRange | None
 
     def __post_init__(self) -> None:
-        self.look()
+        self.sync()
 
-    def look(self) -> None:
+    def sync(self) -> None:
         self.working = _elements(self.parameter.detach(), self.elements)
         self.synced = self.state
 
@@ -280,7 +280,7 @@ class Masters:
         """Returns whether the stepped parameter is a copy, not the working weight or a view of it."""
         return id(stepped.original) in self._masters
 
-    def take_gradients(self) -> None:
+    def set_gradients(self) -> None:
         """Calls `follow`, and sets `grad` of what is stepped to the store's, None for a frozen one; not with a `home`."""
         self.follow()
         if self.home is not None:
@@ -294,7 +294,7 @@ class Masters:
         parts may be incomplete until `weights.settle`. are_sent: whether they are there already, as with a `home`, by default,
         where whoever steps sends them.
         """
-        self._take_back()
+        self._copy_back()
         if every := list(self._masters.values()):
             if not (self.home is not None if are_sent is None else are_sent):
                 torch._foreach_copy_([one.working for one in every], [one.master for one in every])
@@ -303,10 +303,10 @@ class Masters:
         for stepped in self.stepped:
             if stepped.parameter is not stepped.original:
                 stepped.parameter.grad = None
-        self.weights.updated()
+        self.weights.start_completions()
 
     @torch.no_grad()
-    def _take_back(self) -> None:
+    def _copy_back(self) -> None:
         """Copies parameters that the optimizer has pointed elsewhere (`p.data = `) to where masters and weights are read."""
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
@@ -325,19 +325,19 @@ class Masters:
     @torch.no_grad()
     def set(self, param: Param, value: Tensor) -> None:
         """Sets the parameter's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
-        self.weights.hold()
+        self.weights.restore_places()
         parameter = param.parameter
         value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
         parameter.copy_(value)
         known = self._masters.get(id(parameter))
         if known is not None:
             known.master.copy_(_elements(value, known.elements))
-            known.look()
+            known.sync()
 
     @property
-    def were_written(self) -> bool:
+    def have_outside_writes(self) -> bool:
         """Whether a program wrote to weights since masters last followed them; works while memory is away."""
-        is_moved = next(self.weights.elsewhere(), None) is not None
+        is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(one.synced != one.state for one in self._masters.values())
 
     def follow(self) -> None:
@@ -350,10 +350,10 @@ class Masters:
                 message = f"the parameter {param.name!r} is another object, or of another type, than what the optimizer steps"
                 hint = "write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
-        self.weights.hold()
+        self.weights.restore_places()
         for one in self._masters.values():
             if one.synced != one.state:
-                one.look()
+                one.sync()
                 master, working = one.master, one.working.to(one.master.device)
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
@@ -371,7 +371,7 @@ class Masters:
         for buffer in self.store.buffers:
             if buffer.shard and added.issuperset(buffer.params):
                 part = FlatBuffer([buffer.own.shape], self.wide, device)
-                copies |= buffer.views_in(part.data)
+                copies |= buffer.part_views(part.data)
                 self._flats.append(part)
         for param, copy in copies.items():
             copy.copy_(_elements(param.parameter.detach(), self.store.elements(param)))
@@ -379,4 +379,8 @@ class Masters:
 
 
 def _elements(value: Tensor, elements: ElementRange | None) -> Tensor:
-    return value if elements is None else value.reshape(-1)[elements.first : elements.last].view(elements.shape_in(value.shape))
+    return (
+        value
+        if elements is None
+        else value.reshape(-1)[elements.first : elements.last].view(elements.stepped_shape(value.shape))
+    )

@@ -122,7 +122,7 @@ class RunMemory:
         try:
             self.require(f"{reader} after a program has written weights", ("weights", "masters"))
         except StateError:
-            if reader is not None and self.masters.were_written:
+            if reader is not None and self.masters.have_outside_writes:
                 raise
         else:
             self.masters.follow()

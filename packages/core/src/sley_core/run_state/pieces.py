@@ -130,7 +130,7 @@ class Region(NamedTuple):
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the rank's own tensor, padding included."""
         shape = self.shape if self.shard is None else self.shard.own_shape
-        return shape if self.elements is None else self.elements.shape_in(shape)
+        return shape if self.elements is None else self.elements.stepped_shape(shape)
 
     def cut(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields rectangles of the whole tensor, each with the view of the rank's `own` tensor that it is; without padding."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.attempt import with_copies
-from sley_core.engine.save import extra_state, set_extra_state, with_extra_state
+from sley_core.engine.save import extra_state, modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
@@ -100,7 +100,7 @@ class RunTensors:
             for place in (BUFFERS + name, *([self.own_name(BUFFERS + name)] if differs else [])):
                 yield place, Region(tuple(buffer.shape)), buffer
         kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
-        kept["extra"] = {name: extra_state(name, module) for name, module in with_extra_state(self.parts.layers)}
+        kept["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
         for place, tensors in kept.items():
             for name, tensor in tensors.items():
                 yield self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor
@@ -314,7 +314,7 @@ class Restoring:
         first = extra_states(self.saved)
         if first and not self.is_same_layout:
             self.notes.append("extra states of modules are those of one rank: the others' belong to another layout")
-        for name, module in with_extra_state(self.tensors.parts.layers):
+        for name, module in modules_with_extra_state(self.tensors.parts.layers):
             own = self.tensors.own_name(f"extra/{name}")
             if name not in first:
                 raise RunError("checkpoint-mismatch", f"{name!r} is not in the checkpoint")

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from sley_core.actions.simulate import Costs, Peaks, peaks_of
+from sley_core.actions.simulate import Costs, Peaks, compute_peaks
 from sley_core.assemble import Draft, assemble
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
@@ -250,7 +250,7 @@ def _peaks(lists: Lists, num_micros: int) -> Peaks:
         queued_bytes=(499,) * positions,
         boundary_bytes=(11,) * (positions - 1),
     )
-    return peaks_of(lists.training(num_micros), lists.stage, lists.placement, costs)
+    return compute_peaks(lists.training(num_micros), lists.stage, lists.placement, costs)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue
-from sley_core.engine.execute import InFlight, describe, edges_of
+from sley_core.engine.execute import InFlight, describe, gradient_edges
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
@@ -282,7 +282,7 @@ def empty_backward_s(device: Device) -> float:
     for _ in range(1 + EMPTY_BACKWARDS):
         in_flight = InFlight()
         output = in_flight.enter(description, [tensor.detach() for tensor in tensors]).view(1)
-        in_flight.edges = edges_of(*describe(output))
+        in_flight.edges = gradient_edges(*describe(output))
         gradients = [torch.ones_like(value)]
         began = time.perf_counter()
         in_flight.backward(gradients)

@@ -23,7 +23,7 @@ from sley_core.assemble import DTYPES, dtypes
 from sley_core.comm.copies import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
-from sley_core.engine.execute import InFlight, describe, edges_of
+from sley_core.engine.execute import InFlight, describe, gradient_edges
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import computed_from
@@ -178,7 +178,7 @@ def seeds(in_flight: InFlight, output: Any, like: Callable[[Tensor], Tensor] = t
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe(output)
-    in_flight.edges = edges_of(description, tensors)
+    in_flight.edges = gradient_edges(description, tensors)
     return [like(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 

@@ -25,7 +25,7 @@ from sley_core.actions.simulate import Costs, simulate
 from sley_core.assemble import DTYPES, draft_model, dtypes
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.engine.stage import by_parameters, stage_of
+from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import MOST_FORWARDS
 from sley_core.plan.plan import Plan
@@ -94,7 +94,7 @@ class Roofline:
         self.model = draft_model(plan, self.dataset.info)
         self._variants = LayerVariants(plan, self.model, self.dataset)
         self._nearest = NearestLayers(self._variants, machine, choices)
-        self._costs = by_parameters(self.model)
+        self._costs = count_layer_parameters(self.model)
         self._working, self._wide = (dtype.itemsize for dtype in dtypes(plan))
         self._gradient = DTYPES[plan.precision.gradients].itemsize
         self._num_states = count_states(plan)
@@ -301,7 +301,7 @@ class Roofline:
             plan = layout._replace(sp=1, wp=1, micro_size=1, weights=None, attention=None).plan(self.plan, self.world)
             if pp > len(self.model.layers):
                 raise PlanError("partition-empty", "there are more stages than layers")
-            stage = stage_of(plan, plan.topology(self.world), 0, self.model, self._costs)
+            stage = build_stage(plan, plan.topology(self.world), 0, self.model, self._costs)
             placement, lists = stage.lists.placement, stage.lists
             starts = list(accumulate((len(part) for _, part in stage.stages), initial=0))[:-1]
             places = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, actions_of, direction_of
+from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, direction_of, select_actions
 from sley_core.assemble import DTYPES, Draft, dtypes
 from sley_core.engine.stage import Lists
 from sley_core.errors import PlanError, SleyError
@@ -105,7 +105,7 @@ class _Pricing:
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
         """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, engine's seconds."""
         record = self.records[stage]
-        computing = [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
+        computing = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
         step = expanded(record.step, computing, record.more)
         awaited, numbers = _awaited(step), count()
         begun: dict[Queue, list[Exchange | None]] = defaultdict(list)

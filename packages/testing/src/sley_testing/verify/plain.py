@@ -60,7 +60,7 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
         try:
             loop.begin(number)
             scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
-            batch = run.samples.splitter.fed(run.samples.feed.next())
+            batch = run.samples.splitter.split_feed(run.samples.feed.next())
             step = loop.step([{name: device.move(value) for name, value in micro.items()} for micro in batch.micros])
         except NothingToTrainError:
             raise RunError("plain-loop", "the loss of a micro-batch depends on no parameter that is trained") from None
@@ -102,7 +102,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
     @contextmanager
     def seeded(name: str, step: int, micro: int) -> Iterator[None]:
         with IN_USE:
-            seeds.seed_for(layers[name], MicroStep(0, micro, Phase.TRAIN, step - 1, micro))
+            seeds.seed_layer(layers[name], MicroStep(0, micro, Phase.TRAIN, step - 1, micro))
             yield
 
     loop = HabitLoop(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.engine.canonical.tree import CanonicalReduction, Node, PartialSums, add_uses
+from sley_core.engine.canonical.tree import CanonicalReduction, Node, PartialSums, sum_uses
 from sley_core.engine.reduction import Sums
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class _TreeSum:
         self._num_leaves = reduction.num_leaves
         self._nodes = [reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
         self._num_uses = buffer.params[0].num_sums
-        self._out = _packed(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
+        self._out = _pack_sums(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
         self._in = self._out.new_empty(self._out.shape)
         self._whole: Tensor | None = None
         self._is_joined = False
@@ -100,7 +100,7 @@ class _TreeSum:
                 for at, node in enumerate(nodes):
                     sums.put(use, node, self._in[coord, use * num_rows + at])
         root = Node(0, self._num_leaves)
-        own = add_uses([sums.take(use, root, self._in[0, 0]) for use in range(self._num_uses)])
+        own = sum_uses([sums.pop(use, root, self._in[0, 0]) for use in range(self._num_uses)])
         if self.buffer.shard is not None:
             self.buffer.own.copy_(own)
             self.buffer.zero_padding()
@@ -122,7 +122,7 @@ class _TreeSum:
         self.work.wait_sent()
 
 
-def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
+def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
     """Returns [size, uses x rows, columns]: for each rank, its part of this rank's sums; rows that only other ranks have are
     zeros.
 

@@ -93,21 +93,21 @@ def cover(first: int, last: int, num_leaves: int) -> list[Node]:
     return nodes
 
 
-def run_of(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
+def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
     """Returns the first leaf, and the one after the last, of member `coord` of a group of `size` ranks that has all leaves."""
     assert num_leaves % size == 0, f"{num_leaves} micro-batches over {size} ranks"
     each = num_leaves // size
     return coord * each, (coord + 1) * each
 
 
-class Spares:
+class SumMemory:
     """Lends memory for partial sums of all gradients within one step. made: all tensors allocated since `clear`."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
         self.created: list[Tensor] = []
 
-    def lend(self, like: Tensor) -> Tensor:
+    def allocate(self, like: Tensor) -> Tensor:
         """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
         free = self.free.get((like.shape, like.dtype))
         if free:
@@ -126,9 +126,9 @@ class PartialSums:
     home: the tensor that should hold the last sum, if it is one of the operands. spares: takes the memory of added sums.
     """
 
-    def __init__(self, num_leaves: int, spares: Spares | None = None, home: Tensor | None = None) -> None:
+    def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
         self.num_leaves = num_leaves
-        self.spares = spares
+        self.sum_memory = sum_memory
         self.home = home
         self._held: dict[tuple[int, Node], Tensor] = {}
 
@@ -147,12 +147,12 @@ class PartialSums:
             there = self._held.pop((use, other), None) if other is not None else None
             if other is None or there is None:
                 break
-            value = self._added(there, value)
+            value = self._add_pair(there, value)
             node = parent(node, other)
         assert (use, node) not in self._held, f"{node} came twice"
         self._held[use, node] = value
 
-    def take(self, use: int, node: Node, like: Tensor) -> Tensor:
+    def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
         """Removes and returns the sum of `node`. A micro-batch without a contribution counts as zeros, shaped `like`."""
         known = self._held.pop((use, node), None)
         if known is not None:
@@ -161,15 +161,15 @@ class PartialSums:
         if not inside:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
         left, right = node.children
-        return self._added(self.take(use, left, like), self.take(use, right, like))
+        return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
-    def _added(self, total: Tensor, other: Tensor) -> Tensor:
+    def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
         """Returns the sum, in the memory of either (of `home`, if it is one of them): a + b is b + a, bit for bit."""
         if other is self.home:
             total, other = other, total
         total.add_(other)
-        if self.spares is not None:
-            self.spares.free.setdefault((other.shape, other.dtype), []).append(other)
+        if self.sum_memory is not None:
+            self.sum_memory.free.setdefault((other.shape, other.dtype), []).append(other)
         return total
 
 
@@ -192,7 +192,7 @@ class CanonicalReduction(Reduction):
 
     def __init__(self, groups: Groups, state: StepState) -> None:
         super().__init__(groups, state)
-        self.spares = Spares()
+        self.sum_memory = SumMemory()
 
     @property
     def num_leaves(self) -> int:
@@ -208,10 +208,10 @@ class CanonicalReduction(Reduction):
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
         """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient."""
         group = self.groups[reduce_group]
-        first, last = run_of(group.coord if coord is None else coord, group.size, self.num_leaves)
+        first, last = leaf_range(group.coord if coord is None else coord, group.size, self.num_leaves)
         return cover(first, last, self.num_leaves)
 
-    def spread(self, losses: Tensor) -> Tensor:
+    def place_losses(self, losses: Tensor) -> Tensor:
         """Returns [all micro-batches] with this rank's `losses`, and zeros for those of others: ranks' sums are then exact."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
@@ -223,7 +223,7 @@ class CanonicalReduction(Reduction):
         """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules other than plain linears and
         embeddings, or in more than two layers on several stages; "canonical-buffers" for buffers that training writes.
         """
-        faults = [*_ties(stages)]
+        faults = [*_tie_faults(stages)]
         if per_rank_buffers:
             message = f"each rank writes its own {', '.join(per_rank_buffers)}, from the samples that it has"
             hint = f"{FAST}, or modules without such buffers"
@@ -246,12 +246,12 @@ class CanonicalReduction(Reduction):
         return CanonicalAccumulator(self, param, home, expected_passes, is_loose=is_loose, has_products=has_products)
 
     def partial_sums(self) -> Sequence[Tensor]:
-        return self.spares.created
+        return self.sum_memory.created
 
     def clear(self) -> None:
-        self.spares.clear()
+        self.sum_memory.clear()
 
-    def micros_beside(self, group: Group) -> range:
+    def concurrent_micros(self, group: Group) -> range:
         """Returns the micro-batch that each rank of `group`, neighbours along `dp` that take the same actions, runs now."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
@@ -263,7 +263,7 @@ class CanonicalReduction(Reduction):
         return TreeSums(self, store, sent, lane)
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> ExactTotals:
-        return ExactTotals(self.groups, gradients, self.spread(loss), kind)
+        return ExactTotals(self.groups, gradients, self.place_losses(loss), kind)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
         return weight_digits(weights)
@@ -272,7 +272,7 @@ class CanonicalReduction(Reduction):
         return weight_of(terms)
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
-        return torch.cat([self.spread(batch) for batch in losses])
+        return torch.cat([self.place_losses(batch) for batch in losses])
 
     def loss_of(self, summed: Tensor, num_batches: int) -> float:
         return sum(float(tree_sum(losses)) for losses in torch.chunk(summed, num_batches))
@@ -313,14 +313,14 @@ class CanonicalAccumulator(Accumulator):
         self._closed: set[TreeLeaf] = set()
         self.rows: list[Tensor] = []
 
-    def enter(self, layer: str = "", micro: int | None = None) -> None:
+    def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
         """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` for a closed leaf."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}: which of them?"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
         if leaf == self._leaf:
             return
-        self._close()
+        self._close_leaf()
         if leaf in self._closed:
             raise RunError(
                 "canonical-again",
@@ -331,17 +331,17 @@ class CanonicalAccumulator(Accumulator):
             )
         self._leaf, self._is_fresh = leaf, True
 
-    def leave(self) -> None:
+    def end_contributions(self) -> None:
         if self.reduction.state.action is not None:
-            self._close()  # as early as possible, so that sums are combined and their memory is reused
+            self._close_leaf()  # as early as possible, so that sums are combined and their memory is reused
 
-    def take(self, gradient: Tensor) -> None:
+    def accumulate(self, gradient: Tensor) -> None:
         if self._is_fresh:
-            self._begin().copy_(gradient)
+            self._open_leaf().copy_(gradient)
         else:
             self._sum.add_(gradient)
 
-    def take_grad(self) -> None:
+    def accumulate_grad(self) -> None:
         if self.has_products:
             raise RunError(
                 "canonical-autograd",
@@ -349,70 +349,70 @@ class CanonicalAccumulator(Accumulator):
                 "used under autocast or differentiated twice: the order in which its gradients are added is then the layout's",
                 hint=FAST,
             )
-        self.enter()
-        super().take_grad()
+        self.begin_contribution()
+        super().accumulate_grad()
         self.parameter.grad, self.is_lent = None, False
 
-    def take_product(self, left: Tensor, right: Tensor) -> None:
+    def accumulate_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round differently from `mm`."""
         if self._is_fresh and left.dtype == self.dtype:
-            torch.mm(left.t(), right, out=self._begin())
+            torch.mm(left.t(), right, out=self._open_leaf())
         else:
-            self.take(left.t() @ right)
+            self.accumulate(left.t() @ right)
 
-    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+    def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
         if self._is_fresh:
-            self._begin().zero_()
+            self._open_leaf().zero_()
         add_at(self._sum, indices, rows.to(self.dtype))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Makes `rows` from the partial sums. No contribution may follow."""
-        self._close()
-        home = self._home()
-        sums = self._new() if self._sums is None else self._sums
+        self._close_leaf()
+        home = self._home_view()
+        sums = self._new_partial_sums() if self._sums is None else self._sums
         is_whole = self.reduction.groups[self.param.reduce_group].size == 1
         nodes = [Node(0, sums.num_leaves)] if is_whole else self.reduction.nodes(self.param.reduce_group)
-        rows = [sums.take(use, node, home) for use in range(self.param.num_sums) for node in nodes]
+        rows = [sums.pop(use, node, home) for use in range(self.param.num_sums) for node in nodes]
         assert not len(sums), f"{self.param.name}: micro-batches of other ranks, {sums.nodes}"
         if rows[0] is not home:
             home.copy_(rows[0])
             rows[0] = home
         if is_whole:
-            add_uses(rows)
+            sum_uses(rows)
             del rows[1:]
         self.rows = rows
         self._sums = None
 
-    def _home(self) -> Tensor:
+    def _home_view(self) -> Tensor:
         if self.is_loose and self.view is self._empty:
             self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         return self.view
 
-    def _begin(self) -> Tensor:
+    def _open_leaf(self) -> Tensor:
         """Returns the memory of a new leaf, with arbitrary contents."""
         self._is_fresh = False
         group = self.reduction.groups[self.param.reduce_group]
-        first, _ = run_of(group.coord, group.size, self.reduction.num_leaves)
+        first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
         # The view holds the sum of this rank's first leaf.
         is_first = self._leaf is None or self._leaf == (0, first)
-        self._sum = self._home() if is_first else self.reduction.spares.lend(self._home())
+        self._sum = self._home_view() if is_first else self.reduction.sum_memory.allocate(self._home_view())
         return self._sum
 
-    def _close(self) -> None:
+    def _close_leaf(self) -> None:
         """Closes the open leaf, if any, and adds it to the partial sums: no contribution to it may follow."""
         leaf, self._leaf = self._leaf, None
         if leaf is None or self._is_fresh:
             return
         self._closed.add(leaf)
         if self._sums is None:
-            self._sums = self._new()
+            self._sums = self._new_partial_sums()
         self._sums.put(leaf.use, Node(leaf.micro, leaf.micro + 1), self._sum)
 
-    def _new(self) -> PartialSums:
-        return PartialSums(self.reduction.num_leaves, self.reduction.spares, self._home())
+    def _new_partial_sums(self) -> PartialSums:
+        return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._home_view())
 
 
-def add_uses(sums: list[Tensor]) -> Tensor:
+def sum_uses(sums: list[Tensor]) -> Tensor:
     """Adds the sums of a parameter's uses, in the order of the layers, into the first, and returns that."""
     first, *others = sums
     for other in others:
@@ -425,7 +425,7 @@ Use = tuple[str, nn.Module, int]
 """A use of a parameter: its name there, the module that holds it, and that module's stage."""
 
 
-def _ties(stages: Stages) -> Iterator[Diagnostic]:
+def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
     """Yields a diagnostic "canonical-tie" for each shared parameter whose gradients cannot be summed in one order."""
     uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
     for stage, layers in stages:
