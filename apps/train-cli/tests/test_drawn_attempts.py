@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sley_checkpoint.folders import open_folder
-from sley_checkpoint.reader import index_or_none, read, ready
+from sley_checkpoint.reader import complete_checkpoints, index_or_none, read
 from sley_core.attempt import read_attempt
 from sley_core.errors import SleyError
 from sley_core.metrics.jsonl import JsonlWriter, rows
@@ -260,7 +260,7 @@ def _weights(run: Path) -> Iterator[tuple[str, int]]:
         assert step is not None
         yield digest({name: found.tensor(name) for name in found.names} if found else dict(read(path).weights())), step
     for own in (run / "checkpoints", run.parent.parent / SHARED):
-        for name in ready(open_folder(own)):
+        for name in complete_checkpoints(open_folder(own)):
             index = index_or_none(open_folder(own / name))
             if index is not None and attempt is not None and attempt.has_taken(index.lineage, index.step):
                 with contextlib.suppress(SleyError):  # a damaged one is passed over

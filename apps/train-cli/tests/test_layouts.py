@@ -174,7 +174,7 @@ def test_torch_puts_the_pieces_of_a_layout_together(texts: Path, tmp_path: Path,
     consolidate_safetensors_files(str(tmp_path / "saved"), str(tmp_path / "whole"), files)
     whole = WeightFiles(tmp_path / "whole")
     assert set(whole.names) == set(wanted)
-    assert all(torch.equal(whole.tensor(name), wanted[name]) for name in wanted if wanted.facts(name).shape)
+    assert all(torch.equal(whole.tensor(name), wanted[name]) for name in wanted if wanted.kind(name).shape)
 
 
 def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:

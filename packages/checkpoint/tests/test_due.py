@@ -12,7 +12,7 @@ import torch
 
 from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.reader import newest, read, verify
-from sley_checkpoint.writing import Background
+from sley_checkpoint.writing import BackgroundWriter
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -216,15 +216,15 @@ def test_the_folder_of_another_run_is_refused(texts, tmp_path):
 
 def test_a_program_that_writes_to_a_weight_while_it_is_copied_is_told(texts, tmp_path, monkeypatch):
     """On an asynchronous device copies go on beside the program; the checkpoint would have half of what it wrote."""
-    monkeypatch.setattr(Background, "_run", lambda background: None)
+    monkeypatch.setattr(BackgroundWriter, "_run", lambda background: None)
     with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
         run.step()
-        background = run._checkpointer._background
-        background._torn = None  # as long as copies are under way
-        (piece, *_), *_ = background.writing.files
+        background = run._checkpointer._background_writer
+        background._changed_name = None  # as long as copies are under way
+        (piece, *_), *_ = background.writer.files
         with torch.no_grad():
             run.registry.params[0].parameter.add_(1)
         background.stage()
         with pytest.raises(RunError, match="the program wrote to"):
             next(background._chunks(piece))
-        background.failed = "as asked"
+        background.failure = "as asked"

@@ -30,7 +30,7 @@ def test_copies_have_the_values_of_their_beginning(order: int) -> None:
         tensors = [torch.full((300,), 1.0), torch.full((20, 30), 2.0).t()]
         for number in range(3):
             wanted = [tensor.clone() for tensor in tensors]
-            copies, event = host.take(tensors)
+            copies, event = host.start(tensors)
             if order % 2:
                 event.wait()
                 assert all(map(torch.equal, copies, wanted)), number
@@ -67,7 +67,7 @@ def test_pages_stay_locked_until_they_are_freed_and_are_locked_once(monkeypatch:
     with device.watching():
         for values in ((1.0, 2.0), (1.0, 2.0), (1.0, 2.0, 3.0)):
             tensors = [torch.full((300,), value) for value in values]
-            copies, event = host_copies.take(tensors)
+            copies, event = host_copies.start(tensors)
             gc.collect()
             assert made[-1]() is not None, "unlocked as soon as it was made"
             event.wait()

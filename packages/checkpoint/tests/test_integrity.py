@@ -57,12 +57,12 @@ def swap(file: Path, other: Path) -> None:
 
 
 DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
-    ("rank-00000.safetensors", flip): "has other bytes than were written",
-    ("rank-00000.safetensors", flip_in_the_header): "has other bytes than were written",
+    ("rank-00000.safetensors", flip): "does not match its checksum",
+    ("rank-00000.safetensors", flip_in_the_header): "does not match its checksum",
     ("rank-00000.safetensors", cut): "is cut short",
     ("rank-00000.safetensors", empty): "is cut short",
     ("rank-00000.safetensors", lose): "is missing",
-    ("rank-00000.safetensors", swap): "is of step 2 of the run 'small'",
+    ("rank-00000.safetensors", swap): "belongs to step 2 of the run 'small'",
     (INDEX, flip): "is damaged",
     (INDEX, cut): "is damaged",
     (INDEX, empty): "is damaged",
@@ -93,7 +93,7 @@ def test_each_damage_is_named_and_the_one_before_is_loaded(two, tmp_path, file, 
     assert damage.file in (file, "rank-00000.safetensors")
     if how is not swap or file != INDEX:
         assert damage.file == file
-        assert DAMAGES[file, how] in damage.how
+        assert DAMAGES[file, how] in damage.description
     found = newest(tmp_path / "all")
     assert found.path == str(old)
     assert [path for path, _ in found.passed_over] == [str(new)]
@@ -126,8 +126,8 @@ def test_files_of_two_ranks_that_changed_places_are_told(texts, tmp_path, ranks)
     other.rename(one)
     (tmp_path / "aside").rename(other)
     assert [str(one) for one in verify(tmp_path / "saved")] == [
-        "rank-00000.safetensors is the file of rank 1",
-        "rank-00001.safetensors is the file of rank 0",
+        "rank-00000.safetensors belongs to rank 1",
+        "rank-00001.safetensors belongs to rank 0",
     ]
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written by all ranks, read by any number of ranks (`reader`), and verified."""
+"""Checkpoints of a run: all ranks write them, and any number of ranks can read and verify them (`reader`)."""

@@ -1,4 +1,4 @@
-"""Saves and restores a run, on all ranks together, for `run.save_checkpoint`, `run.load_checkpoint` and the loop."""
+"""Saves and restores a run on all ranks, for `run.save_checkpoint`, `run.load_checkpoint` and the training loop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_checkpoint.folders import (
-    GONE,
-    STAGING,
+    DELETED,
+    STAGING_PREFIX,
     Folder,
     LocalFolder,
     ReadableFolder,
@@ -20,9 +20,9 @@ from sley_checkpoint.folders import (
     open_folder,
 )
 from sley_checkpoint.format import INDEX, CheckpointIndex
-from sley_checkpoint.reader import Checkpoint, Damage, examined, index_or_none, ready
-from sley_checkpoint.saving import Destination, Preparation, absolute
-from sley_checkpoint.writing import Background, HostCopies, Writing
+from sley_checkpoint.reader import Checkpoint, Damage, complete_checkpoints, examine, index_or_none
+from sley_checkpoint.saving import Destination, SavePreparation, absolute_path
+from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shortened
 from sley_core.errors import RunError, SleyError, UsageError, cause
@@ -32,52 +32,54 @@ if TYPE_CHECKING:
     from sley_checkpoint.config import AnyLayoutConfig
 
 AUTO = "auto"
-FAILED = "checkpoint-failed"
-COUNTS = ("saved", "failed", "seconds_blocked", "seconds_waited")
+FAILURE_CODE = "checkpoint-failed"
 
 
 class AnyLayout(Checkpointer):
-    """Saves and loads the checkpoints of a run, on one rank. table: the plan's; None if the run saves only when it is asked."""
+    """Saves and loads the checkpoints of a run on one rank. table: the plan's table, or None if only the program saves."""
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
         self.state = state
-        self.folder = None if state.folder is None else absolute(state.folder)
-        self._counts = dict.fromkeys(COUNTS, 0.0)
-        self._is_asked = self._is_probed = False
-        self._background: Background | None = None
+        self.folder = None if state.folder is None else absolute_path(state.folder)
+        self._counts = dict.fromkeys(("saved", "failed", "seconds_blocked", "seconds_waited"), 0.0)
+        self._is_save_requested = self._is_probed = False
+        self._background_writer: BackgroundWriter | None = None
         self._host = HostCopies(state.parts.world.device)
         self._saved_step = -1
-        self._saved_at = time.monotonic()
+        self._save_time = time.monotonic()
         self._is_written = False
-        self._preparation = Preparation(state)
+        self._preparation = SavePreparation(state)
         self._control = state.parts.groups["control"]
         state.parts.events.gradients_done.append(self.stage)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns how many saves were written and failed, and the seconds that training waited for them."""
+        """Returns the numbers of complete and failed saves, and the seconds that training waited for saves."""
         return dict(self._counts)
 
     def save(self, path: str | Path | None, step: int) -> str:
         """Writes a checkpoint, and returns its folder once it is complete on all ranks. All ranks call it."""
         self.finish()
-        writing = self._prepare(Destination(self._folder(), True) if path is None else Destination(absolute(path), False), step)
-        failed = ""
+        destination = Destination(self._run_folder(), True) if path is None else Destination(absolute_path(path), False)
+        writer = self._prepare(destination, step)
+        failure = ""
         try:
-            writing.run()
+            writer.run()
         except RunError as error:
-            failed = cause(error)
-        if path is None:  # the run does not go on from a copy elsewhere
+            failure = cause(error)
+        if path is None:  # a copy at another path does not count as a checkpoint of the run
             self._saved_step, self._is_written = step, False
-        self._done(failed)
+        self._check_success(failure)
         self._is_written = self._is_written or path is None
         if path is None:
             self.state.attempt.saved(step)
-        return writing.target.text
+        return writer.target.text
 
     def probe(self) -> None:
-        """Raises RunError "checkpoint-folder" on all ranks alike if the saves to come would fail: the folder cannot be written,
-        ranks see different ones, or another run has it. All ranks call it, before the first step.
+        """Checks the run's folder before the first step. All ranks call it.
+
+        Raises the same RunError `checkpoint-folder` on all ranks if a rank cannot write to the folder, the ranks see different
+        folders, or another run uses the folder.
         """
         if self.table is None or self.folder is None or self._is_probed:
             return
@@ -86,314 +88,313 @@ class AnyLayout(Checkpointer):
         self._is_probed = True
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after `step`: it is a multiple of the plan's `every_steps`, or ranks have voted for a save by
-        the clock, and no save of this step was begun. The same on all ranks.
+        """Returns whether to save after `step`, the same on all ranks.
+
+        A save is due if `step` is a multiple of the plan's `every_steps` or rank 0 requested a save, unless a save of this step
+        has started.
         """
         table = self.table
         if table is None or step == self._saved_step:
             return False
-        return self._is_asked or (table.every_steps is not None and step % table.every_steps == 0)
+        return self._is_save_requested or (table.every_steps is not None and step % table.every_steps == 0)
 
     def wants_save(self) -> bool:
-        """Returns whether a save is due by the clock of rank 0, whose vote decides for all."""
+        """Returns whether the plan's `every_minutes` have passed on rank 0; False on the other ranks."""
         minutes = self.table.every_minutes if self.table else None
         is_voter = self.state.parts.world.rank == 0
-        return is_voter and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+        return is_voter and minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 
     def ask(self) -> None:
-        self._is_asked = True
+        self._is_save_requested = True
 
     def save_due(self, step: int) -> None:
-        """Starts the due save, or completes it, as the plan says. All ranks call it. A failure is noted and counted; the run
-        continues.
+        """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it.
+
+        If the save fails, adds a note, counts the failure, and the run continues.
         """
-        assert self.table is not None, "nothing is due"
-        with self._goes_on():
+        assert self.table is not None, "no save is due without a table"
+        with self._tolerate_failure():
             self.finish()
             self._saved_step, self._is_written = step, False
-            self._saved_at, self._is_asked = time.monotonic(), False
+            self._save_time, self._is_save_requested = time.monotonic(), False
             if self.table.mode == "sync":
                 self.save(None, step)
             else:
-                writing = self._prepare(Destination(self._folder(), True), step)
-                self._background = Background(writing, self._host)
+                writer = self._prepare(Destination(self._run_folder(), True), step)
+                self._background_writer = BackgroundWriter(writer, self._host)
 
     def train_done(self, step: int, *, was_stopped: bool) -> None:
-        """Ends the save in progress, and saves the run after its last step, or after the step at which it was asked to stop, if
-        the plan says so. All ranks call it, after their last step.
+        """Finishes the save in progress, and saves the run after its last step or, with `on_interrupt`, after an early stop.
 
-        If a run has taken all of its steps, a failure of this save is only a note.
+        All ranks call it after their last step. If the run has done all its steps, a failed save only adds a note.
         """
-        was_beside = self._background is not None
+        has_background_save = self._background_writer is not None
         self.finish()
         table = self.table
         if table is None:
             return
         if not was_stopped or step == self.state.plan.run.steps:
-            if step != self._saved_step or (was_beside and not self._is_written):
-                self._save_last(step)  # again, if it failed beside the last steps; not if it failed just now
-        elif table.on_interrupt and not self._is_saved(step):
+            if step != self._saved_step or (has_background_save and not self._is_written):
+                self._save_last(step)  # retries a failed background save, but not a failed blocking save
+        elif table.on_interrupt and not (step == self._saved_step and self._is_written):
             self.save(None, step)
 
     def _save_last(self, step: int) -> None:
-        """Saves the run after its last step; notes why if there is no folder or the save fails."""
+        """Saves the run after its last step; adds a note if the run has no folder or the save fails."""
         if self.folder is None:
             self.state.notes.append("the run has no folder, so there is no checkpoint of its last step")
             return
-        with self._goes_on("the run ends without it"):
+        with self._tolerate_failure("the run ends without it"):
             self.save(None, step)
 
     @contextmanager
-    def _goes_on(self, so: str = "the run goes on without it") -> Iterator[None]:
-        """Returns a context manager that turns a failed save into a note, with its consequence `so`, and counts the seconds
-        that training waits.
+    def _tolerate_failure(self, consequence: str = "the run goes on without it") -> Iterator[None]:
+        """Returns a context manager that turns a failed save into a note and counts the seconds of the save.
+
+        consequence: the end of the note.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         except RunError as error:
-            if error.diagnostics[0].code != FAILED:
+            if error.diagnostics[0].code != FAILURE_CODE:
                 raise
-            self._note(cause(error), so)
-        self._counts["seconds_blocked"] += time.perf_counter() - began
+            self._record_failure(cause(error), consequence)
+        self._counts["seconds_blocked"] += time.perf_counter() - start
 
     def stage(self) -> None:
         """Makes the update wait for the copies of a save in progress."""
-        if self._background is not None:
-            self._background.stage()
+        if self._background_writer is not None:
+            self._background_writer.stage()
 
     def finish(self) -> None:
-        """Waits for the save in progress on all ranks, and reports how it ended. All ranks call it."""
-        background, self._background = self._background, None
+        """Waits for the save in progress on all ranks, and records its success or failure. All ranks call it."""
+        background, self._background_writer = self._background_writer, None
         if background is None:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         background.wait()
         try:
-            self._done(background.failed)
+            self._check_success(background.failure)
             self._is_written = True
-            self.state.attempt.saved(background.writing.index.step)
+            self.state.attempt.saved(background.writer.index.step)
         except RunError as error:
-            self._note(cause(error))
-        self._counts["seconds_waited"] += time.perf_counter() - began
+            self._record_failure(cause(error))
+        self._counts["seconds_waited"] += time.perf_counter() - start
 
     def close(self) -> None:
-        """Ends the save in progress, as far as the other ranks still answer. Does not communicate."""
-        background, self._background = self._background, None
+        """Finishes the save in progress, or cancels it if the other ranks do not answer. Does not communicate."""
+        background, self._background_writer = self._background_writer, None
         if background is not None:
             background.stage()
-            background.end()
-            self._counts["saved"] += not background.failed
-            if not background.failed:
-                self.state.attempt.saved(background.writing.index.step)
-            if background.failed:
-                self._note(background.failed)
+            background.wait_or_cancel()
+            if background.failure:
+                self._record_failure(background.failure)
+            else:
+                self._counts["saved"] += 1
+                self.state.attempt.saved(background.writer.index.step)
         self._host.free()
 
-    def _prepare(self, where: Destination, step: int) -> Writing:
+    def _prepare(self, destination: Destination, step: int) -> RankWriter:
         self.state.agree("saving a checkpoint")
         self.state.attempt.begin(step)
-        return self._preparation.prepare(where, step, self.table.keep if self.table else None)
+        return self._preparation.prepare(destination, step, self.table.keep if self.table else None)
 
-    def _done(self, failed: str) -> None:
-        """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not complete."""
-        # All ranks: it is there when rank 0 has given it its name, and not if any of them has failed.
-        everyone = self._control.gather_objects(failed, what="whether the checkpoint is written")
-        if any(everyone):
-            raise RunError(FAILED, next(filter(None, everyone)))
+    def _check_success(self, failure: str) -> None:
+        """Counts a complete save. Raises RunError `checkpoint-failed` on all ranks if the save failed on any rank."""
+        # All ranks join: the checkpoint is complete once rank 0 has renamed it and no rank has failed.
+        failures = self._control.gather_objects(failure, what="the result of the save")
+        if any(failures):
+            raise RunError(FAILURE_CODE, next(filter(None, failures)))
         self._counts["saved"] += 1
 
-    def _is_saved(self, step: int) -> bool:
-        return self._saved_step == step and self._is_written
-
-    def _note(self, failed: str, so: str = "the run goes on without it") -> None:
+    def _record_failure(self, failure: str, consequence: str = "the run goes on without it") -> None:
         self._counts["failed"] += 1
-        self.state.notes.append(f"{failed}; {so}")
+        self.state.notes.append(f"{failure}; {consequence}")
 
     def load(self, path: str | Path, *, anew: bool = False) -> Restored | None:
-        """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it, and share the reading.
+        """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it.
 
-        path: "auto" for the newest that this run wrote; None is returned if there is none.
+        path: "auto" loads this run's newest checkpoint, and returns None if the run has none.
         """
         self.finish()
         self.state.agree("loading a checkpoint")
         if is_auto := str(path) == AUTO:
-            self._folder()
-        # Half, so that a rank names the file that it cannot read before the others stop waiting for it.
+            self._run_folder()
+        load_path = None if is_auto else absolute_path(path)
+        # Half the limit, so that a rank names the file that it cannot read before the others stop waiting for the rank.
         with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
-            checkpoint, passed_over, origin, notes = choose(self.state, None if is_auto else absolute(path), reads, anew=anew)
+            checkpoint, passed_over, origin, notes = choose_checkpoint(self.state, load_path, reads, anew=anew)
             if checkpoint is None:
                 return None
-            # The folder of a run says which checkpoints are its own; without one, their run's name does.
-            run, own = checkpoint.index.run, self.state.plan.run.name
-            if is_auto and self.state.attempt.folder is None and checkpoint.place != origin and run != own:
-                message = f"{checkpoint.place} is of the run {run!r}, and this one is {own!r}"
-                hint = "name the checkpoint itself to go on from another run's"
+            # A run folder knows the run's checkpoints; without one, the run name must match.
+            saved_run, this_run = checkpoint.index.run, self.state.plan.run.name
+            if is_auto and self.state.attempt.folder is None and checkpoint.place != origin and saved_run != this_run:
+                message = f"the run of {checkpoint.place} must be {this_run!r}, but is {saved_run!r}"
+                hint = "pass the path of the checkpoint to continue from another run"
                 raise RunError("checkpoint-mismatch", message, hint=hint)
             notes += self.state.restore(checkpoint)
-        self._saved_step, self._is_written, self._saved_at = checkpoint.step, True, time.monotonic()
+        self._saved_step, self._is_written, self._save_time = checkpoint.step, True, time.monotonic()
         return Restored(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, passed_over)
 
-    def _folder(self) -> str:
+    def _run_folder(self) -> str:
         if self.folder is None:
             raise UsageError(
                 "no-folder",
                 "this run has no folder for checkpoints",
-                hint="give a path, or a folder to `assemble(plan, world, folder=...)`",
+                hint="pass a path, or pass a folder to `assemble(plan, world, folder=...)`",
             )
         return self.folder
 
 
 class FolderScratch:
-    """Makes the folders of a probe in the folder at `text`, a path or URL."""
+    """Creates the temporary folders of a probe in the folder at `text`, a path or URL."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def write(self, token: str, name: str) -> None:
-        self._at(token).write(name, [b"probe"])
+        self._probe_folder(token).write(name, [b"probe"])
 
     def names(self, token: str) -> list[str]:
-        return self._at(token).names()
+        return self._probe_folder(token).names()
 
     def remove(self, token: str) -> None:
-        self._at(token).remove()
+        self._probe_folder(token).remove()
         folder = open_folder(self.text)
         if isinstance(folder, LocalFolder) and not folder.names():
             folder.path.rmdir()
 
-    def _at(self, token: str) -> Folder:
-        return open_folder(self.text).child(f"{STAGING}probe-{token}-{GONE}")
+    def _probe_folder(self, token: str) -> Folder:
+        return open_folder(self.text).child(f"{STAGING_PREFIX}probe-{token}-{DELETED}")
 
 
-SHOWN = 4
+MAX_SHOWN_DAMAGES = 4
 
-PassedOver = tuple[str, list[Damage]]
-"""A damaged checkpoint, and its damages."""
+DamagedCheckpoint = tuple[str, list[Damage]]
+"""The path of a damaged checkpoint and its damages."""
 
 
-class Chosen(NamedTuple):
-    """Names the checkpoint that all ranks load. checkpoint: None if there is none. passed_over: newer ones that are damaged.
-    origin: the checkpoint at which the attempt began. notes: for the user.
+class Selection(NamedTuple):
+    """Holds the checkpoint that all ranks load, or None if there is none. passed_over: newer, damaged checkpoints. origin: the
+    checkpoint from which the attempt started. notes: messages for the user.
     """
 
     checkpoint: Checkpoint | None
-    passed_over: list[PassedOver]
+    passed_over: list[DamagedCheckpoint]
     origin: str
     notes: list[str]
 
 
-def choose(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> Chosen:
-    """Returns the checkpoint to load. All ranks call it, and share the reading, by `reads`.
+def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> Selection:
+    """Returns the checkpoint to load. All ranks call it, and each verifies a share of the files through `reads`.
 
-    path: of a checkpoint or of a folder of several; None for the newest that the run itself wrote. anew: whether a run that has
-    saved no checkpoint may take its steps again. Those of rank 0 count.
+    path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. anew: whether a run
+    without a checkpoint may repeat its steps. Only the arguments of rank 0 count.
 
-    Raises on all ranks alike: UsageError `never-anew` if the run's own work would begin again, RunError `checkpoint-damaged` if
-    the only one, or all of several, are damaged, `no-checkpoint`, and `checkpoint-load` for a folder that cannot be read, or
-    does not answer.
+    Raises the same error on all ranks. UsageError `never-anew`: the run would repeat its own work. RunError
+    `checkpoint-damaged`: all checkpoints are damaged. RunError `no-checkpoint`: there is none at `path`. RunError
+    `checkpoint-load`: a folder cannot be read or does not answer.
     """
     world, control = state.parts.world, state.parts.groups["control"]
-    # All ranks: rank 0 lists the checkpoints.
-    mine = _candidates(state, path, reads, anew=anew) if world.rank == 0 else {}
-    seen = control.gather_objects(mine, what="which checkpoints there are")[0]
-    if seen["problem"]:
-        code, message, hint = seen["problem"]
-        kind = UsageError if code == "never-anew" else RunError
-        raise kind(code, message, hint=hint)
-    names, origin, notes = seen["paths"], seen["origin"], seen["notes"]
-    passed_over: list[PassedOver] = []
-    for name in names:
-        candidate = TimedFolder(open_folder(name), reads)
-        index, report = _seen(candidate, world.rank, world.size)
-        # All ranks: they look at the same candidates in one order. Nobody reads the index again, which may be gone by then.
-        everyone = control.gather_objects(report, what="what is damaged of a checkpoint")
-        damages = [Damage(*one) for one in dict.fromkeys(tuple(one) for own, _, _ in everyone for one in own)]
-        for rank, (_, _, stalled) in zip(control.ranks, everyone, strict=True):
-            if stalled:
-                raise RunError("checkpoint-load", f"rank {rank} could not load the checkpoint: {stalled}")
+    # All ranks join; rank 0 lists the checkpoints.
+    candidates = _list_candidates(state, path, reads, anew=anew) if world.rank == 0 else {}
+    candidates = control.gather_objects(candidates, what="the list of checkpoints")[0]
+    if candidates["problem"]:
+        code, message, hint = candidates["problem"]
+        error_type = UsageError if code == "never-anew" else RunError
+        raise error_type(code, message, hint=hint)
+    origin, notes = candidates["origin"], candidates["notes"]
+    passed_over: list[DamagedCheckpoint] = []
+    for candidate in candidates["paths"]:
+        folder = TimedFolder(open_folder(candidate), reads)
+        index, report = _examine_share(folder, world.rank, world.size)
+        # All ranks join and examine the same candidates in the same order. No rank reads the index again, since another run may
+        # delete it.
+        reports = control.gather_objects(report, what="the damages of a checkpoint")
+        rank_damages, tokens, stalls = zip(*reports, strict=True)
+        for rank, stall in zip(control.ranks, stalls, strict=True):
+            if stall:
+                raise RunError("checkpoint-load", f"rank {rank} could not load the checkpoint: {stall}")
+        damages = list(dict.fromkeys(Damage(*fields) for damages in rank_damages for fields in damages))
         if index is not None and not damages:
-            _check_one([token for _, token, _ in everyone], candidate)
-            return Chosen(Checkpoint(candidate, index), passed_over, origin, notes)
-        passed_over.append((candidate.text, damages))
+            if len(set(tokens)) > 1:
+                message = f"ranks see different checkpoints in {folder.text}"
+                raise RunError("checkpoint-load", message, hint="use a folder that all ranks share")
+            return Selection(Checkpoint(folder, index), passed_over, origin, notes)
+        passed_over.append((folder.text, damages))
     if passed_over:
-        first, damages = passed_over[0]
-        message = f"the checkpoint {first} is damaged: {', '.join(map(str, damages[:SHOWN]))}"
-        raise RunError("checkpoint-damaged", message, hint="there is no older one that is whole")
+        newest, damages = passed_over[0]
+        message = f"the checkpoint {newest} is damaged: {', '.join(map(str, damages[:MAX_SHOWN_DAMAGES]))}"
+        raise RunError("checkpoint-damaged", message, hint="use another folder: this one has no intact older checkpoint")
     if path is not None:
         raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(path).text}")
-    return Chosen(None, [], origin, notes)
+    return Selection(None, [], origin, notes)
 
 
-def _seen(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[CheckpointIndex | None, list[Any]]:
-    """Returns the index, and for the other ranks: damages, the token of the index, and the read that has stalled."""
+def _examine_share(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[CheckpointIndex | None, list[Any]]:
+    """Examines this rank's share of a checkpoint. Returns the index, and a report for the other ranks: the damages, the index's
+    token, and the message of a stalled read or "".
+    """
     try:
-        index, mine = examined(folder, rank, num_ranks)
-        return index, [mine, None if index is None else index.token, ""]
+        index, damages = examine(folder, rank, num_ranks)
+        return index, [damages, None if index is None else index.token, ""]
     except StalledError as error:
         return None, [[], None, error.diagnostics[0].message]
 
 
-def _candidates(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> dict[str, Any]:
-    """Returns the checkpoints in the order in which they are tried, notes, the checkpoint at which the attempt began, and, as
-    code, message and hint, why none may be loaded.
+def _list_candidates(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> dict[str, Any]:
+    """Returns the paths of the candidates in the order in which to try them, notes, the attempt's origin, and the code, message
+    and hint of an error, as `_candidate_message` does.
     """
-    where = open_folder(state.folder or "" if path is None else path)
-    folder = TimedFolder(where, reads)
+    folder = TimedFolder(open_folder(state.folder or "" if path is None else path), reads)
     try:
         if path is None:
-            return _of_this_run(state, folder, anew=anew)
-        paths = [folder.text] if INDEX in folder.names() else _paths(folder, ready(folder))
-        return _seen_by_rank_0(paths)
+            return _resumable_checkpoints(state, folder, anew=anew)
+        paths = [folder.text] if INDEX in folder.names() else _child_paths(folder, complete_checkpoints(folder))
+        return _candidate_message(paths)
     except StalledError as error:
         message = f"rank 0 could not load the checkpoint: {error.diagnostics[0].message}"
-        return _seen_by_rank_0(problem=("checkpoint-load", message, None))
+        return _candidate_message(problem=("checkpoint-load", message, None))
     except SleyError as error:
-        first = error.diagnostics[0]
-        return _seen_by_rank_0(problem=(first.code, first.message, first.hint))
-    except Exception as error:  # whatever a file system raises: the other ranks wait for an answer
-        return _seen_by_rank_0(problem=("checkpoint-load", f"{folder.text} cannot be read: {cause(error)}", None))
+        diagnostic = error.diagnostics[0]
+        return _candidate_message(problem=(diagnostic.code, diagnostic.message, diagnostic.hint))
+    except Exception as error:  # any error of a file system: the other ranks wait for the list
+        return _candidate_message(problem=("checkpoint-load", f"{folder.text} cannot be read: {cause(error)}", None))
 
 
-def _seen_by_rank_0(
+def _candidate_message(
     paths: Sequence[str] = (), origin: str = "", notes: Sequence[str] = (), problem: tuple[str, str, str | None] | None = None
 ) -> dict[str, Any]:
     return {"paths": list(paths), "origin": origin, "notes": list(notes), "problem": problem}
 
 
-def _of_this_run(state: TrainingState, folder: TimedFolder, *, anew: bool) -> dict[str, Any]:
-    """Returns the checkpoints on the line of the run's own steps, the newest first, then the one at which its attempt began.
+def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, anew: bool) -> dict[str, Any]:
+    """Returns the checkpoints that this run's own steps reached, from new to old, and then the origin of its attempt.
 
-    Raises UsageError "never-anew" if there is none although the run has taken steps, or if there are only those of an attempt
-    of which the run's folder does not know.
+    Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
+    does not know wrote the checkpoints.
     """
-    names = ready(folder)
-    if state.attempt.folder is None:  # nothing says which attempts are this run's, and there are no rows
-        return _seen_by_rank_0(_paths(folder, names))
+    names = complete_checkpoints(folder)
+    if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows
+        return _candidate_message(_child_paths(folder, names))
     attempt = state.attempt.known
-    mine: list[str] = []
-    others: list[str] = []
+    own_names: list[str] = []
+    foreign_names: list[str] = []
     for name in names:
         index = index_or_none(folder.child(name))
-        # One that cannot be read is tried, and its damage named.
-        is_mine = index is None or (attempt is not None and attempt.has_taken(index.lineage, index.step))
-        (mine if is_mine else others).append(name)
-    paths = _paths(folder, mine)
+        # An unreadable checkpoint stays a candidate, so that its damage is reported.
+        is_own = index is None or (attempt is not None and attempt.has_taken(index.lineage, index.step))
+        (own_names if is_own else foreign_names).append(name)
+    paths = _child_paths(folder, own_names)
     origin = attempt.origin if attempt is not None else ""
     if origin and attempt is not None and attempt.saved < 0 and origin not in paths:
         paths.append(origin)
     if not paths and not (anew and attempt is not None and attempt.saved < 0):
-        state.attempt.refuse_to_begin_anew(folder.text, others)
-    notes = [f"not used, since other attempts wrote them: {shortened(others)} in {folder.text}"] if others else []
-    return _seen_by_rank_0(paths, origin, notes)
+        state.attempt.refuse_to_begin_anew(folder.text, foreign_names)
+    message = f"not used, since other attempts wrote them: {shortened(foreign_names)} in {folder.text}"
+    return _candidate_message(paths, origin, [message] if foreign_names else [])
 
 
-def _paths(folder: ReadableFolder, names: list[str]) -> list[str]:
+def _child_paths(folder: ReadableFolder, names: list[str]) -> list[str]:
     return [folder.child(name).text for name in names]
-
-
-def _check_one(tokens: list[str], folder: ReadableFolder) -> None:
-    """Raises RunError on all ranks alike if they have read different checkpoints at one path."""
-    if len(set(tokens)) > 1:
-        message = f"ranks see different checkpoints in {folder.text}"
-        raise RunError("checkpoint-load", message, hint="all ranks must see the same folder")

@@ -8,16 +8,16 @@ from sley_core.api.plan import CheckpointConfig, Positive, PositiveFloat
 
 
 class AnyLayoutConfig(CheckpointConfig):
-    """Checkpoints that any layout resumes from, written by all ranks; besides those of the table, the last step is saved."""
+    """Checkpoints that a run can resume from in any layout. All ranks write them. A run also saves its last step."""
 
     every_steps: Positive | None = None
-    """Optimizer steps from one checkpoint to the next."""
+    """The number of optimizer steps between checkpoints."""
 
     every_minutes: PositiveFloat | None = None
-    """Minutes from one checkpoint to the next; with `every_steps`, whichever comes first."""
+    """The minutes between checkpoints. With `every_steps`, a save is due at whichever comes first."""
 
     keep: Positive = 2
-    """How many checkpoints to keep; older ones are deleted once a newer one is verified."""
+    """The number of checkpoints to keep. Older checkpoints are deleted once a newer one is verified."""
 
     mode: Literal["async", "sync"] = "async"
-    """Whether the next step continues while a checkpoint is written."""
+    """Whether training continues during the save (`async`) or waits (`sync`)."""

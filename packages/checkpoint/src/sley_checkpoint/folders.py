@@ -1,6 +1,6 @@
-"""Folders of checkpoints, on a disk or behind a URL: a file is complete once it has its name, and a folder appears at once.
+"""Checkpoint folders, on a disk or at a URL. A file is complete once it has its name, and a folder appears all at once.
 
-Reading may have a time limit (`TimedReads`): a disk that stalls on one rank must not keep all ranks waiting silently.
+Reads may have a time limit (`TimedReads`): if a disk stalls on one rank, the other ranks must not wait silently.
 
     main thread    | call ── waits ──────────── limit: StalledError, with the file
     reader thread         └── the system's read, which cannot be interrupted
@@ -23,33 +23,33 @@ from sley_core.api.files import appearing, sync_names
 from sley_core.errors import RunError, UsageError, cause
 
 
-class Written(NamedTuple):
-    """Describes a file that was written: its number of bytes, and their CRC-32."""
+class FileDigest(NamedTuple):
+    """Holds the size in bytes and the CRC-32 of a new file."""
 
     num_bytes: int
     crc: int
 
 
 class ReadableFolder(Protocol):
-    """Reads a folder, by path or URL. All methods raise OSError where the system refuses."""
+    """Reads the folder at a path or URL. All methods raise OSError if the file system reports an error."""
 
     @property
     def text(self) -> str:
-        """Its path or URL, for people."""
+        """The path or URL of the folder."""
         ...
 
     def child(self, name: str) -> ReadableFolder: ...
 
     def names(self) -> list[str]:
-        """Returns the names of its entries, sorted; [] if there is no such folder."""
+        """Returns the sorted names of the folder's entries; [] if the folder does not exist."""
         ...
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
-        """Returns the bytes of a file from `first` to before `last`; fewer if the file ends before."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+        """Returns the bytes [start, end) of a file; fewer if the file is shorter."""
         ...
 
-    def read_into(self, name: str, first: int, memory: memoryview) -> int:
-        """Reads from the byte `first` on into `memory`; returns the number of bytes read."""
+    def read_into(self, name: str, start: int, memory: memoryview) -> int:
+        """Fills `memory` with the bytes of a file from byte `start`; returns the number of bytes read."""
         ...
 
     def num_bytes(self, name: str) -> int:
@@ -57,11 +57,11 @@ class ReadableFolder(Protocol):
         ...
 
     def crc(self, name: str) -> int:
-        """Reads a file, and returns the CRC-32 of its bytes."""
+        """Reads a file and returns its CRC-32."""
         ...
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the folder `name` in this one is a checkpoint that was not written up to its `last_file`."""
+        """Returns whether the subfolder `name` is an unfinished checkpoint, without the file `last_file`."""
         ...
 
 
@@ -70,8 +70,8 @@ class Folder(ReadableFolder, Protocol):
 
     def child(self, name: str) -> Folder: ...
 
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
-        """Writes a file, which then is on the disk, under its name and complete; or, if this raises, does not exist."""
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
+        """Writes a file to the disk. If this raises, the file does not exist."""
         ...
 
     def delete(self, name: str) -> None:
@@ -79,29 +79,29 @@ class Folder(ReadableFolder, Protocol):
         ...
 
     def staging(self, token: str) -> Folder:
-        """Returns the folder in which this one is prepared; `publish` of that gives it this one's name."""
+        """Returns the temporary folder of a save; its `publish` renames the temporary folder to this folder."""
         ...
 
     def publish(self, target: Folder) -> None:
-        """Gives this folder, a `staging` of `target`, the name of `target`, permanently."""
+        """Renames this folder, the `staging` folder of `target`, to `target`, and syncs the rename to the disk."""
         ...
 
     def remove(self) -> None:
-        """Deletes it with everything in it, if it exists."""
+        """Deletes the folder and its content, if the folder exists."""
         ...
 
 
-STAGING = ".saving-"
-"""How the names of folders begin that are not ready."""
+STAGING_PREFIX = ".saving-"
+"""The name prefix of incomplete folders."""
 
-GONE = "gone"
-"""How the names of those end that are being deleted."""
+DELETED = "gone"
+"""The name suffix of incomplete folders that are being deleted."""
 
-_STEP_BYTES = 16 << 20
+_READ_BYTES = 16 << 20
 
 
 class LocalFolder:
-    """Is a folder of a mounted file system, created when the first file is written."""
+    """A folder in a mounted file system. The first written file creates the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,51 +115,51 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(one.name for one in self.path.iterdir())
+            return sorted(path.name for path in self.path.iterdir())
         return []
 
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
         self.path.mkdir(parents=True, exist_ok=True)
         num_bytes = crc = 0
         with appearing(self.path / name) as file:
             for chunk in chunks:
                 crc = crc32(chunk, crc)
                 num_bytes += file.write(chunk)
-        return Written(num_bytes, crc)
+        return FileDigest(num_bytes, crc)
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
-        end = self.num_bytes(name)
-        data = bytearray(max(0, min(end, end if last is None else last) - first))
-        num_read = self.read_into(name, first, memoryview(data))
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+        size = self.num_bytes(name)
+        data = bytearray(max(0, min(size, size if end is None else end) - start))
+        num_read = self.read_into(name, start, memoryview(data))
         return data[:num_read]
 
-    def read_into(self, name: str, first: int, memory: memoryview) -> int:
-        done = 0
+    def read_into(self, name: str, start: int, memory: memoryview) -> int:
+        position = 0
         with (self.path / name).open("rb", buffering=0) as file:
-            while done < len(memory):
-                got = os.preadv(file.fileno(), [memory[done : done + _STEP_BYTES]], first + done)
-                if not got:
+            while position < len(memory):
+                num_read = os.preadv(file.fileno(), [memory[position : position + _READ_BYTES]], start + position)
+                if not num_read:
                     break
-                done += got
-        return done
+                position += num_read
+        return position
 
     def num_bytes(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
     def crc(self, name: str) -> int:
-        if fadvise := getattr(os, "posix_fadvise", None):  # so that the disk is what is checked, and not the page cache
+        if fadvise := getattr(os, "posix_fadvise", None):  # to check the disk and not the page cache
             with (self.path / name).open("rb") as file:
                 fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return crc_of(self, name)
+        return file_crc(self, name)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()
 
     def staging(self, token: str) -> LocalFolder:
-        return LocalFolder(self.path.parent / f"{STAGING}{self.path.name}-{token}")
+        return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        return name.startswith(STAGING)
+        return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: Folder) -> None:
         assert isinstance(target, LocalFolder), target
@@ -169,15 +169,15 @@ class LocalFolder:
 
     def remove(self) -> None:
         if self.path.is_dir():
-            gone = self.path.with_name(f"{STAGING}{self.path.name.removeprefix(STAGING)}-{GONE}")
-            with suppress(OSError):  # renamed first, so that a partly deleted folder is not taken for a checkpoint
-                self.path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            trash = self.path.with_name(f"{STAGING_PREFIX}{self.path.name.removeprefix(STAGING_PREFIX)}-{DELETED}")
+            with suppress(OSError):  # renamed first, so that a partly deleted folder does not look like a checkpoint
+                self.path.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
 
 
 class RemoteFolder:
-    """Reads and writes the folder at `url`, opened by fsspec: an object store, which cannot rename folders. Files have their
-    final names from the beginning, and the index is written last.
+    """A folder of an object store at `url`, opened by fsspec. A store cannot rename folders, so files have their final names
+    from the start, and the index is written last.
     """
 
     def __init__(self, url: str) -> None:
@@ -186,7 +186,7 @@ class RemoteFolder:
 
             self._system, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            hint = "install fsspec, and the package that it names for this kind of URL"
+            hint = "install fsspec and the fsspec backend for this URL scheme"
             raise UsageError("no-fsspec", f"{url} cannot be opened: {cause(error)}", hint=hint) from error
         self._url = url.rstrip("/")
 
@@ -203,41 +203,41 @@ class RemoteFolder:
             return sorted(str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False))
         return []
 
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
         num_bytes = crc = 0
         self._system.makedirs(self._path, exist_ok=True)
         try:
-            with self._system.open(self._at(name), "wb") as file:
+            with self._system.open(self._child_path(name), "wb") as file:
                 for chunk in chunks:
                     crc = crc32(chunk, crc)
                     num_bytes += len(chunk)
-                    file.write(bytes(chunk))  # a copy: the file system may keep it, and the chunk's memory is reused
+                    file.write(bytes(chunk))  # a copy, since fsspec may hold a reference, and the chunk's memory is reused
         except BaseException:
             with suppress(Exception):  # closing may have created a file with the first chunks
-                self._system.rm_file(self._at(name))
+                self._system.rm_file(self._child_path(name))
             raise
-        return Written(num_bytes, crc)
+        return FileDigest(num_bytes, crc)
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
-        return bytearray(self._system.cat_file(self._at(name), start=first, end=last))
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+        return bytearray(self._system.cat_file(self._child_path(name), start=start, end=end))
 
-    def read_into(self, name: str, first: int, memory: memoryview) -> int:
-        if not len(memory) or first >= self.num_bytes(name):
+    def read_into(self, name: str, start: int, memory: memoryview) -> int:
+        if not len(memory) or start >= self.num_bytes(name):
             return 0
-        data = self._system.cat_file(self._at(name), start=first, end=first + len(memory))
+        data = self._system.cat_file(self._child_path(name), start=start, end=start + len(memory))
         memory[: len(data)] = data
         return len(data)
 
     def num_bytes(self, name: str) -> int:
         self._system.invalidate_cache(self._path)
-        info: dict[str, Any] = self._system.info(self._at(name))
+        info: dict[str, Any] = self._system.info(self._child_path(name))
         return int(info["size"])
 
     def crc(self, name: str) -> int:
-        return crc_of(self, name)
+        return file_crc(self, name)
 
     def delete(self, name: str) -> None:
-        self._system.rm_file(self._at(name))
+        self._system.rm_file(self._child_path(name))
 
     def staging(self, token: str) -> RemoteFolder:
         return self
@@ -251,45 +251,45 @@ class RemoteFolder:
     def remove(self) -> None:
         with suppress(FileNotFoundError):
             names = self.names()
-            for name in sorted(names, key=lambda name: not name.endswith("checkpoint.json")):  # the index first
-                self._system.rm_file(self._at(name))
+            for name in sorted(names, key=lambda name: name != "checkpoint.json"):  # the index first
+                self._system.rm_file(self._child_path(name))
             self._system.rm(self._path, recursive=True)
 
-    def _at(self, name: str) -> str:
+    def _child_path(self, name: str) -> str:
         return f"{self._path}/{name}"
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Returns the folder at `path`. Raises UsageError `no-fsspec` for a URL that nothing here can open."""
+    """Returns the folder at `path`, a path or URL. Raises UsageError `no-fsspec` if fsspec cannot open the URL."""
     if "://" in str(path):
         return RemoteFolder(str(path))
     return LocalFolder(Path(path).absolute())
 
 
-def crc_of(folder: ReadableFolder, name: str) -> int:
-    """Reads a file in parts, into one buffer, and returns the CRC-32 of its bytes."""
-    memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
-    while got := folder.read_into(name, done, memory):
-        crc = crc32(memory[:got], crc)
-        done += got
+def file_crc(folder: ReadableFolder, name: str) -> int:
+    """Reads a file through one buffer and returns its CRC-32."""
+    memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0
+    while num_read := folder.read_into(name, position, memory):
+        crc = crc32(memory[:num_read], crc)
+        position += num_read
     return crc
 
 
 class StalledError(RunError):
-    """Raised for a read that did not return within its time limit."""
+    """Raised if a read does not return within its time limit."""
 
 
 class TimedReads(AbstractContextManager["TimedReads"]):
-    """Reads files in a separate thread while it is entered. limit_s: seconds for a folder to give one answer, or 16 MiB.
+    """A context manager that reads files in a separate thread. limit_s: the time limit of one read of at most 16 MiB.
 
-    The buffer of a stalled read stays with that read, which may still complete at any time.
+    A stalled read keeps its buffer, since the read may still complete at any time.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self._tasks: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._stalled = ""
+        self._stall_message = ""
 
     def __enter__(self) -> TimedReads:
         Thread(target=self._run, name="sley-checkpoint-reads", daemon=True).start()
@@ -299,32 +299,35 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         self._tasks.put(None)
 
     def call(self, file: str, read: Callable[[], Any]) -> Any:
-        """Returns `read()`. Raises its errors, and StalledError if it has not returned within the limit; from then on, at
-        once.
+        """Returns `read()`. Raises the errors of `read`, and StalledError if it does not return within the limit.
+
+        After a stall, each call raises StalledError at once.
         """
-        if not self._stalled:
+        if not self._stall_message:
             self._tasks.put(read)
             try:
                 result, error = self._results.get(timeout=self.limit_s)
             except Empty:
-                self._stalled = f"reading {file} has not gone on for {self.limit_s:g} s"
+                self._stall_message = f"reading {file} made no progress for {self.limit_s:g} s"
             else:
                 if error is not None:
                     raise error
                 return result
-        raise StalledError("checkpoint-load", self._stalled, hint="its file system does not answer on this rank")
+        raise StalledError(
+            "checkpoint-load", self._stall_message, hint="check the file system on this rank: it does not answer"
+        )
 
     def _run(self) -> None:
-        """Runs in the thread: calls each task, and puts its result or its error into the queue."""
+        """Runs in the thread: calls each task and queues its result or its error."""
         while (read := self._tasks.get()) is not None:
             try:
                 self._results.put((read(), None))
-            except BaseException as error:  # whatever a file system raises is raised where it is waited for
+            except BaseException as error:  # any error of a file system is raised in the main thread
                 self._results.put((None, error))
 
 
 class TimedFolder:
-    """Is the folder `folder`, read through `reads`."""
+    """A view of `folder` that reads with the time limit of `reads`."""
 
     def __init__(self, folder: ReadableFolder, reads: TimedReads) -> None:
         self.folder = folder
@@ -340,22 +343,22 @@ class TimedFolder:
     def names(self) -> list[str]:
         return list(self._call("", self.folder.names))
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
-        return bytearray(self._call(name, partial(self.folder.read, name, first, last)))
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+        return bytearray(self._call(name, partial(self.folder.read, name, start, end)))
 
-    def read_into(self, name: str, first: int, memory: memoryview) -> int:
-        for done in range(0, len(memory), _STEP_BYTES):
-            part = memory[done : done + _STEP_BYTES]
-            got = int(self._call(name, partial(self.folder.read_into, name, first + done, part)))
-            if got < len(part):
-                return done + got
+    def read_into(self, name: str, start: int, memory: memoryview) -> int:
+        for position in range(0, len(memory), _READ_BYTES):
+            chunk = memory[position : position + _READ_BYTES]
+            num_read = int(self._call(name, partial(self.folder.read_into, name, start + position, chunk)))
+            if num_read < len(chunk):
+                return position + num_read
         return len(memory)
 
     def num_bytes(self, name: str) -> int:
         return int(self._call(name, partial(self.folder.num_bytes, name)))
 
     def crc(self, name: str) -> int:
-        return crc_of(self, name)
+        return file_crc(self, name)
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
         return bool(self._call(name, partial(self.folder.is_unfinished, name, last_file)))

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: safetensors with parts of tensors, and `checkpoint.json`, the index, which is written last: a
-folder without it is no checkpoint.
+"""The files of a checkpoint: safetensors files with tensor parts, and the index `checkpoint.json`. The index is written last: a
+folder without an index is not a checkpoint.
 
-The header of a file says where each tensor begins in the whole one, as torch.distributed.checkpoint reads it
-(`HuggingFaceStorageReader`), and to which run, step and rank the file belongs. Nothing in a file can run code.
+A file header stores the offset of each part in the full tensor, in the format of torch.distributed.checkpoint
+(`HuggingFaceStorageReader`), and the run, step and rank of the file. No file can run code.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ INDEX = "checkpoint.json"
 FORMAT = 1
 
 
-class FileFacts(NamedTuple):
-    """Describes a file of a checkpoint, for verification. rank: which rank wrote it."""
+class FileInfo(NamedTuple):
+    """Holds the size in bytes and the CRC-32 of a checkpoint file, for verification. rank: the rank that wrote the file."""
 
     num_bytes: int
     crc: int
@@ -34,8 +34,8 @@ class FileFacts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TensorFacts:
-    """Describes a tensor of the run: its format (of safetensors), its full shape, and which file has which rectangle."""
+class TensorInfo:
+    """Describes a saved tensor: its safetensors dtype, its full shape, and the file of each of its rectangles."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,110 +44,114 @@ class TensorFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex(SavedRun):
-    """Describes a checkpoint: everything about it except its tensors. token: drawn for each save; it begins with the id of the
+    """Holds all data of a checkpoint except its tensors. token: a random text for each save; it begins with the id of the
     attempt that saved.
     """
 
     token: str
-    files: dict[str, FileFacts]
-    tensors: dict[str, TensorFacts]
+    files: dict[str, FileInfo]
+    tensors: dict[str, TensorInfo]
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the file, with a checksum of the rest in it."""
+        """Returns the content of the index file, which includes a checksum of the index."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
         return f'{{"checksum":"{sha256(content.encode()).hexdigest()}",\n"index":{content}}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray) -> CheckpointIndex:
-        """Parses the content of the file. Raises ValueError if it is damaged, or of another format."""
-        head, _, rest = bytes(data).partition(b',\n"index":')
-        content = rest.removesuffix(b"}\n")
-        if not rest or head != f'{{"checksum":"{sha256(content).hexdigest()}"'.encode():
-            raise ValueError("its checksum does not fit its text")
+        """Parses the content of the index file. Raises ValueError if the content is damaged or has another format."""
+        head, _, tail = bytes(data).partition(b',\n"index":')
+        content = tail.removesuffix(b"}\n")
+        if not tail or head != f'{{"checksum":"{sha256(content).hexdigest()}"'.encode():
+            raise ValueError("its checksum does not match its content")
         fields: dict[str, Any] = json.loads(content)
-        if (kind := fields.pop("format")) != FORMAT:
-            raise ValueError(f"it has format {kind}, and this version reads {FORMAT}")
-        fields["files"] = {name: FileFacts(*one) for name, one in fields["files"].items()}
-        fields["tensors"] = {name: _tensor(one) for name, one in fields["tensors"].items()}
+        if (version := fields.pop("format")) != FORMAT:
+            raise ValueError(f"its format must be {FORMAT}, but is {version}")
+        fields["files"] = {name: FileInfo(*info) for name, info in fields["files"].items()}
+        fields["tensors"] = {name: _parse_tensor_info(info) for name, info in fields["tensors"].items()}
         return cls(**fields)
 
 
 def read_index(folder: ReadableFolder) -> CheckpointIndex:
-    """Returns the index of the checkpoint in `folder`. Raises RunError `no-checkpoint` if there is none, and
-    `checkpoint-damaged`.
+    """Returns the index of the checkpoint in `folder`.
+
+    Raises RunError `no-checkpoint` if the folder has no index, and `checkpoint-damaged` if the index cannot be parsed.
     """
     try:
         data = folder.read(INDEX)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError("no-checkpoint", f"{folder.text} is no checkpoint: it has no {INDEX}") from None
+        raise RunError("no-checkpoint", f"{folder.text} is not a checkpoint: it has no {INDEX}") from None
     try:
         return CheckpointIndex.from_bytes(data)
     except (ValueError, KeyError, TypeError) as error:
         raise RunError("checkpoint-damaged", f"{folder.text}/{INDEX} is damaged: {error}") from error
 
 
-def _tensor(one: Mapping[str, Any]) -> TensorFacts:
-    pieces = [(file, Rectangle(tuple(where[0]), tuple(where[1]))) for file, where in one["pieces"]]
-    return TensorFacts(one["dtype"], tuple(one["shape"]), pieces)
+def _parse_tensor_info(fields: Mapping[str, Any]) -> TensorInfo:
+    pieces = [(file, Rectangle(tuple(offsets), tuple(sizes))) for file, (offsets, sizes) in fields["pieces"]]
+    return TensorInfo(fields["dtype"], tuple(fields["shape"]), pieces)
 
 
 CHUNK_BYTES = 16 << 20
-"""The bytes of one call of the system: the lock of Python is free meanwhile."""
+"""The size of one write in bytes. Python's lock is free during each write."""
 
 _LENGTH = struct.Struct("<Q")
 
 
-class InFile(NamedTuple):
-    """Says where a file has a rectangle: bytes from `first` to before `last`, row by row."""
+class StoredTensor(NamedTuple):
+    """Describes a rectangle in a file: its row-major bytes are in the range [start, end)."""
 
     dtype: torch.dtype
     rectangle: Rectangle
-    first: int
-    last: int
+    start: int
+    end: int
 
 
-def file_header(pieces: Sequence[TensorPiece], facts: Mapping[str, Any]) -> bytes:
-    """Returns the first bytes of a file that holds `pieces`, wide formats first. facts: JSON, of the file itself."""
+def file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes:
+    """Returns the header of a file that holds `pieces`, which are sorted from wide to narrow dtypes. info: JSON data about the
+    file.
+    """
     specs = [Spec.of(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
     header, starts = header_of(
-        specs, {"sley": json.dumps(facts), "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        specs, {"sley": json.dumps(info), "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     )
-    assert list(starts) == [piece.name for piece in pieces], "pieces are not in the order of a file"
+    assert list(starts) == [piece.name for piece in pieces], "pieces must be sorted from wide to narrow dtypes"
     return header
 
 
-def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
-    """Returns a file's tensors by name, and its facts. start: at least the header. Raises ValueError for a header that is not
-    ours.
+def parse_header(data: bytes) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Returns a file's tensors by name, and the JSON data about the file. Raises ValueError if the header cannot be parsed.
+
+    data: the first bytes of the file, at least its header.
     """
-    if len(start) < _LENGTH.size or len(start) < header_bytes(start):
+    if len(data) < _LENGTH.size or len(data) < header_size(data):
         raise ValueError("it ends within its header")
-    begin = header_bytes(start)
-    header = json.loads(start[_LENGTH.size : begin])
-    about = header.pop("__metadata__")
-    offsets, facts = json.loads(about["DCP_SHARDING_INFO"]), json.loads(about["sley"])
+    data_start = header_size(data)
+    header = json.loads(data[_LENGTH.size : data_start])
+    metadata = header.pop("__metadata__")
+    offsets, info = json.loads(metadata["DCP_SHARDING_INFO"]), json.loads(metadata["sley"])
     tensors = {}
-    for name, one in header.items():
-        rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(one["shape"]))
-        first, last = one["data_offsets"]
-        tensors[name] = InFile(BY_NAME[one["dtype"]], rectangle, begin + first, begin + last)
-    return tensors, facts
+    for name, fields in header.items():
+        rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(fields["shape"]))
+        start, end = fields["data_offsets"]
+        tensors[name] = StoredTensor(BY_NAME[fields["dtype"]], rectangle, data_start + start, data_start + end)
+    return tensors, info
 
 
-def header_bytes(start: bytes | bytearray) -> int:
-    """Returns the size of the header, from the first eight or more bytes of a file."""
-    return _LENGTH.size + int(_LENGTH.unpack_from(start)[0])
+def header_size(data: bytes | bytearray) -> int:
+    """Returns the header size in bytes. data: at least the first eight bytes of a file."""
+    return _LENGTH.size + int(_LENGTH.unpack_from(data)[0])
 
 
-def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of `tensor`, row by row, without a copy if it is contiguous and on the host."""
+def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yields the row-major bytes of `tensor`, without a copy if the tensor is contiguous and on the host."""
     contiguous = tensor.detach().cpu().contiguous()
     data = bytes_of(contiguous)
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
 
-def file_name(rank: int, number: int) -> str:
-    """Returns the name of a rank's file with this number, from 0."""
-    return f"rank-{rank:05}{f'-{number}' if number else ''}.safetensors"
+def file_name(rank: int, index: int) -> str:
+    """Returns the name of a rank's file. index: the number of the file on its rank, from 0."""
+    return f"rank-{rank:05}{f'-{index}' if index else ''}.safetensors"

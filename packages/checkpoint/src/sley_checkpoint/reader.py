@@ -1,9 +1,9 @@
-"""Reads a checkpoint, verifies that it is as it was written, and finds the newest intact one.
+"""Reads checkpoints, verifies their files, and finds the newest intact checkpoint.
 
-found = read("runs/small/checkpoints/step-00000100")
-found.step, found.names
-weight = found["weights/blocks.0.norm.weight"]
-state = found.weights()                              # a mapping, read on access; `run.load_weights` takes it
+checkpoint = read("runs/small/checkpoints/step-00000100")
+checkpoint.step, checkpoint.names
+weight = checkpoint["weights/blocks.0.norm.weight"]
+state = checkpoint.weights()                         # a lazy mapping for `run.load_weights`
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sley_checkpoint.folders import STAGING, ReadableFolder, StalledError, open_folder
-from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, InFile, TensorFacts, header_bytes, parsed, read_index
+from sley_checkpoint.folders import STAGING_PREFIX, ReadableFolder, StalledError, open_folder
+from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, StoredTensor, header_size, parse_header, read_index
 from sley_core.api.files import TensorKind
 from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved, bytes_of
 from sley_core.errors import RunError, cause
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
-_GUESS_BYTES = 1 << 16
-"""Of a header; a longer one is read a second time."""
+_HEADER_READ_BYTES = 1 << 16
+"""The size of the first read of a header. A longer header is read again in full."""
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Maps the names of a checkpoint's tensors to whole tensors on the host, which are read on access; also has its index.
+    """A lazy mapping from the names of a checkpoint's tensors to full tensors on the host, with the checkpoint's index.
 
-    Reading it cannot run code. Files are not verified as they are read: `verify` does that.
+    Reading a checkpoint cannot run code. Reads do not verify the files; `verify` does.
     """
 
     def __init__(self, folder: ReadableFolder, index: CheckpointIndex) -> None:
         self.folder = folder
         self.index = index
-        self._files: dict[str, dict[str, InFile]] = {}
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done."""
+        """The number of optimizer steps before the save."""
         return self.index.step
 
     @property
@@ -58,28 +58,25 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.folder.text
 
     def kind(self, name: str) -> TensorKind:
-        """Returns format and full shape of a tensor."""
-        return TensorKind(self.facts(name).dtype, self.facts(name).shape)
+        """Returns the dtype and full shape of a tensor."""
+        info = self.index.tensors[name]
+        return TensorKind(info.dtype, info.shape)
 
     def tensor(self, name: str) -> Tensor:
         return self[name]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Returns the weights by the names of the parameter registry: masters if there were any."""
-        return _Part(self, WEIGHTS)
-
-    def facts(self, name: str) -> TensorFacts:
-        """Returns format, full shape and places of a tensor."""
-        return self.index.tensors[name]
+        """Returns the weights by parameter name; the master weights if the run had any."""
+        return _PrefixView(self, WEIGHTS)
 
     def __getitem__(self, name: str) -> Tensor:
-        facts = self.facts(name)
-        whole = torch.empty(facts.shape, dtype=BY_NAME[facts.dtype])
-        self.read_into(name, Rectangle.all_of(facts.shape), whole)
-        return whole
+        info = self.index.tensors[name]
+        tensor = torch.empty(info.shape, dtype=BY_NAME[info.dtype])
+        self.read_into(name, Rectangle.all_of(info.shape), tensor)
+        return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self.index.tensors  # the default of a mapping reads the tensor
+        return name in self.index.tensors  # the default of `Mapping` reads the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.tensors)
@@ -88,177 +85,181 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.index.tensors)
 
     @torch.no_grad()
-    def read_into(self, name: str, wanted: Rectangle, target: Tensor) -> None:
-        """Reads the rectangle `wanted` of a tensor into `target`, which has its sizes; converts to the dtype of `target`.
+    def read_into(self, name: str, requested: Rectangle, target: Tensor) -> None:
+        """Reads the rectangle `requested` of a tensor into `target`, a tensor of the same sizes and any dtype.
 
-        Raises RunError `checkpoint-damaged` if files do not have what the index says.
+        Raises RunError `checkpoint-damaged` if the files do not match the index.
         """
-        num_missing = wanted.numel
-        for file, rectangle in self.facts(name).pieces:
-            common = rectangle.common(wanted)
+        num_missing = requested.numel
+        for file, rectangle in self.index.tensors[name].pieces:
+            common = rectangle.common(requested)
             if common is not None:
-                self._read_common(file, name, rectangle, common, target[common.slices_in(wanted)])
+                self._read_common(file, name, rectangle, common, target[common.slices_in(requested)])
                 num_missing -= common.numel
         if num_missing:
-            raise self._damaged(f"{num_missing} elements of {name!r} are in no file")
+            raise self._damage_error(f"no file has {num_missing} elements of {name!r}")
 
     def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
-        """Reads the rows of a file's rectangle that contain wanted elements, and copies those; directly into `target`, if all
-        of the rows is wanted.
+        """Copies the part `common` of the file's `rectangle` to `target`. Reads full rows, and directly into `target` if the
+        rows have no other elements.
         """
-        there = self._header(file).get(name)
-        if there is None or there.rectangle != rectangle:
-            raise self._damaged(f"{file} does not have the {name!r} that the index says")
+        stored = self._read_header(file).get(name)
+        if stored is None or stored.rectangle != rectangle:
+            raise self._damage_error(f"{file} does not have the part of {name!r} that the index lists")
         sizes = list(rectangle.sizes)
-        first = 0
+        row_offset = 0
         if sizes:
-            first = (common.offsets[0] - rectangle.offsets[0]) * prod(sizes[1:]) * there.dtype.itemsize
+            row_offset = (common.offsets[0] - rectangle.offsets[0]) * prod(sizes[1:]) * stored.dtype.itemsize
             sizes[0] = common.sizes[0]
         is_direct = (
             target.device.type == "cpu"
-            and target.dtype == there.dtype
+            and target.dtype == stored.dtype
             and target.is_contiguous()
             and tuple(sizes) == common.sizes
         )
-        rows = target if is_direct else torch.empty(sizes, dtype=there.dtype)
+        rows = target if is_direct else torch.empty(sizes, dtype=stored.dtype)
         memory = bytes_of(rows)
-        if self.folder.read_into(file, there.first + first, memory) != len(memory):
-            raise self._damaged(f"{file} is cut short")
+        if self.folder.read_into(file, stored.start + row_offset, memory) != len(memory):
+            raise self._damage_error(f"{file} is cut short")
         if not is_direct:
-            inside = common.slices_in(rectangle)
-            target.copy_(rows[(slice(None), *inside[1:])] if inside else rows)
+            slices = common.slices_in(rectangle)
+            target.copy_(rows[(slice(None), *slices[1:])] if slices else rows)
 
-    def _header(self, file: str) -> dict[str, InFile]:
-        if file not in self._files:
-            self._files[file] = read_header(self.folder, file)[0]
-        return self._files[file]
+    def _read_header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            self._headers[file] = read_header(self.folder, file)[0]
+        return self._headers[file]
 
-    def _damaged(self, how: str) -> RunError:
-        return RunError("checkpoint-damaged", f"the checkpoint {self.folder.text} is damaged: {how}")
+    def _damage_error(self, description: str) -> RunError:
+        return RunError("checkpoint-damaged", f"the checkpoint {self.folder.text} is damaged: {description}")
 
 
-class _Part(Mapping[str, Tensor]):
-    """Maps the tensors whose names begin with `prefix`, by the rest of their names."""
+class _PrefixView(Mapping[str, Tensor]):
+    """A view of the tensors whose names begin with `prefix`, by their names without `prefix`."""
 
-    def __init__(self, whole: Checkpoint, prefix: str) -> None:
-        self._whole = whole
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self._checkpoint = checkpoint
         self._prefix = prefix
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._whole[self._prefix + name]
+        return self._checkpoint[self._prefix + name]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._prefix + name in self._whole
+        return isinstance(name, str) and self._prefix + name in self._checkpoint
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._whole if name.startswith(self._prefix))
+        return (name.removeprefix(self._prefix) for name in self._checkpoint if name.startswith(self._prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Returns the checkpoint in the folder `path`. Raises RunError `no-checkpoint`, or `checkpoint-damaged` for its index."""
+    """Returns the checkpoint in the folder `path`.
+
+    Raises RunError `no-checkpoint` if the folder has no index, and `checkpoint-damaged` if the index is damaged.
+    """
     folder = open_folder(path)
     return Checkpoint(folder, read_index(folder))
 
 
 def index_or_none(folder: ReadableFolder) -> CheckpointIndex | None:
-    """Returns the index of a checkpoint; None if it is damaged, or gone. Raises StalledError."""
+    """Returns the index of the checkpoint in `folder`; None if the index is damaged or missing. Raises StalledError if a read
+    stalls.
+    """
     try:
         return read_index(folder)
     except StalledError:
         raise
-    except Exception:  # whatever a file system raises
+    except Exception:  # any error of a file system
         return None
 
 
-def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, InFile], dict[str, object]]:
-    """Returns a file's tensors by name, and the facts of the file. Raises RunError `checkpoint-damaged`, OSError if it is not
-    there.
+def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, StoredTensor], dict[str, object]]:
+    """Returns the tensors of a file by name, and the JSON data about the file.
+
+    Raises RunError `checkpoint-damaged` if the header cannot be parsed, and OSError if the file does not exist.
     """
-    start = folder.read(file, 0, _GUESS_BYTES)
+    data = folder.read(file, 0, _HEADER_READ_BYTES)
     try:
-        if len(start) >= 8 and (length := header_bytes(start)) > len(start):
-            start = folder.read(file, 0, length)
-        return parsed(bytes(start))
+        if len(data) >= 8 and (size := header_size(data)) > len(data):
+            data = folder.read(file, 0, size)
+        return parse_header(bytes(data))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError("checkpoint-damaged", f"{folder.text}/{file} has no header that can be read: {error}") from error
+        raise RunError("checkpoint-damaged", f"the header of {folder.text}/{file} cannot be read: {error}") from error
 
 
 class Damage(NamedTuple):
-    """Names a damaged file, and says how it differs from the file that was written."""
+    """Holds the name of a damaged file and a description of the damage, such as "is missing"."""
 
     file: str
-    how: str
+    description: str
 
     def __str__(self) -> str:
-        return f"{self.file} {self.how}"
+        return f"{self.file} {self.description}"
 
 
-class Newest(NamedTuple):
-    """Names the newest intact checkpoint of a folder, None if there is none; and newer ones that are damaged, each with its
-    damages.
-    """
+class NewestCheckpoint(NamedTuple):
+    """Holds the path of the newest intact checkpoint, or None, and the paths and damages of newer, damaged checkpoints."""
 
     path: str | None
     passed_over: list[tuple[str, list[Damage]]]
 
 
 def verify(path: str | Path) -> list[Damage]:
-    """Returns the damaged files of the checkpoint in the folder `path`; [] if it is as it was written.
+    """Reads all files of the checkpoint in the folder `path` and returns the damages; [] if the checkpoint is intact.
 
-    Reads all of it. Raises RunError `no-checkpoint` for a folder that has nothing of one.
+    Raises RunError `no-checkpoint` if the folder is empty or does not exist.
     """
     folder = open_folder(path)
     if not folder.names():
         raise RunError("no-checkpoint", f"there is no checkpoint in {folder.text}")
-    return damages(folder)
+    return find_damages(folder)
 
 
-def newest(path: str | Path) -> Newest:
-    """Returns the newest intact checkpoint in the folder `path`, which has several; reads their files."""
+def newest(path: str | Path) -> NewestCheckpoint:
+    """Returns the newest intact checkpoint in `path`, a folder of checkpoints. Reads all files of each candidate."""
     folder = open_folder(path)
     passed_over: list[tuple[str, list[Damage]]] = []
-    for name in ready(folder):
-        wrong = damages(folder.child(name))
-        if not wrong:
-            return Newest(folder.child(name).text, passed_over)
-        passed_over.append((folder.child(name).text, wrong))
-    return Newest(None, passed_over)
+    for name in complete_checkpoints(folder):
+        damages = find_damages(folder.child(name))
+        if not damages:
+            return NewestCheckpoint(folder.child(name).text, passed_over)
+        passed_over.append((folder.child(name).text, damages))
+    return NewestCheckpoint(None, passed_over)
 
 
-def ready(folder: ReadableFolder) -> list[str]:
-    """Returns the names of the complete checkpoints in a folder of several, the newest first."""
+def complete_checkpoints(folder: ReadableFolder) -> list[str]:
+    """Returns the names of the complete checkpoints in a folder of checkpoints, from new to old."""
     names = [name for name in folder.names() if _STEP.fullmatch(name) and not folder.is_unfinished(name, INDEX)]
-    return sorted(names, key=_age, reverse=True)
+    return sorted(names, key=_sort_key, reverse=True)
 
 
-def is_ours(name: str) -> bool:
-    """Returns whether a folder with this name is a checkpoint of a run, or the unfinished save of one."""
-    return name.startswith(STAGING) or _STEP.fullmatch(name) is not None
+def is_checkpoint_name(name: str) -> bool:
+    """Returns whether `name` is the folder name of a checkpoint or of an unfinished save."""
+    return name.startswith(STAGING_PREFIX) or _STEP.fullmatch(name) is not None
 
 
-def step_name(step: int, taken: Iterable[str]) -> str:
-    """Returns an unused name for the checkpoint after `step`, which sorts as the newest of all.
+def step_name(step: int, used_names: Iterable[str]) -> str:
+    """Returns an unused name for the checkpoint after `step`, which sorts as the newest checkpoint.
 
-    If a run has been resumed from an older checkpoint, or saves the same step again, a number is added after the step from then
-    on.
+    After a run resumes from an older checkpoint, or saves a step again, the name ends with the number of these rewinds.
     """
-    ages = [_age(name) for name in taken if _STEP.fullmatch(name)]
-    times_back, last = max(ages, default=(0, -1))
-    times_back += step <= last
-    return f"step-{step:08}-{times_back}" if times_back else f"step-{step:08}"
+    keys = [_sort_key(name) for name in used_names if _STEP.fullmatch(name)]
+    num_rewinds, last_step = max(keys, default=(0, -1))
+    num_rewinds += step <= last_step
+    return f"step-{step:08}-{num_rewinds}" if num_rewinds else f"step-{step:08}"
 
 
-def damages(folder: ReadableFolder) -> list[Damage]:
-    """Returns the damages of the checkpoint in `folder`; reads all of it."""
-    return examined(folder)[1]
+def find_damages(folder: ReadableFolder) -> list[Damage]:
+    """Reads all files of the checkpoint in `folder` and returns the damages."""
+    return examine(folder)[1]
 
 
-def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
-    """Returns the index, None if it cannot be read, and the damages that one of `num_ranks` ranks finds. Each rank reads
-    different files, and all read the index. Raises StalledError.
+def examine(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
+    """Reads the index and this rank's share of the files. Returns the index, or None if it cannot be read, and the damages.
+
+    Each of the `num_ranks` ranks reads different files. Raises StalledError if a read stalls.
     """
     try:
         if INDEX not in folder.names():
@@ -268,39 +269,39 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
         raise
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
-    except Exception as error:  # whatever a file system raises
+    except Exception as error:  # any error of a file system
         return None, [Damage(INDEX, f"cannot be read: {cause(error)}")]
-    every = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
-    return index, [one for one in every if one is not None]
+    damages = (_file_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
+    return index, [damage for damage in damages if damage is not None]
 
 
-def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
-    """Returns the damage of a file of a checkpoint, None if there is none; reads all of it."""
-    facts = index.files[name]
+def _file_damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
+    """Reads a checkpoint file and returns its damage; None if the file is intact."""
+    info = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
-        if num_bytes == facts.num_bytes and folder.crc(name) == facts.crc:
+        if num_bytes == info.num_bytes and folder.crc(name) == info.crc:
             return None
-        return Damage(name, _whose(folder, name, index, facts) or _how(num_bytes, facts))
+        return Damage(name, _describe_owner(folder, name, index) or _describe_difference(num_bytes, info))
     except FileNotFoundError:
         return Damage(name, "is missing")
     except StalledError:
         raise
-    except Exception as error:  # whatever a file system raises
+    except Exception as error:  # any error of a file system
         return Damage(name, f"cannot be read: {cause(error)}")
 
 
-def _how(num_bytes: int, facts: FileFacts) -> str:
-    """Returns in words how a file differs from the file that was written, in size or content."""
-    if num_bytes < facts.num_bytes:
-        return f"is cut short: it has {num_bytes} bytes of {facts.num_bytes}"
-    if num_bytes > facts.num_bytes:
-        return f"is too long: it has {num_bytes} bytes, not {facts.num_bytes}"
-    return "has other bytes than were written"
+def _describe_difference(num_bytes: int, info: FileInfo) -> str:
+    """Describes the difference in size or content between a damaged file and the saved file."""
+    if num_bytes < info.num_bytes:
+        return f"is cut short: it has {num_bytes} of {info.num_bytes} bytes"
+    if num_bytes > info.num_bytes:
+        return f"is too long: it has {num_bytes} bytes instead of {info.num_bytes}"
+    return "does not match its checksum"
 
 
-def _whose(folder: ReadableFolder, name: str, index: CheckpointIndex, facts: FileFacts) -> str:
-    """Returns a text if the file says that it belongs to another checkpoint or rank; else ""."""
+def _describe_owner(folder: ReadableFolder, name: str, index: CheckpointIndex) -> str:
+    """Describes the other checkpoint or rank that the header of a file names; returns "" if the header names the right ones."""
     try:
         _, header = read_header(folder, name)
     except StalledError:
@@ -308,45 +309,45 @@ def _whose(folder: ReadableFolder, name: str, index: CheckpointIndex, facts: Fil
     except RunError:
         return ""
     if (header.get("run"), header.get("step")) != (index.run, index.step):
-        return f"is of step {header.get('step')} of the run {header.get('run')!r}"
+        return f"belongs to step {header.get('step')} of the run {header.get('run')!r}"
     if header.get("token") != index.token:
-        return f"is of another checkpoint of step {index.step}"
-    if header.get("rank") != facts.rank:
-        return f"is the file of rank {header.get('rank')}"
+        return f"belongs to another checkpoint of step {index.step}"
+    if header.get("rank") != index.files[name].rank:
+        return f"belongs to rank {header.get('rank')}"
     return ""
 
 
-def _age(name: str) -> tuple[int, int]:
-    """Returns a sort key that grows from each save of a run to the next: how often it went back, and its steps."""
+def _sort_key(name: str) -> tuple[int, int]:
+    """Returns a sort key that increases with each save of a run: the number of rewinds and the step."""
     match = _STEP.fullmatch(name)
     assert match is not None, name
     return int(match[2] or 0), int(match[1])
 
 
 class Files:
-    """Reads checkpoints for the command line, without a run (`protocols.CheckpointFiles`)."""
+    """Reads checkpoints for the command line, without a run. Implements `protocols.CheckpointFiles`."""
 
     def names(self, folder: str) -> list[str]:
-        return ready(open_folder(folder))
+        return complete_checkpoints(open_folder(folder))
 
     def describe(self, path: str) -> CheckpointIndex | None:
         folder = open_folder(path)
         return read_index(folder) if INDEX in folder.names() else None
 
     def is_whole(self, path: str) -> bool:
-        return not damages(open_folder(path))
+        return not find_damages(open_folder(path))
 
     def open(self, path: str) -> Saved | None:
         folder = open_folder(path)
         if INDEX not in folder.names():
-            if not ready(folder):
+            if not complete_checkpoints(folder):
                 return None
-            seen = newest(path)
-            if seen.path is None:
-                message = f"no checkpoint in {folder.text} is whole: {seen.passed_over[0][1][0]}"
+            result = newest(path)
+            if result.path is None:
+                message = f"no checkpoint in {folder.text} is intact: {result.passed_over[0][1][0]}"
                 raise RunError("checkpoint-damaged", message)
-            path = seen.path
-        elif wrong := verify(path):
-            message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, wrong))}"
+            path = result.path
+        elif damages := verify(path):
+            message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, damages))}"
             raise RunError("checkpoint-damaged", message)
         return read(path)

@@ -1,5 +1,6 @@
-"""The agreement of all ranks before a save: that they save the same run in the same place, and which rank writes which tensors:
-each once, as evenly as possible, the same result on every rank.
+"""Prepares a save: all ranks agree that they save the same run to the same folder, and on the tensors that each rank writes.
+
+Each tensor is written once, the bytes are spread evenly over the ranks, and all ranks compute the same assignment.
 """
 
 from __future__ import annotations
@@ -14,178 +15,178 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sley_checkpoint.folders import GONE, STAGING, Folder, open_folder
-from sley_checkpoint.format import INDEX, CheckpointIndex, TensorFacts, chunks_of, file_name
-from sley_checkpoint.reader import index_or_none, is_ours, read_header, ready, step_name
-from sley_checkpoint.writing import Writing
+from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
+from sley_checkpoint.format import INDEX, CheckpointIndex, TensorInfo, file_name, tensor_chunks
+from sley_checkpoint.reader import complete_checkpoints, index_or_none, is_checkpoint_name, read_header, step_name
+from sley_checkpoint.writing import RankWriter
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError, cause
 
 
 class Destination(NamedTuple):
-    """Says where a checkpoint is written. path: its own folder, or a folder of several checkpoints."""
+    """Holds the path of a save. has_many_checkpoints: whether `path` is a folder of checkpoints, not the checkpoint itself."""
 
     path: str
-    is_of_several: bool
+    has_many_checkpoints: bool
 
 
-class Preparation:
+class SavePreparation:
     """Prepares the saves of one rank of the run with `state`.
 
-    Remembers who writes what for as long as no rank holds other tensors than at the last save, and of the checkpoints that it
-    has seen who wrote them, and whether they were the best.
+    Caches the assignment of tensors to ranks until the tensors of a rank change, and the lineage of each checkpoint in the
+    folder with whether it was the best.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
         self._run = state.plan.run.name
         self._control = state.parts.groups["control"]
-        self._shares: tuple[list[str], Shares] | None = None
-        self._seen: dict[str, tuple[Lineage, bool]] = {}
+        self._assignment: tuple[list[str], WriteAssignment] | None = None
+        self._lineages: dict[str, tuple[Lineage, bool]] = {}
 
-    def prepare(self, where: Destination, step: int, keep: int | None) -> Writing:
-        """Agrees with all ranks on a save, and returns this rank's part of it. keep: how many checkpoints of the run to
-        keep in a folder of several; None for all.
+    def prepare(self, destination: Destination, step: int, keep: int | None) -> RankWriter:
+        """Agrees on a save with all ranks, and returns the writer of this rank's part.
 
-        All ranks call it: one blocking exchange over `control`, and a second if some rank holds other tensors than before.
-        Raises RunError on all ranks alike.
+        keep: the number of the run's checkpoints to keep in a folder of checkpoints; None for all.
+
+        All ranks call it. It blocks in one exchange over `control`, and in a second one if the tensors of a rank have changed.
+        Raises the same RunError on all ranks.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
-        about = self.state.describe(step)
-        pieces, own, why = self._own()
-        lines = listed(pieces)
-        # Rank 0 alone knows the attempt.
-        chosen = ["", "", ""] if attempt is None or why else self._target(where, step, attempt)
-        report = [why, where.path, sha256(json.dumps(about.state).encode()).hexdigest(), _digest(lines), chosen]
-        # All ranks come here, with an error too: nobody waits for one that has none.
-        everyone = control.gather_objects(report, what="what ranks are about to save")
-        _, token, problem = everyone[0][4]
-        _raise_first([one[0] for one in everyone] + [problem], control.ranks)
-        _same([one[1] for one in everyone], "folder", control.ranks)
-        _same([one[2] for one in everyone], "data, position in them, or loss scale", control.ranks)
-        target = open_folder(everyone[0][4][0])
-        shares = self._shared([one[3] for one in everyone], lines)
-        files = [[pieces[number] for number in numbers] for numbers in shares.of_rank[world.rank]]
-        facts = {"run": self._run, "step": step, "token": token}
-        return Writing(
+        description = self.state.describe(step)
+        pieces, rank_values, problem = self._rank_values()
+        infos = describe_pieces(pieces)
+        # Only rank 0 has the attempt.
+        target = ["", "", ""] if attempt is None or problem else self._choose_target(destination, step, attempt)
+        state_digest = sha256(json.dumps(description.state).encode()).hexdigest()
+        # All ranks join the exchange, even after an error, so no rank waits for another.
+        reports = control.gather_objects(
+            [problem, destination.path, state_digest, _digest(infos), target], what="the contents of a save"
+        )
+        problems, paths, state_digests, digests, targets = (list(column) for column in zip(*reports, strict=True))
+        path, token, target_problem = targets[0]
+        _raise_first([*problems, target_problem], control.ranks)
+        _check_equal(paths, "folder", control.ranks)
+        _check_equal(state_digests, "data, position in the data, or loss scale", control.ranks)
+        target_folder = open_folder(path)
+        assignment = self._agree_assignment(digests, infos)
+        files = [[pieces[index] for index in indices] for indices in assignment.file_indices[world.rank]]
+        return RankWriter(
             world.rank,
             world.size,
-            target.staging(token),
-            target,
+            target_folder.staging(token),
+            target_folder,
             files,
-            facts,
-            own,
-            CheckpointIndex(**vars(about), token=token, files={}, tensors=shares.tensors),
-            # Half, so that rank 0 says who is missing before the others stop waiting for it.
+            {"run": self._run, "step": step, "token": token},
+            rank_values,
+            CheckpointIndex(**vars(description), token=token, files={}, tensors=assignment.tensors),
+            # Half the limit, so that rank 0 names the missing rank before the others stop waiting for rank 0.
             self.state.plan.limits.collective_timeout_s / 2,
-            lambda piece: chunks_of(piece.tensor),
-            partial(self._prune, open_folder(where.path), keep, attempt)
-            if keep and where.is_of_several and attempt is not None
-            else _nothing,
+            lambda piece: tensor_chunks(piece.tensor),
+            partial(self._prune, open_folder(destination.path), keep, attempt)
+            if keep and destination.has_many_checkpoints and attempt is not None
+            else lambda: None,
         )
 
     def problem(self, path: str) -> str:
-        """Returns why the run cannot save in the folder of several checkpoints at `path`; "" if nothing is known."""
-        return self._of_another_run(open_folder(path), self.state.attempt.current)
+        """Returns the reason why the run cannot save to the folder of checkpoints at `path`; "" if there is none."""
+        return self._foreign_run_problem(open_folder(path), self.state.attempt.current)
 
-    def _of_another_run(self, folder: Folder, attempt: Attempt | None) -> str:
-        """Returns a text if the newest readable checkpoint of a folder is of a run of another name; else ""."""
-        own = self._run
-        for name in ready(folder):
+    def _foreign_run_problem(self, folder: Folder, attempt: Attempt | None) -> str:
+        """Returns a message if a run of another name wrote the newest readable checkpoint in `folder`; else ""."""
+        for name in complete_checkpoints(folder):
             index = index_or_none(folder.child(name))
-            if index is not None and index.run != own and (attempt is None or not attempt.wrote(index.lineage)):
-                return f"the folder {folder.text} has checkpoints of the run {index.run!r}, and this one is {own!r}"
+            if index is not None and index.run != self._run and (attempt is None or not attempt.wrote(index.lineage)):
+                return f"the folder {folder.text} has checkpoints of the run {index.run!r}, but this run is {self._run!r}"
             if index is not None:
                 return ""
         return ""
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
-        """Deletes all but the newest `keep` checkpoints of this run in `folder`, and the newest that was the best when it was
-        saved; the newest of all has just been verified.
+        """Deletes this run's checkpoints in `folder`, except the newest `keep` and the newest that was the best at its save.
+
+        The newest checkpoint has just been verified.
         """
-        with suppress(Exception):  # one too many is no reason to lose the one that was written
-            names = ready(folder)
-            self._seen = {name: one for name, one in self._seen.items() if name in names}
-            own = [name for name in names if self._is_own(folder, name, attempt)]
-            best = next((name for name in own if self._seen[name][1]), "")
-            for name in own[keep:]:
+        with suppress(Exception):  # a failed deletion must not fail the save
+            names = complete_checkpoints(folder)
+            self._lineages = {name: lineage for name, lineage in self._lineages.items() if name in names}
+            own_names = [name for name in names if self._is_own(folder, name, attempt)]
+            best = next((name for name in own_names if self._lineages[name][1]), "")
+            for name in own_names[keep:]:
                 if name != best:
                     folder.child(name).remove()
 
     def _is_own(self, folder: Folder, name: str, attempt: Attempt) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint `name`."""
-        if name not in self._seen:
+        if name not in self._lineages:
             if (index := index_or_none(folder.child(name))) is None:
                 return False
-            self._seen[name] = index.lineage, index.is_best
-        return attempt.wrote(self._seen[name][0])
+            self._lineages[name] = index.lineage, index.is_best
+        return attempt.wrote(self._lineages[name][0])
 
-    def _own(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
-        """Returns this rank's tensors, the rest of its state, and the text of an error if it cannot save, else ""."""
+    def _rank_values(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
+        """Returns this rank's tensors, its other state, and an error message if the rank cannot save, else ""."""
         try:
-            own = self.state.rank_values()
-            return self.state.pieces(), own, ""
+            values = self.state.rank_values()
+            return self.state.pieces(), values, ""
         except SleyError as error:
-            first = error.diagnostics[0]
-            return [], {}, f"{first.message} ({first.hint})" if first.hint else first.message
-        except Exception as error:  # of a part of the run that keeps something: the other ranks wait for an answer
+            diagnostic = error.diagnostics[0]
+            hint = f" ({diagnostic.hint})" if diagnostic.hint else ""
+            return [], {}, f"{diagnostic.message}{hint}"
+        except Exception as error:  # any error of a stateful part: the other ranks wait for the report
             return [], {}, cause(error)
 
-    def _target(self, where: Destination, step: int, attempt: Attempt) -> list[str]:
-        """Returns the folder, a token for this save, and the text of an error, if any; removes unfinished
-        saves.
-        """
+    def _choose_target(self, destination: Destination, step: int, attempt: Attempt) -> list[str]:
+        """Removes unfinished saves. Returns the folder of the checkpoint, a token for this save, and an error message or ""."""
         try:
-            folder = open_folder(where.path)
+            folder = open_folder(destination.path)
             names = folder.names()
             token = f"{attempt.id}.{secrets.token_hex(8)}"
-            if not where.is_of_several:
-                problem = f"there is something in {folder.text} already" if names else ""
+            if not destination.has_many_checkpoints:
+                problem = f"the folder {folder.text} is not empty" if names else ""
                 return [folder.text, token, problem]
             remove_unfinished(folder, attempt)
-            if names and (problem := self._of_another_run(folder, attempt)):
+            if names and (problem := self._foreign_run_problem(folder, attempt)):
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, token, ""]
-        except Exception as error:  # whatever a file system raises
-            return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
+        except Exception as error:  # any error of a file system
+            return ["", "", f"the folder {destination.path} cannot be read: {cause(error)}"]
 
-    def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
-        """Returns which rank writes which tensors; all ranks skip the exchange of their lists if none has changed."""
-        if self._shares is None or self._shares[0] != digests:
-            # All ranks: they have compared the same digests with those of the same last save.
-            everyone = self._control.gather_objects(lines, what="what ranks have")
-            self._shares = digests, share_out([from_lists(one) for one in everyone])
-        return self._shares[1]
+    def _agree_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
+        """Returns the tensors that each rank writes. The ranks exchange their lists only if a list has changed."""
+        if self._assignment is None or self._assignment[0] != digests:
+            # All ranks join this exchange or none: they compare the same digests with those of the last save.
+            lists = self._control.gather_objects(infos, what="the tensors of all ranks")
+            self._assignment = digests, assign_pieces([parse_pieces(fields) for fields in lists])
+        return self._assignment[1]
 
 
 def remove_unfinished(folder: Folder, attempt: Attempt) -> None:
     """Deletes the unfinished saves of this run in a folder of checkpoints."""
     for name in folder.names():
-        if is_ours(name) and folder.is_unfinished(name, INDEX) and _writer(folder, name) in {*attempt.ids, GONE}:
+        is_unfinished = is_checkpoint_name(name) and folder.is_unfinished(name, INDEX)
+        if is_unfinished and _writing_attempt(folder, name) in {*attempt.ids, DELETED}:
             folder.child(name).remove()
 
 
-def _writer(folder: Folder, name: str) -> str:
-    """Returns the attempt that began to write the unfinished checkpoint `name`; "gone" for one that is being deleted."""
-    if name.startswith(STAGING):
+def _writing_attempt(folder: Folder, name: str) -> str:
+    """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED` if it is being deleted."""
+    if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
-    with suppress(Exception):  # at a URL it has its final name; whatever a file system raises
+    with suppress(Exception):  # a store has no staging folders; any error of a file system
         for file in folder.child(name).names():
             if file.endswith(".safetensors"):
                 return str(read_header(folder.child(name), file)[1]["token"]).partition(".")[0]
     return ""
 
 
-def _nothing() -> None: ...
-
-
-def absolute(path: str | Path) -> str:
-    """Returns a path or URL that does not depend on the current directory."""
+def absolute_path(path: str | Path) -> str:
+    """Returns the absolute path of `path`, or the URL unchanged."""
     return open_folder(path).text
 
 
-def _digest(lines: list[Listed]) -> str:
-    return sha256(json.dumps(lines).encode()).hexdigest()
+def _digest(infos: list[PieceInfo]) -> str:
+    return sha256(json.dumps(infos).encode()).hexdigest()
 
 
 def _raise_first(problems: list[str], ranks: tuple[int, ...]) -> None:
@@ -194,16 +195,16 @@ def _raise_first(problems: list[str], ranks: tuple[int, ...]) -> None:
             raise RunError("checkpoint-failed", f"rank {rank} cannot save: {problem}")
 
 
-def _same(values: list[str], what: str, ranks: tuple[int, ...]) -> None:
-    """Raises RunError "ranks-differ" if the ranks' `values` are not all equal. what: names them in the error."""
+def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) -> None:
+    """Raises RunError `ranks-differ` if the ranks' `values` differ. description: a noun for the values in the error."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
-            message = f"ranks {ranks[0]} and {rank} are about to save with another {what}"
-            raise RunError("ranks-differ", message, hint="all ranks save the same at the same time")
+            message = f"ranks {ranks[0]} and {rank} cannot save together: they have a different {description}"
+            raise RunError("ranks-differ", message, hint="save the same run on all ranks at the same time")
 
 
-class Listed(NamedTuple):
-    """Describes a piece for other ranks."""
+class PieceInfo(NamedTuple):
+    """Describes a tensor piece to the other ranks."""
 
     name: str
     dtype: str
@@ -215,82 +216,81 @@ class Listed(NamedTuple):
         return self.rectangle.numel * BY_NAME[self.dtype].itemsize
 
 
-def listed(pieces: Sequence[TensorPiece]) -> list[Listed]:
-    """Returns the descriptions of a rank's pieces, for the other ranks."""
-    return [Listed(one.name, DTYPES[one.tensor.dtype], one.shape, one.rectangle) for one in pieces]
+def describe_pieces(pieces: Sequence[TensorPiece]) -> list[PieceInfo]:
+    """Returns the descriptions of a rank's pieces for the other ranks."""
+    return [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
 
 
-def from_lists(lists: Sequence[Sequence[Any]]) -> list[Listed]:
-    """Rebuilds the descriptions from lists, which JSON made of them."""
+def parse_pieces(lists: Sequence[Sequence[Any]]) -> list[PieceInfo]:
+    """Returns the descriptions from their JSON form, in which tuples are lists."""
     return [
-        Listed(name, dtype, tuple(shape), Rectangle(tuple(offsets), tuple(sizes)))
+        PieceInfo(name, dtype, tuple(shape), Rectangle(tuple(offsets), tuple(sizes)))
         for name, dtype, shape, (offsets, sizes) in lists
     ]
 
 
-class Shares(NamedTuple):
-    """Says which rank writes which tensors. of_rank: by rank, the numbers of the pieces that it writes, file by file. tensors:
-    the index of all.
+class WriteAssignment(NamedTuple):
+    """Assigns tensor pieces to ranks. file_indices: for each rank, for each of its files, the indices of the rank's pieces in
+    the file. tensors: the tensor index of the checkpoint.
     """
 
-    of_rank: list[list[list[int]]]
-    tensors: dict[str, TensorFacts]
+    file_indices: list[list[list[int]]]
+    tensors: dict[str, TensorInfo]
 
 
-def share_out(everyone: Sequence[Sequence[Listed]]) -> Shares:
-    """Returns which rank writes which tensors, from the lists of all ranks: in order of size, each piece goes to the rank with
-    the fewest bytes so far, among the ranks that have the piece.
+def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment:
+    """Assigns each piece, from large to small, to the rank with the fewest bytes among the ranks that have the piece.
 
-    A file has each name once, so of several rectangles of one tensor the second goes into the rank's second file, and so on.
-    Raises RunError `checkpoint-ranks` if ranks have tensors of one name that do not fit together.
+    A file can have a tensor name only once, so a second piece of a tensor goes to the rank's second file, and so on.
+    Raises RunError `checkpoint-ranks` if the dtypes or shapes of a tensor differ between ranks.
     """
-    holders: dict[Listed, list[tuple[int, int]]] = {}
-    for rank, pieces in enumerate(everyone):
-        for number, piece in enumerate(pieces):
-            holders.setdefault(piece, []).append((rank, number))
-    _check(holders)
-    loads = [0] * len(everyone)
-    chosen: list[list[int]] = [[] for _ in everyone]
-    for piece in sorted(holders, key=lambda one: (-one.num_bytes, one)):
-        rank, number = min(holders[piece], key=lambda one: (loads[one[0]], one))
+    holders: dict[PieceInfo, list[tuple[int, int]]] = {}
+    for rank, pieces in enumerate(rank_pieces):
+        for index, piece in enumerate(pieces):
+            holders.setdefault(piece, []).append((rank, index))
+    _check_pieces(holders)
+    loads = [0] * len(rank_pieces)
+    assigned: list[list[int]] = [[] for _ in rank_pieces]
+    for piece in sorted(holders, key=lambda piece: (-piece.num_bytes, piece)):
+        rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
         loads[rank] += piece.num_bytes
-        chosen[rank].append(number)
-    of_rank = [_files(pieces, sorted(numbers)) for pieces, numbers in zip(everyone, chosen, strict=True)]
-    tensors: dict[str, TensorFacts] = {}
-    for rank, files in enumerate(of_rank):
-        for at, numbers in enumerate(files):
-            for number in numbers:
-                one = everyone[rank][number]
-                facts = tensors.setdefault(one.name, TensorFacts(one.dtype, one.shape, []))
-                facts.pieces.append((file_name(rank, at), one.rectangle))
-    return Shares(of_rank, tensors)
+        assigned[rank].append(index)
+    file_indices = [_split_into_files(pieces, sorted(indices)) for pieces, indices in zip(rank_pieces, assigned, strict=True)]
+    tensors: dict[str, TensorInfo] = {}
+    for rank, files in enumerate(file_indices):
+        for file_index, indices in enumerate(files):
+            for index in indices:
+                piece = rank_pieces[rank][index]
+                info = tensors.setdefault(piece.name, TensorInfo(piece.dtype, piece.shape, []))
+                info.pieces.append((file_name(rank, file_index), piece.rectangle))
+    return WriteAssignment(file_indices, tensors)
 
 
-def _files(pieces: Sequence[Listed], numbers: Sequence[int]) -> list[list[int]]:
-    """Distributes the numbers over files, wide formats first, so that all are aligned; at least one file."""
+def _split_into_files(pieces: Sequence[PieceInfo], indices: Sequence[int]) -> list[list[int]]:
+    """Distributes the piece indices over at least one file. Sorts each file from wide to narrow dtypes to align the tensors."""
     files: list[list[int]] = [[]]
-    seen: dict[str, int] = {}
-    for number in numbers:
-        at = seen[pieces[number].name] = seen.get(pieces[number].name, -1) + 1
-        if at == len(files):
+    last_files: dict[str, int] = {}
+    for index in indices:
+        file_index = last_files[pieces[index].name] = last_files.get(pieces[index].name, -1) + 1
+        if file_index == len(files):
             files.append([])
-        files[at].append(number)
+        files[file_index].append(index)
     for file in files:
-        file.sort(key=lambda number: -BY_NAME[pieces[number].dtype].itemsize)
+        file.sort(key=lambda index: -BY_NAME[pieces[index].dtype].itemsize)
     return files
 
 
-def _check(pieces: dict[Listed, list[tuple[int, int]]]) -> None:
-    """Raises RunError unless the pieces of each name have one format and one shape, and cover all of it without overlap."""
-    known: dict[str, Listed] = {}
+def _check_pieces(holders: dict[PieceInfo, list[tuple[int, int]]]) -> None:
+    """Raises RunError if the pieces of a tensor differ in dtype or shape. Asserts that they cover the tensor exactly."""
+    first_pieces: dict[str, PieceInfo] = {}
     numel: dict[str, int] = {}
-    for piece, holders in pieces.items():
-        first = known.setdefault(piece.name, piece)
+    for piece, piece_holders in holders.items():
+        first = first_pieces.setdefault(piece.name, piece)
         if (first.dtype, first.shape) != (piece.dtype, piece.shape):
-            rank = holders[0][0]
+            rank = piece_holders[0][0]
             message = f"{piece.name!r} is {piece.dtype} {list(piece.shape)} on rank {rank}"
-            raise RunError("checkpoint-ranks", f"{message}, and {first.dtype} {list(first.shape)} on another")
+            raise RunError("checkpoint-ranks", f"{message}, but {first.dtype} {list(first.shape)} on another rank")
         assert piece.rectangle.common(Rectangle.all_of(piece.shape)) in (piece.rectangle, None), piece
         numel[piece.name] = numel.get(piece.name, 0) + piece.rectangle.numel
     for name, num_elements in numel.items():
-        assert num_elements == prod(known[name].shape), f"{num_elements} elements of {known[name]} are on ranks"
+        assert num_elements == prod(first_pieces[name].shape), f"ranks have {num_elements} elements of {first_pieces[name]}"

@@ -1,9 +1,9 @@
-"""One save on one rank: its files, then a note that describes them; rank 0 waits for all notes, and publishes.
+"""One save on one rank. Each rank writes its files and a note; rank 0 waits for all notes and publishes the checkpoint.
 
     rank 1   | rank-00001.safetensors | note-00001.json |
-    rank 0   | rank-00000.safetensors | note-00000.json | waits for all notes | looks at all sizes | checkpoint.json | rename
+    rank 0   | rank-00000.safetensors | note-00000.json | waits for all notes | checks all sizes | checkpoint.json | rename
 
-Uses no collective, so that all of it may run in a thread beside training (`Background`).
+A save uses no collective, so it can run in a thread during training (`BackgroundWriter`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_checkpoint.folders import Folder, Written
-from sley_checkpoint.format import INDEX, CheckpointIndex, FileFacts, chunks_of, file_header, file_name
+from sley_checkpoint.folders import FileDigest, Folder
+from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, file_header, file_name, tensor_chunks
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
@@ -31,23 +31,25 @@ if TYPE_CHECKING:
     from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 
 PATIENCE_S = 10.0
-"""How long the end of a run waits for ranks that may have died."""
+"""The seconds that the end of a run waits for ranks that may have died."""
 
-_LOOK_S = 0.1
+_JOIN_POLL_S = 0.1
 
 _POLL_S = 0.005
 _SLOWEST_POLL_S = 0.1
 
 
 @dataclass
-class Writing:
-    """Writes one rank's part of a save. staging: the folder to write in; target: the name that it gets. files: the pieces of
-    each of its files. facts: for the headers of all files. own: JSON that this rank keeps for itself, and values and paths
-    of the optimizer. index: of all ranks, without what their notes say. timeout_s: how long rank 0 waits for the others.
-    chunks: yields the bytes of a piece. published: called on rank 0 when the checkpoint is complete.
+class RankWriter:
+    """Writes one rank's part of a save.
 
-    is_cancelled: if set, the writing ends soon, without a checkpoint. waits_since: the monotonic time since which rank 0 has
-    been waiting without another rank having finished.
+    staging: the folder of the save until it is complete. target: its final folder. files: the pieces of each file.
+    header_info: JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index without file
+    sizes and rank data. timeout_s: the time limit of rank 0 for the other ranks. chunks: yields the bytes of a piece.
+    on_publish: a callback on rank 0 after the checkpoint is complete.
+
+    is_cancelled: set it to end the save soon, without a checkpoint. wait_start: the monotonic time at which rank 0 began to
+    wait or the last rank finished.
     """
 
     rank: int
@@ -55,117 +57,116 @@ class Writing:
     staging: Folder
     target: Folder
     files: Sequence[Sequence[TensorPiece]]
-    facts: dict[str, Any]
-    own: dict[str, Any]
+    header_info: dict[str, Any]
+    rank_values: dict[str, Any]
     index: CheckpointIndex
     timeout_s: float
     chunks: Callable[[TensorPiece], Iterator[memoryview]]
-    published: Callable[[], None]
+    on_publish: Callable[[], None]
     is_cancelled: bool = False
-    waits_since: float | None = None
+    wait_start: float | None = None
 
     def run(self) -> None:
-        """Writes this rank's files, and on rank 0 waits for the others and publishes. Raises RunError `checkpoint-failed`; then
-        there is no checkpoint, and what was written of it is removed.
+        """Writes this rank's files; rank 0 then waits for the other ranks and publishes the checkpoint.
+
+        Raises RunError `checkpoint-failed` and removes the new files if the save fails.
         """
         try:
             self._write()
             if self.rank == 0:
                 self._publish()
-        except Exception as error:  # nobody may be left waiting, whatever a file system raises
-            self._fail(error)
-            raise _failed(self.target, self.rank, cause(error)) from error
+        except Exception as error:  # any error of a file system: no rank may wait for this one
+            self._clean_up(error)
+            message = f"the checkpoint {self.target.text} could not be written by rank {self.rank}: {cause(error)}"
+            raise RunError("checkpoint-failed", message) from error
 
     def _write(self) -> None:
-        """Writes this rank's files, reads each back to compare checksums, and leaves a note with their sizes and checksums."""
-        written: dict[str, Written] = {}
-        for number, pieces in enumerate(self.files):
-            name = file_name(self.rank, number)
-            written[name] = self.staging.write(name, self._content(number, pieces))
-            if (crc := self.staging.crc(name)) != written[name].crc:
-                raise RunError("checkpoint-failed", f"{name} reads other than it was written: {crc:x}")
-        note = json.dumps({"files": written, "own": self.own}).encode()
-        self.staging.write(_note(self.rank), [note])
+        """Writes this rank's files, reads them back to compare checksums, and writes a note with sizes and checksums."""
+        digests: dict[str, FileDigest] = {}
+        for index, pieces in enumerate(self.files):
+            name = file_name(self.rank, index)
+            digests[name] = self.staging.write(name, self._file_content(index, pieces))
+            if (crc := self.staging.crc(name)) != digests[name].crc:
+                message = f"the checksum of {name} must be {digests[name].crc:x}, but is {crc:x} after the write"
+                raise RunError("checkpoint-failed", message)
+        note = json.dumps({"files": digests, "rank_values": self.rank_values}).encode()
+        self.staging.write(_note_file(self.rank), [note])
 
-    def _content(self, number: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
-        """Yields the bytes of a file: the header, then each piece. Raises if the save is no longer wanted."""
-        yield file_header(pieces, {**self.facts, "rank": self.rank, "file": number})
+    def _file_content(self, index: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
+        """Yields the header of a file and the bytes of each piece. Raises RunError if the save is cancelled."""
+        yield file_header(pieces, {**self.header_info, "rank": self.rank, "file": index})
         for piece in pieces:
-            self._check_wanted()
+            self._check_not_cancelled()
             yield from self.chunks(piece)
 
-    def _check_wanted(self) -> None:
+    def _check_not_cancelled(self) -> None:
         if self.is_cancelled:
-            raise RunError("checkpoint-failed", "the run ended while it was written")
+            raise RunError("checkpoint-failed", "the run ended during the save")
 
     def _publish(self) -> None:
-        """Waits for all notes, checks the sizes of the files, writes the index, and renames the folder."""
-        notes = self._notes()
+        """Waits for all notes, checks the file sizes, writes the index, and renames the folder."""
+        notes = self._wait_for_notes()
         files = {
-            name: FileFacts(num_bytes, crc, rank)
+            name: FileInfo(num_bytes, crc, rank)
             for rank, note in enumerate(notes)
             for name, (num_bytes, crc) in note["files"].items()
         }
-        for name, facts in files.items():
-            if (num_bytes := self.staging.num_bytes(name)) != facts.num_bytes:
-                raise RunError("checkpoint-failed", f"{name} has {num_bytes} bytes, of {facts.num_bytes} that were written")
-        index = replace(self.index, files=files).with_ranks([note["own"] for note in notes])
+        for name, info in files.items():
+            if (num_bytes := self.staging.num_bytes(name)) != info.num_bytes:
+                raise RunError("checkpoint-failed", f"the size of {name} must be {info.num_bytes} bytes, but is {num_bytes}")
+        index = replace(self.index, files=files).with_ranks([note["rank_values"] for note in notes])
         for rank in range(self.num_ranks):
-            self.staging.delete(_note(rank))  # all of it is in the index
+            self.staging.delete(_note_file(rank))  # the index has all of its data
         self.staging.write(INDEX, [index.to_bytes()])
         self.staging.publish(self.target)
-        self.published()
+        self.on_publish()
 
-    def _notes(self) -> list[dict[str, Any]]:
-        """Returns the notes of all ranks. Raises RunError if one failed, or does not finish in time."""
+    def _wait_for_notes(self) -> list[dict[str, Any]]:
+        """Returns the notes of all ranks. Raises RunError if a rank fails or exceeds the time limit."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
         missing = set(range(self.num_ranks))
         while True:
             names = set(self.staging.names())
             for rank in range(self.num_ranks):
-                if _failure(rank) in names:
-                    why = bytes(self.staging.read(_failure(rank))).decode() or "the disk is full"
-                    raise RunError("checkpoint-failed", f"rank {rank}: {why}")
-            left = {rank for rank in missing if _note(rank) not in names}
-            if left != missing or self.waits_since is None:
-                missing, self.waits_since = left, time.monotonic()
+                if _failure_file(rank) in names:
+                    reason = bytes(self.staging.read(_failure_file(rank))).decode() or "the disk is full"
+                    raise RunError("checkpoint-failed", f"rank {rank}: {reason}")
+            remaining = {rank for rank in missing if _note_file(rank) not in names}
+            if remaining != missing or self.wait_start is None:
+                missing, self.wait_start = remaining, time.monotonic()
             if not missing:
-                return [json.loads(self.staging.read(_note(rank))) for rank in range(self.num_ranks)]
+                return [json.loads(self.staging.read(_note_file(rank))) for rank in range(self.num_ranks)]
             if not names:
-                raise RunError("checkpoint-failed", f"{self.staging.text} is gone")
-            self._check_wanted()
+                raise RunError("checkpoint-failed", f"the folder {self.staging.text} does not exist any more")
+            self._check_not_cancelled()
             if time.monotonic() > deadline:
                 raise RunError("checkpoint-failed", f"rank {min(missing)} did not finish in {self.timeout_s:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _SLOWEST_POLL_S)
 
-    def _fail(self, error: Exception) -> None:
-        """Deletes the files that were written; on ranks other than 0, tells rank 0."""
+    def _clean_up(self, error: Exception) -> None:
+        """Deletes the files of the failed save on rank 0; the other ranks report their error to rank 0 in a file."""
         with suppress(Exception):
             if self.rank == 0:
                 self.staging.remove()
             elif self.staging.names():
-                for chunks in ([cause(error).encode()], []):  # a full disk may have room for a name at least
+                for chunks in ([cause(error).encode()], []):  # a full disk may still have room for an empty file
                     with suppress(Exception):
-                        self.staging.write(_failure(self.rank), chunks)
+                        self.staging.write(_failure_file(self.rank), chunks)
                         break
 
 
-def _note(rank: int) -> str:
+def _note_file(rank: int) -> str:
     return f"note-{rank:05}.json"
 
 
-def _failure(rank: int) -> str:
+def _failure_file(rank: int) -> str:
     return f"failed-{rank:05}.txt"
 
 
-def _failed(target: Folder, rank: int, why: str) -> RunError:
-    return RunError("checkpoint-failed", f"the checkpoint {target.text} could not be written by rank {rank}: {why}")
-
-
 class HostCopies:
-    """Copies tensors to memory of the host, which is kept from one save to the next: new memory costs a page fault for each
-    page, several times as long as the copy, and locking pages takes as long again.
+    """Copies tensors to host memory that all saves share: new memory costs a page fault per page, which takes several times as
+    long as the copy, and locking pages takes as long again.
     """
 
     def __init__(self, device: Device) -> None:
@@ -173,94 +174,95 @@ class HostCopies:
         self._memory: HostMemory | None = None
         self._stream: CopyStream | None = None
 
-    def take(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyEvent]:
-        """Starts to copy `tensors`; returns the copies, contiguous, and an event of their end. Invalidates those before."""
-        starts = [0]
+    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyEvent]:
+        """Starts to copy `tensors`. Returns the contiguous copies and the event at the end of the copies. Invalidates earlier
+        copies.
+        """
+        offsets = [0]
         for tensor in tensors:
-            starts.append(starts[-1] + round_up(tensor.nbytes, ALIGNMENT_BYTES))
-        # One for all saves: a stream for each would take those of exchanges, of which there are 32.
+            offsets.append(offsets[-1] + round_up(tensor.nbytes, ALIGNMENT_BYTES))
+        # All saves share one stream: CUDA has 32 streams, and exchanges need them.
         self._stream = self._stream or self.device.copy_stream()
-        if self._memory is None or self._memory.data.numel() < starts[-1]:
+        if self._memory is None or self._memory.data.numel() < offsets[-1]:
             self.free()
-            self._memory = self.device.host_memory(starts[-1])
+            self._memory = self.device.host_memory(offsets[-1])
         self._stream.follow()
         copies = []
-        for tensor, start in zip(tensors, starts, strict=False):
-            copies.append(self._memory.data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        for tensor, offset in zip(tensors, offsets, strict=False):
+            copies.append(self._memory.data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             self._stream.copy(copies[-1], tensor)
         return copies, self._stream.record()
 
     def free(self) -> None:
-        """Frees the memory, once nothing reads copies any more."""
+        """Frees the memory. No thread may read the copies any more."""
         if self._stream is not None:
-            self._stream.record().wait()  # copies of a save that was given up may still write there
+            self._stream.record().wait()  # copies of a cancelled save may still write to the memory
         self._memory = None
 
 
-class Background:
-    """Writes the files of `writing` in a thread, from copies that are made, or on an asynchronous device started, at once.
-    Training may change tensors in its update, after `stage`. failed: after `wait`, the error's text; "" if the checkpoint is
-    complete.
+class BackgroundWriter:
+    """Runs `writer` in a thread, from host copies of the tensors. The constructor starts the copies; training may change the
+    tensors in an update after `stage`.
+
+    failure: the error message, after `wait`; "" if the checkpoint is complete.
     """
 
-    def __init__(self, writing: Writing, host: HostCopies) -> None:
-        self.writing = writing
-        self.failed = ""
-        pieces = [piece for pieces in writing.files for piece in pieces]
-        # On an asynchronous device a forward may change what is not stepped before it is copied.
-        is_safe = [piece.is_stepped or not host.device.is_async for piece in pieces]
+    def __init__(self, writer: RankWriter, host: HostCopies) -> None:
+        self.writer = writer
+        self.failure = ""
+        pieces = [piece for pieces in writer.files for piece in pieces]
+        # On an asynchronous device, a forward may change tensors without an optimizer step, such as buffers, before their copy.
+        stable = [piece.is_stepped or not host.device.is_async for piece in pieces]
         self._sources = [
-            piece.tensor.detach() if safe else torch.clone(piece.tensor.detach())
-            for piece, safe in zip(pieces, is_safe, strict=True)
+            piece.tensor.detach() if is_stable else torch.clone(piece.tensor.detach())
+            for piece, is_stable in zip(pieces, stable, strict=True)
         ]
-        copies, self._event = host.take(self._sources)
+        copies, self._event = host.start(self._sources)
         self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
         self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_stepped]
         self._lock = Lock()
-        self._torn: str | None = "" if self._event.is_done() else None
-        writing.chunks = self._chunks
+        self._changed_name: str | None = "" if self._event.is_done() else None
+        writer.chunks = self._chunks
         self._thread = Thread(target=self._run, name="sley-checkpoint", daemon=True)
         self._thread.start()
 
     def stage(self) -> None:
-        """Makes the device's next work wait for the copies."""
+        """Makes later work on the device wait for the copies."""
         self._event.hold_device()
         self._check_versions()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is written, or has failed."""
+        """Waits until the save is complete or has failed."""
         self._thread.join()
 
-    def end(self) -> None:
-        """Waits as `wait` does, but gives up on other ranks if none of them has finished for `PATIENCE_S`."""
+    def wait_or_cancel(self) -> None:
+        """Waits for the save, but cancels it if no other rank finishes within `PATIENCE_S`."""
         while self._thread.is_alive():
-            self._thread.join(_LOOK_S)
-            since = self.writing.waits_since
-            if since is not None and time.monotonic() - since > PATIENCE_S:
-                self.writing.is_cancelled = True
+            self._thread.join(_JOIN_POLL_S)
+            start = self.writer.wait_start
+            if start is not None and time.monotonic() - start > PATIENCE_S:
+                self.writer.is_cancelled = True
 
     def _check_versions(self) -> None:
-        """Notes the first time, at the end of the copies or before the update, whether a program wrote to a tensor
-        meanwhile.
-        """
+        """Records, in its first call after the copies or before the update, the name of a tensor that the program changed."""
         with self._lock:
-            if self._torn is None:
+            if self._changed_name is None:
                 changed = (piece.name for piece, version in self._versions if version_of(piece.tensor) != version)
-                self._torn = next(changed, "")
+                self._changed_name = next(changed, "")
 
     def _chunks(self, piece: TensorPiece) -> Iterator[memoryview]:
-        """Yields the bytes of a piece. Raises RunError `checkpoint-failed` if a program wrote to a tensor too early."""
+        """Yields the bytes of a piece. Raises RunError `checkpoint-failed` if the program changed a tensor before its copy."""
         self._event.wait()
         self._check_versions()
-        if self._torn:
-            raise RunError("checkpoint-failed", f"the program wrote to {self._torn!r} while it was being saved")
-        yield from chunks_of(self._copies[id(piece)])
+        if self._changed_name:
+            raise RunError("checkpoint-failed", f"the program wrote to {self._changed_name!r} during its save")
+        yield from tensor_chunks(self._copies[id(piece)])
 
     def _run(self) -> None:
-        """Runs in the thread: writes the files; keeps an error's text in `failed`."""
+        """Runs in the thread: writes the files, and stores an error message in `failure`."""
         try:
-            self.writing.run()
+            self.writer.run()
         except RunError as error:
-            self.failed = cause(error)
-        except BaseException as error:  # a fault of ours, which the next save or the end of the run reports
-            self.failed = f"{type(error).__name__}: {error}"
+            self.failure = cause(error)
+        except BaseException as error:  # a bug in Sley: the next save or the end of the run reports it
+            self.failure = f"{type(error).__name__}: {error}"
