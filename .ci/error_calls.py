@@ -19,7 +19,7 @@ Names = dict[str, list[ast.expr]]
 OTHER_CALLS = {
     "Problem": ("path", "message", "hint", "code"),
     "diagnostic": ("code", "message", "path", "hint"),
-    "_problem": ("code", "message", "path", "hint"),
+    "_add_problem": ("code", "message", "path", "hint"),
 }
 """What finds mistakes of a plan without raising them, and the order of its arguments."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sley_core.discovery import installed
+from sley_core.discovery import find_plugins
 
 PLAN_INVALID, PLUGIN = 3, 4
 
@@ -112,8 +112,8 @@ def test_a_plugin_that_is_not_there(plan: Path, refused: Refused, monkeypatch: p
     text = plan.read_text("utf-8")
     refused(with_handlers(plan, "nobody.knows"), "plugin-unknown", '"nobody.knows"', exit_code=PLUGIN)
     plan.write_text(text, "utf-8")
-    others = {name: found for name, found in installed().items() if name != "dp"}
-    monkeypatch.setattr("sley_core.plan.loader.installed", lambda: others)
+    others = {name: found for name, found in find_plugins().items() if name != "dp"}
+    monkeypatch.setattr("sley_core.plan.loader.find_plugins", lambda: others)
     refused(with_handlers(plan, "dp.bucketed"), "plugin-missing", '"dp.bucketed"', exit_code=PLUGIN)
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sley_core.assemble import draft_of
+from sley_core.assemble import build_draft
 from sley_core.comm.world import World
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError, SleyError
@@ -295,7 +295,7 @@ def kinds(tables: Tables, folder: Path) -> list[int]:
     """The number of the first stage that is like it, of each stage."""
     plan = plan_from_dict(tables, folder)
     with World.fake(0, WORLD) as world:
-        found = stage_kinds(plan, plan.topology(WORLD), draft_of(plan, world))
+        found = stage_kinds(plan, plan.topology(WORLD), build_draft(plan, world))
     return [found.index(kind) for kind in found]
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import dozing
 import pytest
 
-from sley_core.assemble import draft_model
+from sley_core.assemble import build_meta_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -83,7 +83,7 @@ def layouts(world: int) -> Iterator[Layout]:
 
 def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
     """A machine on which layers take what they sleep, and exchanges little."""
-    model = draft_model(plan, dozing.Samples.info)
+    model = build_meta_model(plan, dozing.Samples.info)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))

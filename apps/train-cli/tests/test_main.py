@@ -223,7 +223,7 @@ def test_needs_names_the_packages_of_a_plan(cli: Cli, plan: Path, monkeypatch: p
     assert cli("needs", plan).out.splitlines() == here
     text = plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\n'
     plan.write_text(text + 'pool = "pp.classes"\n[checkpoint]\n', "utf-8")
-    monkeypatch.setattr("sley_core.plan.loader.installed", dict)
+    monkeypatch.setattr("sley_core.plan.loader.find_plugins", dict)
     result = cli("needs", plan)
     assert "run this again" in result.err
     folders = [line.removeprefix("-e ") for line in result.out.splitlines()]

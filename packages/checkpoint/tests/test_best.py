@@ -30,7 +30,7 @@ def follow(run: Run) -> None:
         loss = LOSSES[(run.num_steps_done - 1) % len(LOSSES)]
         return {"held_out_loss": loss, "held_out/accuracy": 1 / loss, "held_out/perplexity": loss}
 
-    run._evaluation = given  # type: ignore[method-assign]
+    run._evaluate_sets = given  # type: ignore[method-assign]
 
 
 def trained(tables: Tables, texts: Path, folder: Path, *, resume: bool = False, stop_at: int = 0) -> tuple[Run, list[int]]:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from sley_core.assemble import assemble
-from sley_core.attempt import Attempt, AttemptStart, new_attempt, read_attempt, resumed, steps_in_common, write_attempt
+from sley_core.attempt import (
+    Attempt,
+    AttemptStart,
+    count_common_steps,
+    new_attempt,
+    read_attempt,
+    resume_attempt,
+    write_attempt,
+)
 from sley_core.comm.world import World
 from sley_core.errors import PluginError, RunError, UsageError
 from sley_core.plan.load import plan_from_dict
@@ -25,11 +33,11 @@ A, B, C = AttemptStart("a", 0), AttemptStart("b", 10), AttemptStart("c", 4)
     [((A,), (A, B), 10), ((A, C), (A, B), 4), ((A, C), (A, C, B), 10), ((A,), (B,), 0), ((AttemptStart("a", 3),), (A,), 0)],
 )
 def test_the_steps_that_two_lineages_share(one, other, common):
-    assert steps_in_common(one, other) == steps_in_common(other, one) == common
+    assert count_common_steps(one, other) == count_common_steps(other, one) == common
 
 
 def test_a_lineage_shares_every_step_with_itself():
-    assert steps_in_common((A, B), (A, B)) > 10**12
+    assert count_common_steps((A, B), (A, B)) > 10**12
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,11 +53,11 @@ def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
         lineage, steps = drawn.choice(saved)
         assert attempt.has_taken(lineage, len(steps)) == (taken[: len(steps)] == steps or not steps)
         assert attempt.wrote(lineage), "all of them are of one run"
-        assert min(len(steps), steps_in_common(attempt.lineage, lineage)) == _same(taken, steps), "rows that stay"
+        assert min(len(steps), count_common_steps(attempt.lineage, lineage)) == _same(taken, steps), "rows that stay"
         if steps:
             assert attempt.took(steps[-1], len(steps)) == (taken[: len(steps)] == steps)
         if drawn.random() < 0.5 and steps:
-            attempt = resumed(attempt, lineage, len(steps), "given", "path")
+            attempt = resume_attempt(attempt, lineage, len(steps), "given", "path")
             taken = list(steps)
     assert not attempt.wrote(new_attempt().lineage)
 
@@ -59,10 +67,10 @@ def _same(one, other):
 
 
 def test_a_checkpoint_of_another_run_begins_a_lineage_of_its_own():
-    found = resumed(new_attempt(), (A, B), 14, "there", "/there/step-14")
+    found = resume_attempt(new_attempt(), (A, B), 14, "there", "/there/step-14")
     assert [start.step for start in found.lineage] == [14]
     assert (found.given, found.origin, found.left, found.saved) == ("there", "/there/step-14", (), -1)
-    again = resumed(found, (A, B), 14, "", "/there/step-14")
+    again = resume_attempt(found, (A, B), 14, "", "/there/step-14")
     assert (again.given, again.origin, again.left) == ("there", "/there/step-14", (found.id,))
 
 

@@ -10,7 +10,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from sley_core.optim.build import stepping_without
+from sley_core.optim.build import compiler_free_class
 
 TRAINS = """
 import sys
@@ -38,7 +38,7 @@ def test_a_step_imports_no_compiler(tmp_path):
 )
 def test_it_steps_as_torchs_own_with_hooks_and_closure(kind, options):
     found = []
-    for each in (kind, stepping_without(kind)):
+    for each in (kind, compiler_free_class(kind)):
         parameter = torch.nn.Parameter(torch.arange(4.0))
         optimizer, called = each([parameter], lr=0.1, **options), []
         optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))

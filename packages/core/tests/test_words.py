@@ -15,10 +15,10 @@ import torch
 from pydantic import Field
 
 from sley_core import discovery
-from sley_core.discovery import installed
+from sley_core.discovery import find_plugins
 from sley_core.errors import is_installed
 from sley_core.table import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
-from sley_core.words import field_at, suggestion, takes
+from sley_core.words import describe_type, find_field, suggestion
 
 
 class Inner(Table):
@@ -57,19 +57,19 @@ class Outer(Table):
     ],
 )
 def test_types(annotation: Any, text: str) -> None:
-    assert takes(annotation) == text
+    assert describe_type(annotation) == text
 
 
 def test_fields_are_found_inside_tables_arrays_and_unions() -> None:
     for path in (("one", "size"), ("many", 3, "size"), ("named", "x", "size")):
-        found = field_at(Outer, path)
+        found = find_field(Outer, path)
         assert found
-        assert takes(*found) == "an integer of at least 1"
-    assert field_at(Outer, ("pair", 1)) == (str, ())
-    assert field_at(Outer, ("pair", 7)) == (str, ())
-    assert field_at(Outer, ("free", "x")) == (Any, ())
+        assert describe_type(*found) == "an integer of at least 1"
+    assert find_field(Outer, ("pair", 1)) == (str, ())
+    assert find_field(Outer, ("pair", 7)) == (str, ())
+    assert find_field(Outer, ("free", "x")) == (Any, ())
     for nowhere in (("none",), ("one", "x"), ("many", "x"), ("one", 1)):
-        assert field_at(Outer, nowhere) is None
+        assert find_field(Outer, nowhere) is None
 
 
 def test_suggestions() -> None:
@@ -102,7 +102,7 @@ def set_time(folder: Path, at: float) -> None:
 
 def test_a_folder_that_stays_as_it_is_is_read_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_time(site, LONG_AGO)
-    first = installed()
+    first = find_plugins()
     read: list[list[str]] = []
 
     def reading(*, path: list[str]) -> list[object]:
@@ -110,15 +110,15 @@ def test_a_folder_that_stays_as_it_is_is_read_once(site: Path, monkeypatch: pyte
         return []
 
     monkeypatch.setattr(discovery, "distributions", reading)
-    assert installed()["odd"] == first["odd"]
+    assert find_plugins()["odd"] == first["odd"]
     assert [str(site)] not in read
 
 
 def test_what_is_added_is_found(site: Path) -> None:
     set_time(site, LONG_AGO)
-    assert "even" not in installed()
+    assert "even" not in find_plugins()
     add(site, "even")
-    assert {"odd", "even"} <= installed().keys()
+    assert {"odd", "even"} <= find_plugins().keys()
 
 
 def test_the_current_folder_is_the_one_of_now(
@@ -130,9 +130,9 @@ def test_the_current_folder_is_the_one_of_now(
         set_time(folder, LONG_AGO)
     monkeypatch.setattr("sys.path", [""])
     monkeypatch.chdir(site)
-    assert installed().keys() == {"odd"}
+    assert find_plugins().keys() == {"odd"}
     monkeypatch.chdir(other)
-    assert installed().keys() == {"even"}
+    assert find_plugins().keys() == {"even"}
 
 
 def test_two_distributions_of_one_plugin_are_both_found_and_one_that_is_met_twice_once(
@@ -145,7 +145,7 @@ def test_two_distributions_of_one_plugin_are_both_found_and_one_that_is_met_twic
     for folder in (site, again):
         set_time(folder, LONG_AGO)
     for _ in range(2):
-        assert sorted(one.dist for one in installed()["odd"]) == ["other", "sley-odd"]
+        assert sorted(one.dist for one in find_plugins()["odd"]) == ["other", "sley-odd"]
 
 
 def test_python_and_packages_are_libraries_and_a_project_is_not() -> None:

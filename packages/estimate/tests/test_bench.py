@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.assemble import draft_model
+from sley_core.assemble import build_meta_model
 from sley_core.comm.device import Device
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -72,7 +72,7 @@ def additions(
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(small_plan(data=data, precision={"compute": compute, "accumulation": accumulation}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = draft_model(plan, dataset.info)
+    model = build_meta_model(plan, dataset.info)
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     bench = LayerBench(plan, device, model, dataset, dtype, torch.float32, REPETITIONS)
     embed, block = model.layers[:2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.assemble import draft_model
+from sley_core.assemble import build_meta_model
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
@@ -100,7 +100,7 @@ def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
     machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
     dataset = open_dataset(plan.data, DataContext(0, "train"))
-    model = draft_model(plan, dataset.info)
+    model = build_meta_model(plan, dataset.info)
     priced = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
     assert [one.name for one in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert all(one.source == "measured" for one in priced)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sley_core.assemble import draft_model
+from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.engine.call import Keep, Recompute
@@ -143,7 +143,7 @@ def keys(**changes) -> list[str]:
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(changed(small_plan(data=data, model__num_layers=4), **changes))
     dataset = open_dataset(plan.data, DataContext(0, "train"))
-    model = draft_model(plan, dataset.info)
+    model = build_meta_model(plan, dataset.info)
     policy = plan.activations.build([layer.name for layer in model.layers])
     return layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
 
@@ -251,7 +251,7 @@ def plan_of(micro_size: int = 2, policy: str = "core.keep") -> Plan:
 
 def priced(plan: Plan, machine: MachineFile) -> list[PricedLayer]:
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = draft_model(plan, dataset.info)
+    model = build_meta_model(plan, dataset.info)
     return priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
 
 

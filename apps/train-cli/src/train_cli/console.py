@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from sley_core.errors import Diagnostic, dotted
+from sley_core.errors import Diagnostic, format_path
 from train_cli.options import MessageFormat
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _fields(diagnostic: Diagnostic) -> dict[str, object]:
         "file": place.file if place else None,
         "line": place.line or None if place else None,
         "column": place.column or None if place else None,
-        "path": dotted(diagnostic.path) or None,
+        "path": format_path(diagnostic.path) or None,
         "message": diagnostic.message,
         "hint": diagnostic.hint,
     }

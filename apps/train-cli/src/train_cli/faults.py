@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic, Place, SleyError, is_foreign
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 from train_cli.stopping import WARNINGS
 
 _OWN = frozenset(
@@ -157,7 +157,7 @@ def write_report(fault: Fault) -> None:
     }
     with suppress(OSError):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(Path(name), json.dumps(content))
+        write_atomically(Path(name), json.dumps(content))
 
 
 def write_late_report() -> Diagnostic:

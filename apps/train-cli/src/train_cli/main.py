@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from sley_core.discovery import to_install
+from sley_core.discovery import install_hint
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError
-from sley_core.process import uncollected
+from sley_core.process import disable_gc
 from train_cli import console
 from train_cli.console import Settings
 from train_cli.options import MessageFormat, option_hint
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     settings = Settings()
     try:
-        with uncollected():  # imports allocate much and free nothing; training turns the collector on
+        with disable_gc():  # imports allocate much and free nothing; training turns the collector on
             # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
             command().main(list(sys.argv[1:] if argv is None else argv), prog_name="train-cli", obj=settings)
         return EXIT_OK
@@ -226,7 +226,7 @@ def _load_command(name: str) -> Any:
 def not_installed(package: str, feature: str) -> PluginError:
     """Returns the PluginError "command-missing" for a `feature` of `sley-<package>`, which is not installed."""
     message = f"{feature} is part of sley-{package}, which is not installed"
-    return PluginError("command-missing", message, hint=to_install(package))
+    return PluginError("command-missing", message, hint=install_hint(package))
 
 
 def module_of(package: str, module: str, feature: str) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.assemble import DTYPES, assemble, draft_model
+from sley_core.assemble import DTYPES, assemble, build_meta_model
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import Slices, collate_of
@@ -51,7 +51,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
             with assemble(plan, fake) as run:
                 notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes]
                 dataset = run.dataset
-            model = draft_model(plan, dataset.info)
+            model = build_meta_model(plan, dataset.info)
             on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
             notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
             dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)

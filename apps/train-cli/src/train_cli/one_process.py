@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.data.dataset import DataContext, Sample
-from sley_core.plan.load import resolve
+from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.records import GradientHandlerRecord
 from train_cli.saved import document_of_run, files_of, newest_weights
@@ -72,7 +72,7 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
             removed |= set(pair) if changed & set(pair) else set()
         table = {key: value for key, value in document.tables["data"].items() if key in changed or key not in removed}
         document = replace(document, tables={**document.tables, "data": table})
-    return resolve(document, Loader())
+    return resolve_plan(document, Loader())
 
 
 @contextmanager
@@ -156,4 +156,4 @@ def _without(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_tables(plan: Plan, tables: dict[str, Any]) -> Plan:
-    return resolve(replace(plan.document, tables=tables), plan.loader)
+    return resolve_plan(replace(plan.document, tables=tables), plan.loader)

@@ -83,14 +83,14 @@ def world_size(world: int | None, nodes: int | None, per_node: int | None) -> in
 
 def option_hint(option: str, known: Iterable[str]) -> str:
     """Returns a hint for the unknown `option`: a similar option in `known`, or a key of the plan. May be empty."""
-    from sley_core.words import ELSEWHERE, HABITS
+    from sley_core.words import FOREIGN_KEY_HINTS, SYNONYMS
 
     if close := get_close_matches(option, known, n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     word = option.lstrip("-").replace("-", "_")
-    if word in ELSEWHERE:
-        return ELSEWHERE[word]
-    suffix = f".{HABITS.get(word, word)}="
+    if word in FOREIGN_KEY_HINTS:
+        return FOREIGN_KEY_HINTS[word]
+    suffix = f".{SYNONYMS.get(word, word)}="
     key = next((name for name in (*_table_keys(), "optimizer.lr=") if name.endswith(suffix)), None)
     return f"set it in the plan: --set {key}VALUE" if key else ""
 

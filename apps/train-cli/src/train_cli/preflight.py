@@ -120,7 +120,7 @@ def meet(plan: Plan) -> Rendezvous | None:
         return None
     import torch
 
-    from sley_core.plan.write import digested
+    from sley_core.plan.write import digest_values
     from train_cli.rendezvous import Rendezvous
 
     rendezvous = Rendezvous.at(os.environ, timeout_s=plan.limits.start_timeout_s)
@@ -128,7 +128,7 @@ def meet(plan: Plan) -> Rendezvous | None:
     if plan.run.device != "cpu":  # ranks with different devices would wait for each other in different backends
         facts["CUDA devices"] = "some" if torch.cuda.is_available() else "none"
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    rendezvous.agree(facts, {"the plan": digested(plan)})
+    rendezvous.agree(facts, {"the plan": digest_values(plan)})
     return rendezvous
 
 

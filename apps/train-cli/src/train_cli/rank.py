@@ -21,7 +21,7 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyErr
 from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.load import load_plan
-from sley_core.process import uncollected
+from sley_core.process import disable_gc
 from train_cli.console import say
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note
@@ -42,7 +42,7 @@ def main(target: str, arguments: str) -> int:
     """
     module, _, name = target.partition(":")
     try:
-        with uncollected(), RankFaults(int(os.environ["RANK"])):
+        with disable_gc(), RankFaults(int(os.environ["RANK"])):
             code: int = getattr(import_module(module), name)(**json.loads(arguments))
             return code
     except KeyboardInterrupt:

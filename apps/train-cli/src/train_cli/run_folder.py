@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import tomli
 
 from sley_core.attempt import NAME as ATTEMPT
-from sley_core.attempt import PLAN, torchrun
+from sley_core.attempt import PLAN, torchrun_id
 from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 from train_cli.saved import may_resume, run_folder
 from train_cli.surroundings import START
 
@@ -121,7 +121,7 @@ class FolderLock:
                 raise
             os.close(self._file)
         os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun()}).encode())
+        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun_id()}).encode())
 
     def release(self) -> None:
         """Unlocks the folder, and removes the lock file unless torchrun may restart this rank, which must find its folder."""
@@ -178,7 +178,7 @@ def is_restart(folder: Path) -> bool:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
-        return bool(json.loads((folder / LOCK).read_text("utf-8"))["starter"] == torchrun())
+        return bool(json.loads((folder / LOCK).read_text("utf-8"))["starter"] == torchrun_id())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -261,7 +261,7 @@ def _initialize(plan: Plan, folder: Path, *, overwrite: bool) -> None:
 
 def write_plan(plan: Plan, folder: Path) -> None:
     """Writes the resolved plan into `folder`, completely or not at all."""
-    write_whole(folder / PLAN, plan.to_toml())
+    write_atomically(folder / PLAN, plan.to_toml())
 
 
 def _is_unused(folder: Path) -> bool:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.attempt import CHECKPOINTS, COPIES, PLAN, WEIGHTS, job, read_attempt, torchrun, with_copies
+from sley_core.attempt import CHECKPOINTS, COPIES, PLAN, WEIGHTS, read_attempt, slurm_job_id, torchrun_id, use_copied_files
 from sley_core.errors import SleyError, UsageError
-from sley_core.plan.load import resolve
+from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
 from train_cli.progress import SUMMARY
@@ -71,14 +71,14 @@ def plan_of_run(folder: Path) -> Plan:
 
     Raises UsageError "no-run", and the errors of loading a plan.
     """
-    return resolve(document_of_run(folder), Loader())
+    return resolve_plan(document_of_run(folder), Loader())
 
 
-def document_of_run(folder: Path, changes: Sequence[str] = ()) -> Document:
-    """Returns the unresolved plan of the run in `folder`, with `changes`. Raises the same errors as `plan_of_run`."""
+def document_of_run(folder: Path, compare_plans: Sequence[str] = ()) -> Document:
+    """Returns the unresolved plan of the run in `folder`, with `compare_plans`. Raises the same errors as `plan_of_run`."""
     if not (folder / PLAN).is_file():
         raise UsageError("no-run", f"`{folder}` is not a run folder: it has no `{PLAN}`")
-    return with_copies(read_file(folder / PLAN, changes), folder)
+    return use_copied_files(read_file(folder / PLAN, compare_plans), folder)
 
 
 def is_remote(path: str) -> bool:
@@ -221,7 +221,7 @@ def continues_in_folder(plan: Plan, resume: str | None) -> bool:
         return True
     if is_restarted():
         attempt = read_attempt(folder)
-        return resume is not None or attempt is None or attempt.job == job()
+        return resume is not None or attempt is None or attempt.job == slurm_job_id()
     if resume is None:
         return False
     # Also unresolved, since the checkpoint folder may be a link.
@@ -251,9 +251,9 @@ def is_finished(run: Run, folder: Path) -> bool:
     # Over all ranks: rank 0 decides, since it owns the folder.
     saved_plan: str = run.groups["control"].gather_objects(text, what="whether the run has finished")[0]
     if saved_plan:
-        from sley_core.plan.write import changes, refuse_changes
+        from sley_core.plan.write import check_changes, compare_plans
 
-        refuse_changes(changes(saved_plan, run.resolved_plan.to_toml()))
+        check_changes(compare_plans(saved_plan, run.resolved_plan.to_toml()))
     return bool(saved_plan)
 
 
@@ -284,7 +284,7 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
         if run.groups["control"].gather_objects(has_started, what="where the run has started")[0]:
             resume = AUTO
     # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
-    anew = may_start_over and attempt is not None and attempt.torchrun == torchrun() != ""
+    anew = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
     restored = run.load_checkpoint(resume, anew=anew)
     return ["there is no checkpoint yet: the run starts at step 1"] if restored is None else list(_report(run, restored))
 

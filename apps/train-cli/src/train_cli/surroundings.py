@@ -18,9 +18,9 @@ from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from sley_core.errors import dotted
+from sley_core.errors import format_path
 from sley_core.json_text import write_json
-from sley_core.plan.write import leaves
+from sley_core.plan.write import iterate_values
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -114,7 +114,7 @@ class StartRecord:
 def write_start(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
     """Writes `start.json` for a start that happens now. plan: the resolved plan. names_gpus: as in `machine_facts`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    origins = {dotted(path): plan.origin(path) for path, _ in leaves(plan.tables)}
+    origins = {format_path(path): plan.origin(path) for path, _ in iterate_values(plan.tables)}
     write_json(folder / START, vars(StartRecord(time, origins, machine_facts(names_gpus=names_gpus))))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sley_core.attach import AssemblyFacts, memory_of, outputs_of, samples_of, state_of, stepper_of
+from sley_core.attach import AssemblyInfo, build_outputs, build_run_memory, build_samples, build_stepper, build_training_state
 from sley_core.comm.groups import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
@@ -43,10 +43,10 @@ from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import is_kept
 from sley_core.model.values import HostModel
-from sley_core.optim.build import frozen, leave_compiler_out
-from sley_core.optim.learning_rate import rate_of, shares_digest
+from sley_core.optim.build import avoid_compiler_import, frozen_names
+from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
 from sley_core.plan.check import check_plan
-from sley_core.plan.write import digested
+from sley_core.plan.write import digest_values
 from sley_core.process import keep_freed_memory
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
@@ -76,13 +76,13 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         if problems := check_plan(plan, world.size):
             raise PlanError.many(problems)
         if not plan.model.config.compile:
-            leave_compiler_out()
+            avoid_compiler_import()
         topology = plan.topology(world.size)
-        draft = draft or draft_of(plan, world)
+        draft = draft or build_draft(plan, world)
         dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
         names, sizes = collect_names(model.layers), model.num_parameters()
         stage = draft.stage.at(topology.coordinates(world.rank).stage)
-        groups = join(plan, world, topology, model, stage, dataset)
+        groups = make_groups(plan, world, topology, model, stage, dataset)
         simulation = world.simulation
         communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
         if communicator is not None:
@@ -90,13 +90,13 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
         check_hooks(stage.stages, shards, topology.sp)
         notes += describe_unsharded(model.layers, shards)
-        notes += formats_of(plan, model, shards)
+        notes += describe_dtypes(plan, model, shards)
         reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
         announced, has_values = None, True
         if simulation is None:
-            shards = _place(plan, world, model, stage, shards)
+            shards = _initialize_weights(plan, world, model, stage, shards)
         else:
-            announced, has_values = simulation.announced(plan, stage, dataset, dtypes(plan)[0]), False
+            announced, has_values = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0]), False
         apart: Sequence[str] | None = None
         if plan.sequence is not None and topology.sp > 1:
             attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
@@ -106,34 +106,34 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         registry = ParameterRegistry(stage.chunks, stage.stages, shards)
         if simulation is not None:
             shard_on_meta(stage.layers, shards)
-            simulation.fill(stage.layers, dtypes(plan)[1])
+            simulation.fill(stage.layers, weight_dtypes(plan)[1])
         with world.device.in_use():
             parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
             if managers:  # before all ranks agree on the names of such numbers
                 moved = [part for one in plan.offload for part in cast("OffloadManagerRecord", one.record).parts(one.config)]
                 MoveNumbers(parts.numbers, groups["all"].size, managers, moved)
-            stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
-            samples = samples_of(plan, parts, model, dataset, stepper, has_feed=has_values)
-            memory = memory_of(parts, stepper, managers, undo)
+            stepper = build_stepper(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
+            samples = build_samples(plan, parts, model, dataset, stepper, has_feed=has_values)
+            memory = build_run_memory(parts, stepper, managers, undo)
         if has_values:
             check_extra_states(stage.layers)
             refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
-        facts = AssemblyFacts(*sizes, notes, draft.plan_values)
-        outputs = outputs_of(plan, world, folder)
-        state = state_of(plan, parts, stepper, samples, memory, model, folder, facts)
+        facts = AssemblyInfo(*sizes, notes, draft.plan_values)
+        outputs = build_outputs(plan, world, folder)
+        state = build_training_state(plan, parts, stepper, samples, memory, model, folder, facts)
         load = partial(load_weights, names, parts, stepper.update.masters)
         run = Run(plan, parts, stepper, samples, outputs, memory, load, state, facts)
         on_error.pop_all()
         return run
 
 
-def _place(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
+def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
     """Gives this rank's layers their first values, cut; returns `shards` by the new parameters. Raises as `HostModel`."""
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
         cuts = {key: shard.cut for key, shard in shards.items()}
-        final = host.place(owned, dtype=dtypes(plan)[1], device=world.device.torch_device, cut=cuts)
+        final = host.place(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, cut=cuts)
         host.drop_others(final, owned)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
         keep_freed_memory()  # from now on: values of other ranks' layers have been freed
@@ -164,7 +164,7 @@ def make_parts(
         layers,
         registry,
         GradientStore(registry, gradients, world.device.torch_device, reduction, planner),
-        WeightStore(dtypes(plan)[0], plan.precision.keep),
+        WeightStore(weight_dtypes(plan)[0], plan.precision.keep),
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
@@ -173,7 +173,7 @@ def make_parts(
     )
 
 
-def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
+def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
     """Makes and returns this rank's groups; a collective over the world.
 
     model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree", on every
@@ -204,9 +204,9 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
     if control.size > 1 and hasattr(dataset, "data_digest"):
         facts["data with the digest"] = str(dataset.data_digest)
     if plan.learning_rate.record is None:
-        facts["learning rates with the digest"] = shares_digest(rate_of(plan), plan.run.steps)
+        facts["learning rates with the digest"] = shares_digest(learning_rate_factor(plan), plan.run.steps)
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(facts, control, {"the plan": partial(digested, plan)})  # over all ranks; blocks
+    agree(facts, control, {"the plan": partial(digest_values, plan)})  # over all ranks; blocks
     return groups
 
 
@@ -215,7 +215,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
     taken: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
         for record in records:
-            if fault := _fault(record, topology, taken):
+            if fault := _group_fault(record, topology, taken):
                 message = f"{plugin.label} failed in sley_process_groups: {fault}"
                 raise PluginError("plugin-failed", message, hint="report this to the plugin's authors")
             taken[record.axis] = plugin
@@ -224,7 +224,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
                     yield GroupEntry(record.axis, lane, tuple(ranks), attaches=record.attaches)
 
 
-def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
+def _group_fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
     """Returns the fault of a plugin's group in words; "" if there is none."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} is no ProcessGroupRecord"
@@ -257,16 +257,16 @@ class Draft:
     plan_values: dict[KeyPath, Any]
 
 
-def draft_of(plan: Plan, world: World) -> Draft:
+def build_draft(plan: Plan, world: World) -> Draft:
     """Returns the draft of a run; a collective if the partition times layers. Raises the errors of what it calls."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
-        model = draft_model(plan, dataset.info)
+        model = build_meta_model(plan, dataset.info)
     costs, values = count_layer_parameters(model), dict[KeyPath, Any]()
     notes = [*notes_of(model.layers)]
     if needs_timed_costs(plan) and world.simulation is None:
-        costs = time_layers(plan, world, partial(draft_model, plan), dtypes(plan)[0])
+        costs = time_layers(plan, world, partial(build_meta_model, plan), weight_dtypes(plan)[0])
         values["partition", "layer_costs"] = costs
     elif needs_timed_costs(plan):
         name = plan.partition.name if plan.partition else ""
@@ -274,11 +274,11 @@ def draft_of(plan: Plan, world: World) -> Draft:
     return Draft(dataset, model, build_stage(plan, plan.topology(world.size), world.rank, model, costs), notes, values)
 
 
-def draft_model(plan: Plan, info: DataInfo) -> Model:
-    """Builds the model on meta, in training mode, with the parameters frozen that the plan freezes.
+def build_meta_model(plan: Plan, info: DataInfo) -> Model:
+    """Builds the model on meta, in training mode, and freezes the parameters that the plan freezes.
 
-    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would count
-    the positions of every slice from 0.
+    Raises the same errors as `sliced_info`, `build_on_meta` and `frozen_names`, and PlanError "sequence-positions" for a model
+    that would count the positions of every slice from 0.
     """
     plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
@@ -290,25 +290,25 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     registry = ParameterRegistry([model.layers])
     optimizer: Any = plan.optimizer.config
     aliases = {alias: param.name for param in registry for alias in param.aliases}
-    for name in frozen(registry.names, optimizer, aliases):
+    for name in frozen_names(registry.names, optimizer, aliases):
         registry[name].parameter.requires_grad_(False)
     train(model)
     return model
 
 
-def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
     """Returns the dtype of the working weights, and that of the weights that the optimizer steps: at least fp32."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)
 
 
-def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
+def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
     """Returns a note on the formats of parameters and buffers, if the plan computes in a narrow one.
 
     Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for parts that need all
     weights in one format: sharded weights, parts of weights, masters on the host.
     """
-    working, stepped = dtypes(plan)
+    working, stepped = weight_dtypes(plan)
     keep = plan.precision.keep
     named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
     wide_names = [name for name in named if is_kept(name, keep)]
@@ -326,14 +326,18 @@ def formats_of(plan: Plan, model: Model, shards: Shards) -> list[str]:
         return []
     buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}
     others = [
-        f"`{name}` ({_short(one.dtype)})" for name, one in buffers.items() if one.is_floating_point() and one.dtype != working
+        f"`{name}` ({_dtype_name(one.dtype)})"
+        for name, one in buffers.items()
+        if one.is_floating_point() and one.dtype != working
     ]
-    note = f"{len(named) - len(wide_names)} parameters compute in {_short(working)} and are stepped in {_short(stepped)}"
-    note += f", {len(wide_names)} stay in {_short(stepped)}" if wide_names else ""
+    note = (
+        f"{len(named) - len(wide_names)} parameters compute in {_dtype_name(working)} and are stepped in {_dtype_name(stepped)}"
+    )
+    note += f", {len(wide_names)} stay in {_dtype_name(stepped)}" if wide_names else ""
     if others:
         note += f"; buffers keep their format: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
     return [note]
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -32,16 +32,16 @@ from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
-from sley_core.errors import KeyPath, PlanError, dotted
-from sley_core.evaluation import feeds_of, metrics_of, rows_of
+from sley_core.errors import KeyPath, PlanError, format_path
+from sley_core.evaluation import build_evaluation_feeds, build_metrics, local_rows
 from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.run_memory import CountsOf, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
-from sley_core.optim.build import EVERYWHERE_ALIKE, parameter_groups
-from sley_core.optim.learning_rate import rate_of
-from sley_core.optim.shared import PLAIN
-from sley_core.optimizer_probe import traits_of
+from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
+from sley_core.optim.learning_rate import learning_rate_factor
+from sley_core.optim.shared import TORCH_TRAITS
+from sley_core.optimizer_probe import probe_optimizer
 from sley_core.protocols import (
     ActivationPolicy,
     Counts,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-def stepper_of(
+def build_stepper(
     plan: Plan,
     parts: Parts,
     model: Model,
@@ -175,10 +175,10 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     place = home or device.torch_device
     # A fixed order on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
     is_alike = parts.store.reduction.fixed_order and plan.optimizer.record is not None and place.type == "cpu"
-    groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
-    factor = rate_of(plan)
+    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_alike else None)
+    factor = learning_rate_factor(plan)
     is_tried = checks and not plan.optimizer.name.startswith("core.")
-    traits = traits_of(plan, parts, model, factor, masters.wide, place) if is_tried else PLAIN
+    traits = probe_optimizer(plan, parts, model, factor, masters.wide, place) if is_tried else TORCH_TRAITS
     return Update(
         parts.store,
         masters,
@@ -198,9 +198,9 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     )
 
 
-def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
+def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
     """Returns the numbers of parts with `protocols.Counts`, and of offload managers, by unique names of the plan."""
-    parts = [*parts_of(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
+    parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
         if isinstance(part, Counts):
@@ -209,7 +209,7 @@ def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> 
     return counts | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
 
 
-def parts_of(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
+def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
     """Returns the plan's components, each with the object that it has made for this run."""
     pairs = [
         (plan.weights, stepper.executor.weights),
@@ -289,7 +289,7 @@ class RunOutputs:
 
 
 @dataclass(frozen=True)
-class AssemblyFacts:
+class AssemblyInfo:
     """The results of an assembly that a user may want to know.
 
     num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: for the
@@ -302,7 +302,7 @@ class AssemblyFacts:
     plan_values: Mapping[KeyPath, Any] = field(default_factory=dict)
 
 
-def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
+def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
@@ -339,7 +339,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
             of,
             seed=plan.run.seed,
             batch_size=size,
-            rows=rows_of(size, parts),
+            rows=local_rows(size, parts),
             timeout_s=plan.limits.data_timeout_s,
             check=lambda batch, numbers: check_tokens(batch, dataset.info, numbers),
             **options,
@@ -348,12 +348,12 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     return replace(
         samples,
         feed=feed(dataset, plan.batch.global_size, shuffle=config.shuffle, will_save=plan.checkpoint is not None),
-        evaluated=feeds_of(plan, parts, dataset.info, feed),
-        metrics=metrics_of(plan, parts, dataset.info, has_tokens=samples.meter.unit == "tokens"),
+        evaluated=build_evaluation_feeds(plan, parts, dataset.info, feed),
+        metrics=build_metrics(plan, parts, dataset.info, has_tokens=samples.meter.unit == "tokens"),
     )
 
 
-def writer_of(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
+def build_writer(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
     """Returns the writer of one table of `metrics`; raises PlanError "metrics-writer" if a factory gives something else."""
     writer = component.build(folder)
     if not isinstance(writer, MetricsWriter):
@@ -362,11 +362,11 @@ def writer_of(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
     return writer
 
 
-def outputs_of(plan: Plan, world: World, folder: Path | None) -> RunOutputs:
+def build_outputs(plan: Plan, world: World, folder: Path | None) -> RunOutputs:
     """Returns the writers into `folder`, the run's; none if it is None. Metrics writers are on rank 0 only."""
     if folder is None:
         return RunOutputs()
-    writers = [writer_of(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
+    writers = [build_writer(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
     profiler = None
     if plan.profile is not None:
         first, last = plan.profile.steps
@@ -374,7 +374,7 @@ def outputs_of(plan: Plan, world: World, folder: Path | None) -> RunOutputs:
     return RunOutputs(writers, profiler)
 
 
-def state_of(
+def build_training_state(
     plan: Plan,
     parts: Parts,
     stepper: Stepper,
@@ -382,12 +382,12 @@ def state_of(
     memory: RunMemory,
     model: Model,
     folder: Path | None,
-    facts: AssemblyFacts,
+    facts: AssemblyInfo,
 ) -> TrainingState:
     """Returns the state that a checkpointer saves. folder: the run's."""
     keepers = {
-        f"{dotted(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
-        for component, part in parts_of(plan, stepper)
+        f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
+        for component, part in components_with_objects(plan, stepper)
         if isinstance(part, Keeps)
     }
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers)
@@ -398,7 +398,7 @@ def state_of(
     )
 
 
-def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
+def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
     """Attaches offload managers to a run whose other parts are attached, and returns the run's memory. `undo` detaches them."""
     update, crossing = stepper.update, stepper.executor.crossing
 
@@ -413,10 +413,10 @@ def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager]
             yield from states_of(stepped)
         for key, state in update.optimizer.state.items():
             if id(key) not in names:
-                yield from _under("optimizer", named_tensors(state))
+                yield from _prefix_names("optimizer", named_tensors(state))
 
     def states_of(stepped: Stepped) -> NamedTensors:
-        return _under(stepped.name, optimizer_states(update, stepped))
+        return _prefix_names(stepped.name, optimizer_states(update, stepped))
 
     def held_by(objects: Iterable[object]) -> NamedTensors:
         for holder in objects:
@@ -455,6 +455,6 @@ def memory_of(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager]
     return RunMemory(device, inventory, managers, update.masters)
 
 
-def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
+def _prefix_names(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
     """Returns the tensors with `name.` in front of their names."""
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sley_core.errors import RunError, UsageError
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import rows
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
@@ -39,7 +39,7 @@ COPIES = {
 """Keys of the plan that name files, and the folder or file within the run's own where a run keeps copies of the small ones."""
 
 
-def with_copies(document: Document, folder: Path) -> Document:
+def use_copied_files(document: Document, folder: Path) -> Document:
     """Returns the plan's document with the copies of files in the run's `folder` in place of the originals."""
     tables: dict[str, Any] = dict(document.tables)
     for (table, key), name in COPIES.items():
@@ -56,7 +56,7 @@ ID_LENGTH = 12
 NEVER_ANEW = "never-anew"
 """The error code of a load that would repeat finished work."""
 
-_WITHOUT_END = 2**63
+_NO_LIMIT = 2**63
 
 
 class AttemptStart(NamedTuple):
@@ -70,18 +70,18 @@ Lineage = tuple[AttemptStart, ...]
 """The attempts that took the steps of a run, the latest last: each those from its own start to the start of the next."""
 
 
-def lineage_of(pairs: Iterable[Sequence[Any]]) -> Lineage:
+def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
     """Returns the lineage of JSON's pairs. Raises ValueError, TypeError."""
     return tuple(AttemptStart(str(name), int(step)) for name, step in pairs)
 
 
-def steps_in_common(one: Lineage, other: Lineage) -> int:
+def count_common_steps(one: Lineage, other: Lineage) -> int:
     """Returns how many first steps were taken by the same attempts in both lineages; a lineage has no last step."""
     same = 0
     while same < min(len(one), len(other)) and one[same] == other[same]:
         same += 1
     nexts = [line[same].step for line in (one, other) if len(line) > same]
-    return min(nexts, default=_WITHOUT_END) if same else 0
+    return min(nexts, default=_NO_LIMIT) if same else 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Attempt:
 
     def has_taken(self, lineage: Lineage, step: int) -> bool:
         """Returns whether the first `step` steps of this attempt are those of `lineage`."""
-        return self.wrote(lineage) and steps_in_common(self.lineage, lineage) >= step
+        return self.wrote(lineage) and count_common_steps(self.lineage, lineage) >= step
 
     def took(self, name: str, step: int) -> bool:
         """Returns whether the attempt `name` had taken `step` steps of this one's when it had taken that many."""
@@ -125,10 +125,10 @@ class Attempt:
 
 
 def new_attempt(step: int = 0) -> Attempt:
-    return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=job(), torchrun=torchrun())
+    return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=slurm_job_id(), torchrun=torchrun_id())
 
 
-def resumed(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
+def resume_attempt(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
     """Returns the attempt that resumes after the first `step` steps of `lineage`, from the checkpoint at `path`.
 
     before: the folder's attempt; a checkpoint that none of its attempts wrote begins a lineage of its own. given: the path that
@@ -143,12 +143,12 @@ def resumed(before: Attempt | None, lineage: Lineage, step: int, given: str, pat
     return replace(new, left=left, given=before.given, origin=before.origin, saved=before.saved)
 
 
-def job() -> str:
+def slurm_job_id() -> str:
     """Returns the id of the SLURM job that this process belongs to; "" without one."""
     return os.environ.get("SLURM_JOB_ID", "")
 
 
-def torchrun() -> str:
+def torchrun_id() -> str:
     """Returns an id of the torchrun that started this process; "" without one."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""
@@ -159,7 +159,7 @@ def read_attempt(folder: Path) -> Attempt | None:
     path = folder / NAME
     try:
         fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        attempt = Attempt(**{**fields, "lineage": lineage_of(fields["lineage"]), "left": tuple(fields["left"])})
+        attempt = Attempt(**{**fields, "lineage": parse_lineage(fields["lineage"]), "left": tuple(fields["left"])})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -173,7 +173,7 @@ def read_attempt(folder: Path) -> Attempt | None:
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Writes the record of `folder`. Raises RunError "attempt" if it cannot be written."""
     try:
-        write_whole(folder / NAME, json.dumps(asdict(attempt)))
+        write_atomically(folder / NAME, json.dumps(asdict(attempt)))
     except OSError as error:
         hint = "name a folder that can be written in `[run] folder`"
         raise RunError("attempt", f"cannot write `{folder / NAME}`: {error.strerror or error}", hint=hint) from error
@@ -216,18 +216,18 @@ class RunAttempt:
     def resume(self, lineage: Lineage, step: int, given: str, path: str) -> tuple[int, str]:
         """Makes the next step the first of an attempt that goes on after the first `step` steps of `lineage`.
 
-        given: as of `resumed`. Returns how many steps the attempts before it in the run's folder have in common with the
+        given: as of `resume_attempt`. Returns how many steps the attempts before it in the run's folder have in common with the
         checkpoint at `path`, and a note for the user; 0 and "" on ranks other than 0.
         """
         if not self._is_first_rank:
             return 0, ""
         # Without a folder nothing else says whose the checkpoint is.
         before = self.known if self.current or self.folder is not None else Attempt(lineage)
-        common, note = 0 if before is None else steps_in_common(before.lineage, lineage), ""
+        common, note = 0 if before is None else count_common_steps(before.lineage, lineage), ""
         if before is not None and common < step and before.origin != path:
             whose = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
             note = f"{path} is of {whose}: rows of other steps than its own are dropped"
-        self.current, self._is_begun = resumed(before, lineage, step, given, path), False
+        self.current, self._is_begun = resume_attempt(before, lineage, step, given, path), False
         return min(step, common), note
 
     def refuse_to_begin_anew(self, where: str, others: Sequence[str] = ()) -> None:

@@ -20,7 +20,7 @@ EXAMPLES = frozenset({"narrow", "powersgd", "topk", "watch"})
 """Plugins in examples/plugins of Sley's repository."""
 
 NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository that it is installed from)"
-"""How to get a newer core, in words: from a clone, as in `to_install`."""
+"""How to get a newer core, in words: from a clone, as in `install_hint`."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class PluginSource:
         return f"plugin `{self.name}` ({self.dist} {self.version})"
 
 
-def installed() -> Mapping[str, list[PluginSource]]:
+def find_plugins() -> Mapping[str, list[PluginSource]]:
     """Returns all plugins on `sys.path`, by name; of a distribution that is there twice the first, as for an import."""
     plugins_by_name: dict[str, list[PluginSource]] = {}
     dists: set[str] = set()
     for entry in map(Path, sys.path):  # an empty entry is the current folder
         changed = entry.stat().st_mtime_ns if entry.exists() else 0
-        for name, plugins in _read(str(entry.absolute()), changed):
+        for name, plugins in _read_distributions(str(entry.absolute()), changed):
             if name not in dists:
                 dists.add(name)
                 for one in plugins:
@@ -54,7 +54,7 @@ def installed() -> Mapping[str, list[PluginSource]]:
 
 
 @cache
-def _read(entry: str, changed: int) -> list[tuple[str, list[PluginSource]]]:
+def _read_distributions(entry: str, changed: int) -> list[tuple[str, list[PluginSource]]]:
     """Returns the distributions with plugins at one entry of `sys.path`, by canonical name; cached, as that takes 4 ms."""
     dists = []
     for dist in distributions(path=[entry]):
@@ -67,18 +67,18 @@ def _read(entry: str, changed: int) -> list[tuple[str, list[PluginSource]]]:
         name, number = (str((metadata.get_all(key) or ["?"])[0]) for key in ("Name", "Version"))
         # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
-        points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
-        dists.append((_canonical(name), [PluginSource(point.name, name, number, point, requires) for point in points]))
+        points = [EntryPoint(key, value, GROUP) for key, value in _parse_entry_points(text)]
+        dists.append((_canonical_name(name), [PluginSource(point.name, name, number, point, requires) for point in points]))
     return dists
 
 
-def to_install(name: str, extra: str = "") -> str:
+def install_hint(name: str, extra: str = "") -> str:
     """Returns in words how to install one of Sley's own packages, which are on no index."""
-    asked, folder = (f"[{extra}]", f'"{folder_of(name, extra)}"') if extra else ("", folder_of(name))
+    asked, folder = (f"[{extra}]", f'"{package_folder(name, extra)}"') if extra else ("", package_folder(name))
     return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {folder}`"
 
 
-def folder_of(name: str, extra: str = "") -> str:
+def package_folder(name: str, extra: str = "") -> str:
     """Returns the folder of one of Sley's own packages in a clone, with the extra, in pip's syntax."""
     folder = f"examples/plugins/sley-{name}" if name in EXAMPLES else f"packages/{name}"
     return f"{folder}[{extra}]" if extra else folder
@@ -106,7 +106,7 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
 
     for line in plugin.requires:
         named = _NAME.match(line.strip())
-        if named is None or _canonical(named[0]) != CORE_DIST:  # cheaper than parsing the line
+        if named is None or _canonical_name(named[0]) != CORE_DIST:  # cheaper than parsing the line
             continue
         try:
             requirement = Requirement(line)
@@ -119,7 +119,7 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
     return None
 
 
-def _of_group(text: str) -> list[tuple[str, str]]:
+def _parse_entry_points(text: str) -> list[tuple[str, str]]:
     """Returns the `name = value` lines of our section. Parsed here, because one broken line makes importlib refuse the file."""
     section = re.search(rf"^\[\s*{re.escape(GROUP)}\s*\]\s*$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     lines = section[1].splitlines() if section else []
@@ -127,5 +127,5 @@ def _of_group(text: str) -> list[tuple[str, str]]:
     return [(key.strip(), value.strip()) for key, equals, value in pairs if equals]
 
 
-def _canonical(name: str) -> str:
+def _canonical_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

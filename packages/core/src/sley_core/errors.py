@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
-def dotted(path: KeyPath) -> str:
+def format_path(path: KeyPath) -> str:
     """Returns the path as it is written for `--set`: `gradient_handlers.0.bucket_mb`."""
     return ".".join(str(part) for part in path)
 
@@ -98,7 +98,7 @@ class StateError(RunError):
     """A call needs memory of the run that is away, or comes within a step; the hint names the call that helps."""
 
 
-def closed(what: str) -> RunError:
+def run_closed_error(what: str) -> RunError:
     """Returns the error `run-closed`, for a program that uses `what` after `Run.close`."""
     return RunError("run-closed", f"the {what} is used after its run was closed", hint="use it inside `with assemble(...)`")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import EvaluationSet, Plan
 
 
-def rows_of(global_size: int, parts: Parts) -> range:
+def local_rows(global_size: int, parts: Parts) -> range:
     """Returns this rank's rows of a global batch of `global_size`; all ranks of one `sp` group have the same ones."""
     size = global_size // parts.topology.dp
     start = parts.groups["dp"].coord * size
@@ -35,7 +35,7 @@ class FeedMaker(Protocol):
     def __call__(self, dataset: AnyDataset, batch_size: int, /, *, shuffle: bool) -> Feed: ...
 
 
-def feeds_of(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[str, EvaluationFeed]:
+def build_evaluation_feeds(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[str, EvaluationFeed]:
     """Returns the samples of `[evaluation]` by the name of their set, those of the held-out split under ""; a collective if
     there are sets. info: of the data to train on. Raises PlanError "evaluation-set" for data that do not fit them.
     """
@@ -46,7 +46,7 @@ def feeds_of(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[
     facts: dict[str, str] = {}
     for name, one in plan.evaluation_sets.items():
         try:
-            dataset, num_samples = _opened(name, one, plan, parts, info)
+            dataset, num_samples = _open_set(name, one, plan, parts, info)
         except SleyError as error:
             raise plan.located(error) from error.__cause__
         facts[f"samples of the set {name}:"] = str(num_samples)
@@ -62,7 +62,7 @@ def feeds_of(plan: Plan, parts: Parts, info: DataInfo, feed: FeedMaker) -> dict[
     return feeds
 
 
-def _opened(name: str, one: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
+def _open_set(name: str, one: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
     """Returns the data of a set, and how many of its samples are evaluated."""
     dataset = open_dataset(one.data, DataContext(plan.run.seed, "held_out" if one.keys.split == "held_out" else "train"))
     path = one.data.path
@@ -89,7 +89,7 @@ def _opened(name: str, one: EvaluationSet, plan: Plan, parts: Parts, info: DataI
     return dataset, min(count, most or sys.maxsize)
 
 
-def metrics_of(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
+def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
     """Returns what is counted in evaluations. has_tokens: whether the data are token ids. Raises PlanError "keep-best" if the
     plan follows a number that is not.
     """
@@ -98,7 +98,7 @@ def metrics_of(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) ->
         return Metrics()
     own = whole = None
     if evaluation.metric is not None:
-        own = _own_metric(plan)
+        own = _build_custom_metric(plan)
         if parts.topology.sp > 1 and evaluation.metric.sequence == "whole":
             whole = WholeSequences(sliced_info(info, parts.topology.sp).fields, parts.groups["sp"])
     loss = plan.loss.config
@@ -111,7 +111,7 @@ def metrics_of(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) ->
     return metrics
 
 
-def _own_metric(plan: Plan) -> Metric:
+def _build_custom_metric(plan: Plan) -> Metric:
     """Returns the function that the user's factory gives."""
     assert plan.evaluation is not None
     assert plan.evaluation.metric is not None

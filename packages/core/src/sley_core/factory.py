@@ -28,12 +28,12 @@ def call_factory(name: str, path: KeyPath, folder: Path | None, options: Mapping
     else:
         for key in given.keys() & signature.parameters.keys():
             if key in options:
-                raise _refused(name, path, f"`{key}` is what a run passes itself")
+                raise _options_error(name, path, f"`{key}` is what a run passes itself")
             arguments[key] = given[key]
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            raise _refused(name, path, str(error)) from error
+            raise _options_error(name, path, str(error)) from error
     try:
         return function(**arguments)
     except SleyError:
@@ -69,6 +69,6 @@ def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..
     return function
 
 
-def _refused(name: str, path: KeyPath, why: str) -> PlanError:
+def _options_error(name: str, path: KeyPath, why: str) -> PlanError:
     message = f"`{name}` cannot be called with these options: {why}"
     return PlanError("factory-options", message, path=(*path, "options"))

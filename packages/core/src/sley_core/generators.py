@@ -1,7 +1,8 @@
 """Seeds the generators of this process for each use: torch's default one, those of `random` and numpy, and those in modules.
 
 A use is a layer in a micro-batch, or a sample that is read. Each has a seed that no layout changes, so it draws the same
-numbers on every rank, and again in recomputation. A data set that draws, in another thread, takes turns with layers (`IN_USE`).
+numbers on every rank, and again in recomputation. `GENERATOR_LOCK` keeps a dataset in another thread and layers from drawing at
+the same time.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch import Tensor, nn
 
 from sley_core.errors import PlanError
 
-IN_USE: Any = threading.RLock()
+GENERATOR_LOCK: Any = threading.RLock()
 """The lock of the generators, while they are seeded for a layer or for a sample that is read."""
 
-_STATE: Any = threading.RLock()
+_STATE_LOCK: Any = threading.RLock()
 """The lock of saved states, for a moment."""
 
-for _lock in (IN_USE, _STATE):
+for _lock in (GENERATOR_LOCK, _STATE_LOCK):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # another thread may hold it then, which the child lacks
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, nn.Module, type, ModuleType)
-_DEPTH = 6
-_ODD = 0x9E3779B97F4A7C15
+_MAX_DEPTH = 6
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 def seed_host(seed: int) -> None:
@@ -53,51 +54,51 @@ State = tuple[Tensor, Any, Any]
 
 def host_state() -> State:
     """Returns the states of the generators that `seed_host` seeds, not those of a sample that another thread is reading."""
-    with _STATE:
-        return _own_state() if _Seeded.running is None else _Seeded.running.before
+    with _STATE_LOCK:
+        return _read_state() if _SeededUse.running is None else _SeededUse.running.before
 
 
 def set_host_state(state: State) -> None:
     """Restores a result of `host_state`, now or as soon as another thread has read its sample."""
-    with _STATE:
-        if _Seeded.running is None:
-            _set_own_state(state)
+    with _STATE_LOCK:
+        if _SeededUse.running is None:
+            _write_state(state)
         else:
-            _Seeded.running.before = state
+            _SeededUse.running.before = state
 
 
-class _Seeded:
+class _SeededUse:
     """A use of generators that are restored after it. before: the states to restore."""
 
-    running: ClassVar[_Seeded | None] = None
+    running: ClassVar[_SeededUse | None] = None
 
     def __init__(self) -> None:
-        self.before = _own_state()
+        self.before = _read_state()
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def use_seed(seed: int) -> Iterator[None]:
     """Returns a context manager with the generators of the host seeded; afterwards they have the states from before."""
-    with IN_USE:
-        with _STATE:
-            outer, use = _Seeded.running, _Seeded()
-            _Seeded.running = use
+    with GENERATOR_LOCK:
+        with _STATE_LOCK:
+            outer, use = _SeededUse.running, _SeededUse()
+            _SeededUse.running = use
             seed_host(seed)
         try:
             yield
         finally:
-            with _STATE:
-                _Seeded.running = outer
-                _set_own_state(use.before)
+            with _STATE_LOCK:
+                _SeededUse.running = outer
+                _write_state(use.before)
 
 
 @contextmanager
-def seeded_as_plain(seed: int) -> Iterator[None]:
-    """Returns a context manager as `seeded`, with the generators in the states that a program gives them by
+def use_program_seed(seed: int) -> Iterator[None]:
+    """Returns a context manager as `use_seed`, with the generators in the states that a program gives them by
     `torch.manual_seed(seed)`, `random.seed(seed)` and `numpy.random.seed(seed % 2**32)`: the present CUDA device's, too.
     """
     on_device = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
-    with seeded(seed):
+    with use_seed(seed):
         state = None if on_device is None else on_device.get_state()
         if on_device is not None:
             on_device.manual_seed(seed)
@@ -110,12 +111,12 @@ def seeded_as_plain(seed: int) -> Iterator[None]:
                 on_device.set_state(state)
 
 
-def _own_state() -> State:
+def _read_state() -> State:
     numpy = sys.modules.get("numpy")
     return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
-def _set_own_state(state: State) -> None:
+def _write_state(state: State) -> None:
     of_torch, of_python, of_numpy = state
     torch.default_generator.set_state(of_torch)
     random.setstate(of_python)
@@ -125,14 +126,14 @@ def _set_own_state(state: State) -> None:
 
 def comparable_state() -> tuple[Any, ...]:
     """Returns the present states of the generators of the host, in a form that compares by `==`."""
-    of_torch, of_python, of_numpy = _own_state()
+    of_torch, of_python, of_numpy = _read_state()
     numbers = (of_numpy[0], of_numpy[1].tobytes(), *of_numpy[2:]) if of_numpy else None
     return of_torch.numpy().tobytes(), of_python, numbers
 
 
-def seed_own(generators: Iterable[Any], seed: int) -> None:
+def seed_generators(generators: Iterable[Any], seed: int) -> None:
     for number, generator in enumerate(generators, 1):
-        own = (seed + number * _ODD) % (1 << 63)
+        own = (seed + number * _SEED_STRIDE) % (1 << 63)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own)
         elif isinstance(generator, random.Random):
@@ -144,42 +145,45 @@ def seed_own(generators: Iterable[Any], seed: int) -> None:
             bits.state = type(bits)(own).state
 
 
-def own_generators(module: nn.Module, name: str) -> list[Any]:
+def module_generators(module: nn.Module, name: str) -> list[Any]:
     """Returns the generators of a module and its submodules: in attributes, in containers and plain objects there, and those
     that their functions name. Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
     """
     generators: dict[int, Any] = {}
     visited: set[int] = set()
     for path, part in module.named_modules(prefix=name):
-        for generator in _generators_of(part, ("_parameters", "_buffers", "_modules"), visited):
-            generators.setdefault(id(generator), _checked(generator, f"the module {path!r}", "model"))
+        for generator in _attribute_generators(part, ("_parameters", "_buffers", "_modules"), visited):
+            generators.setdefault(id(generator), _check_seedable(generator, f"the module {path!r}", "model"))
     return list(generators.values())
 
 
-def generators_of_function(function: Any) -> list[Any]:
+def function_generators(function: Any) -> list[Any]:
     """Returns the generators that a function encloses or names, or a partial one binds, but not those of classes."""
-    return list(_generators_in(function, set(), _DEPTH))
+    return list(_reachable_generators(function, set(), _MAX_DEPTH))
 
 
-def generators_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the generators of an optimizer, as `own_generators` does. Raises PlanError "model-random"."""
-    owner, every = f"the optimizer {type(optimizer).__name__}", _generators_of(optimizer, ("state", "param_groups"), set())
-    return list({id(one): _checked(one, owner, "optimizer") for one in every}.values())
+def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the generators of an optimizer, as `module_generators` does. Raises PlanError "model-random"."""
+    owner, every = (
+        f"the optimizer {type(optimizer).__name__}",
+        _attribute_generators(optimizer, ("state", "param_groups"), set()),
+    )
+    return list({id(one): _check_seedable(one, owner, "optimizer") for one in every}.values())
 
 
-def _generators_of(owner: object, without: Sequence[str], visited: set[int]) -> Iterator[Any]:
+def _attribute_generators(owner: object, without: Sequence[str], visited: set[int]) -> Iterator[Any]:
     """Yields the generators in attributes of an object other than `without`, and in its class and bases, torch's left out."""
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in without]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
-        yield from _generators_in(value, visited, _DEPTH)
+        yield from _reachable_generators(value, visited, _MAX_DEPTH)
 
 
-def _generators_in(value: Any, visited: set[int], depth: int) -> Iterator[Any]:
-    return (one for one in leaves_in(value, visited, depth) if _is_generator(one))
+def _reachable_generators(value: Any, visited: set[int], depth: int) -> Iterator[Any]:
+    return (one for one in iterate_leaves(value, visited, depth) if _is_generator(one))
 
 
-def leaves_in(value: Any, visited: set[int], depth: int = _DEPTH) -> Iterator[Any]:
+def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Yields the generators, modules and tensors that can be reached from `value`. visited: ids of objects to leave out."""
     if id(value) in visited or depth == 0:
         return
@@ -187,11 +191,11 @@ def leaves_in(value: Any, visited: set[int], depth: int = _DEPTH) -> Iterator[An
     if isinstance(value, Tensor | nn.Module) or _is_generator(value):
         yield value
     elif not isinstance(value, _PLAIN):
-        for part in _parts(value):
-            yield from leaves_in(part, visited, depth - 1)
+        for part in _referenced_objects(value):
+            yield from iterate_leaves(part, visited, depth - 1)
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _referenced_objects(value: Any) -> Iterator[Any]:
     """Yields the objects to which `value` refers, and those of a function's globals that may hold generators."""
     if isinstance(value, Mapping):
         yield from list(value.values())
@@ -206,7 +210,7 @@ def _parts(value: Any) -> Iterator[Any]:
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # not filled yet
                 yield cell.cell_contents
-        for name in _names(value.__code__):
+        for name in _code_names(value.__code__):
             known = value.__globals__.get(name)
             is_own = isinstance(known, FunctionType) and known.__module__ == value.__module__
             if is_own or isinstance(known, list | tuple | dict) or _is_generator(known):
@@ -215,12 +219,12 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from list(getattr(value, "__dict__", {}).values())
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _code_names(code: CodeType) -> Iterator[str]:
     """Yields the names in a function, and in those that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _code_names(constant)
 
 
 def _is_generator(value: Any) -> bool:
@@ -232,7 +236,7 @@ def _is_generator(value: Any) -> bool:
     )
 
 
-def _checked(generator: Any, owner: str, table: str) -> Any:
+def _check_seedable(generator: Any, owner: str, table: str) -> Any:
     """Returns a generator that can be seeded. Raises PlanError "model-random". owner, table: whose it is, for the error."""
     try:
         if isinstance(generator, random.SystemRandom):

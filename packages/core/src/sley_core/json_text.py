@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -20,7 +20,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` to `path`, indented and atomically. Raises OSError, naming the file, if it cannot be written."""
-    write_whole(path, to_json(value, indent=2) + "\n")
+    write_atomically(path, to_json(value, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -89,20 +89,22 @@ class Loop:
         self._state = state
         self._checkpointer = checkpointer_of(state)
         # Found once: without a listener a step makes no hook call.
-        self._heard = {hook: [one for one in plan.plugins.values() if one.implements(hook)] for hook in NOTIFICATIONS}
+        self._listening_plugins = {
+            hook: [one for one in plan.plugins.values() if one.implements(hook)] for hook in NOTIFICATIONS
+        }
         self._is_first = True  # call of this object, which a checkpoint may have brought to a later step
-        self._doing = ""  # "a step" or "an evaluation" while one runs
-        self._any_listens = False
+        self._activity = ""  # "a step" or "an evaluation" while one runs
+        self._has_listeners = False
         self._counts = CallCounts()
-        self._stop_asked = False
-        self._since: Moment = 0.0  # in the device's work, by which steps are timed: a row may be read late
-        self._late: PendingStep | None = None
+        self._is_stop_requested = False
+        self._start_time: Moment = 0.0  # in the device's work, by which steps are timed: a row may be read late
+        self._pending_step: PendingStep | None = None
 
     def launch(self, given: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
         """Starts a step on `given`, or on the feed's next samples; on CUDA the device goes on. outputs: gets the model's."""
         number, profiler = self.num_steps_done + 1, self.outputs.profiler
-        with self._call(given, outputs) as batch:
-            votes = Votes(self._stop_asked, self._checkpointer.wants_save())
+        with self._read_batch(given, outputs) as batch:
+            votes = Votes(self._is_stop_requested, self._checkpointer.wants_save())
             taken = None if outputs is None else outputs.by_micro
             totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=taken)
         if profiler is not None:
@@ -110,20 +112,20 @@ class Loop:
         self.num_steps_done = number
         return PendingStep(number, totals, self.stepper.update.lr, self._counts)
 
-    def _add(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Row:
+    def _accumulate_call(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Row:
         """Adds one call to the step, and returns its row: the step's number, and the mean loss of this call's samples."""
-        with self.parts.weights.settle_on_error(), self._call(given, outputs) as batch:
+        with self.parts.weights.settle_on_error(), self._read_batch(given, outputs) as batch:
             loss = self.stepper.add(self.num_steps_done, batch, None if outputs is None else outputs.by_micro)
-        seconds = self._counts.seconds + self.device.seconds_between(self._since, self.device.moment())
+        seconds = self._counts.seconds + self.device.seconds_between(self._start_time, self.device.moment())
         self._counts = replace(self._counts, seconds=seconds)
         return {"step": self.num_steps_done + 1, "loss": loss}
 
     @contextmanager
-    def _call(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Iterator[StepBatch]:
+    def _read_batch(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Iterator[StepBatch]:
         """Yields the samples of one call of the next step."""
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
-        with self.device.random_state_kept(), self._set("_doing", "a step"):
+        with self.device.random_state_kept(), self._override_attribute("_activity", "a step"):
             if given is not None:
                 batch, wait_s, numbers = self.samples.splitter.split_input(given), 0.0, tuple[int, ...]()
             else:
@@ -147,15 +149,15 @@ class Loop:
     def _mean_loss(self, given: GivenBatch | None) -> float:
         """Returns the mean loss of `given`, or of the plan's held-out samples, the same ones each time."""
         splitter = self.samples.splitter
-        with self._set("_doing", "an evaluation"), self._evaluated():
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
             batches = self.samples.evaluated[""].batches(splitter) if given is None else [splitter.split_input(given)]
             return self.stepper.measure(batches)["loss"]
 
-    def _evaluation(self) -> Row:
+    def _evaluate_sets(self) -> Row:
         """Returns the numbers of `[evaluation]`, by their names in a row: of the held-out split, then of each set."""
         row: Row = {}
         metrics = self.samples.metrics
-        with self._set("_doing", "an evaluation"), self._evaluated():
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
             for of_set, feed in self.samples.evaluated.items():
                 numbers = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
                 if metrics.has_perplexity:
@@ -165,7 +167,7 @@ class Loop:
         return row
 
     @contextmanager
-    def _evaluated(self) -> Iterator[None]:
+    def _use_evaluation_weights(self) -> Iterator[None]:
         """Returns a context manager within which weights are those to evaluate and to save (`Update.evaluated`)."""
         update = self.stepper.update
         if update.traits.has_modes:
@@ -173,11 +175,11 @@ class Loop:
         with update.evaluated():
             yield
 
-    def _in_form(self, outputs: ModelOutputs, given: GivenBatch | None, *, join: bool) -> Any:
+    def _format_outputs(self, outputs: ModelOutputs, given: GivenBatch | None, *, join: bool) -> Any:
         return outputs.to_input_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
-    def _emit_late(self) -> None:
-        late, self._late = self._late, None
+    def _emit_pending(self) -> None:
+        late, self._pending_step = self._pending_step, None
         if late is not None:
             self._emit(late)
 
@@ -188,8 +190,8 @@ class Loop:
         result = pending.totals.read()
         step_progress.comes(BETWEEN)
         ended = pending.totals.ended
-        seconds = self.device.seconds_between(self._since, ended) + counts.seconds
-        self._since = ended
+        seconds = self.device.seconds_between(self._start_time, ended) + counts.seconds
+        self._start_time = ended
         if skips is not None:
             skips.settle(pending.totals)
         is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.most
@@ -217,24 +219,24 @@ class Loop:
             row |= sources.row(result.numbers[count:])
         row |= self.samples.meter.measure(counts.batch, seconds, counts.data_wait_s)
         try:
-            if self._evaluates_after(pending.number):
-                row |= self._evaluation()
+            if self._is_evaluation_due(pending.number):
+                row |= self._evaluate_sets()
                 if self.best is not None and self.best.add(pending.number, row):
                     self._checkpointer.ask()
-                self._restart()
+                self._restart_timer()
         finally:  # the step was taken, whatever became of its evaluation
             for writer in self.outputs.writers:
                 writer.write(row)
         for reader in self.readers:
             reader(row)
-        if self._any_listens or self.listeners or self._heard["sley_step_finished"]:
+        if self._has_listeners or self.listeners or self._listening_plugins["sley_step_finished"]:
             self.parts.weights.settle()
         for listener in self.listeners:
             listener(row)
         self._notify("sley_step_finished", run=self, row=row)
         return row
 
-    def _evaluates_after(self, number: int) -> bool:
+    def _is_evaluation_due(self, number: int) -> bool:
         if self.plan.evaluation is None or not self.samples.evaluated:
             return False
         return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
@@ -244,18 +246,18 @@ class Loop:
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self._checkpointer.save_due(self.num_steps_done)
-            self._restart()
+            self._restart_timer()
 
-    def _restart(self) -> None:
-        self._since = self.device.moment()
+    def _restart_timer(self) -> None:
+        self._start_time = self.device.moment()
 
     def _notify(self, hook: str, **arguments: Any) -> None:
         """Calls `hook` of every plugin that implements it, in the plan's order. Raises PluginError for whatever one raises."""
-        for plugin in self._heard[hook]:
+        for plugin in self._listening_plugins[hook]:
             plugin.call(hook, **arguments)
 
     @contextmanager
-    def _set(self, name: str, value: object) -> Iterator[None]:
+    def _override_attribute(self, name: str, value: object) -> Iterator[None]:
         """Returns a context manager within which the attribute `name` has this value."""
         before = getattr(self, name)
         setattr(self, name, value)

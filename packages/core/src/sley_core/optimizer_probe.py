@@ -21,23 +21,23 @@ from sley_core.comm.copies import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.update import step_buckets
 from sley_core.errors import PlanError, RunError, cause
-from sley_core.generators import comparable_state, generators_of_optimizer, seed_host, seed_own, seeded
+from sley_core.generators import comparable_state, optimizer_generators, seed_generators, seed_host, use_seed
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import (
     Traits,
     attributes_of,
-    copied,
+    copy_gradients_first,
+    copy_values,
+    extra_attributes,
+    extra_states,
     has_modes,
-    in_training,
     inner_optimizers,
-    load,
+    load_optimizer_state,
     options_to_save,
-    own_attributes,
-    own_states,
+    set_training_mode,
     shared_to_save,
     shared_values,
-    with_own_gradients,
 )
 from sley_core.records import OffloadManagerRecord
 from sley_core.run_state.tensors import StateLeaf, joined, leaves
@@ -56,10 +56,10 @@ Cut = Callable[[tuple[int, ...]], list[tuple[int, tuple[int, ...]]]]
 NUM_STEPS = 7
 """The rectified ones move no weight in their first five steps."""
 
-RESUMED_AT = 3
+RESUME_STEP = 3
 
 
-class Unfit(NamedTuple):
+class OptimizerFault(NamedTuple):
     """A fault of an optimizer in a run, and what to do about it. key: of [optimizer], that is at fault."""
 
     message: str
@@ -83,13 +83,13 @@ class Trial:
         self._generator = torch.Generator().manual_seed(5)
         self._toys = toys
         self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in toys.ndims]
-        self._cut = cut or _whole
-        self.parameters = [[nn.Parameter(one) for one in self._parts(shape)] for shape in self._shapes]
+        self._cut = cut or _keep_whole
+        self.parameters = [[nn.Parameter(one) for one in self._make_parts(shape)] for shape in self._shapes]
         self.every = [one for parts in self.parameters for one in parts]
         groups = [{**one, "params": parts} for one, parts in zip(toys.options, self.parameters, strict=True)]
-        self.optimizer = in_training(build(groups))
-        self._generators = generators_of_optimizer(self.optimizer)
-        self.begun = copied(attributes_of(shared_values(self.optimizer)))
+        self.optimizer = set_training_mode(build(groups))
+        self._generators = optimizer_generators(self.optimizer)
+        self.begun = copy_values(attributes_of(shared_values(self.optimizer)))
         self.keeps_gradients = self.draws = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:
@@ -102,17 +102,17 @@ class Trial:
 
     def _step(self, number: int, factor: float, *, one_by_one: bool) -> None:
         self._generator.manual_seed(100 + number)
-        gradients = [part for shape in self._shapes for part in self._parts(shape)]
+        gradients = [part for shape in self._shapes for part in self._make_parts(shape)]
         for parameter, gradient in zip(self.every, gradients, strict=True):
             parameter.grad = gradient
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        seed_own(self._generators, number)
+        seed_generators(self._generators, number)
         device = self._toys.device
         on_device = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
         seed_host(number)
         before = comparable_state(), on_device and on_device.manual_seed(number).get_offset()
-        step = with_own_gradients(self.optimizer, self.optimizer.step)
+        step = copy_gradients_first(self.optimizer, self.optimizer.step)
         if not one_by_one:
             self.optimizer.step()
         else:
@@ -120,7 +120,7 @@ class Trial:
             step_buckets(self.optimizer, stepped, lambda every: ([one] for one in every[::-1]), step)
         after = comparable_state(), on_device and on_device.get_offset()
         self.draws |= before != after or bool(self._generators)
-        objects = [*self.optimizer.state.values(), *(value for _, _, value in own_attributes(self.optimizer))]
+        objects = [*self.optimizer.state.values(), *(value for _, _, value in extra_attributes(self.optimizer))]
         storages = {storage_id(one) for one in tree_leaves(objects) if isinstance(one, Tensor)}
         self.keeps_gradients |= any(storage_id(one) in storages for one in gradients if one.numel())
 
@@ -128,7 +128,7 @@ class Trial:
         """Returns the present values, flat, of each parameter."""
         return [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in self.parameters]
 
-    def _parts(self, shape: tuple[int, ...]) -> list[Tensor]:
+    def _make_parts(self, shape: tuple[int, ...]) -> list[Tensor]:
         flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
         flat = flat.to(self._toys.device, self._toys.dtype)
         sizes, shapes = zip(*self._cut(shape), strict=True)
@@ -139,7 +139,7 @@ class _Stepped(NamedTuple):
     parameter: nn.Parameter
 
 
-def traits_of(
+def probe_optimizer(
     plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, place: torch.device
 ) -> Traits:
     """Returns the traits of the plan's optimizer. factor: of the learning rate at a step. dtype, place: of the parameters that
@@ -153,13 +153,13 @@ def traits_of(
     is_cut = plan.parallel.pp > 1 or plan.parallel.wp > 1 or shards
     if traits.draws and parts.store.reduction.fixed_order and is_cut:
         message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
-        faults.append(Unfit(message, 'use `reduction = "fast"`, or leave `pp`, `wp` and shards out'))
+        faults.append(OptimizerFault(message, 'use `reduction = "fast"`, or leave `pp`, `wp` and shards out'))
     for manager in plan.offload if traits.has_modes else ():
         record = manager.record
         assert isinstance(record, OffloadManagerRecord), manager.name
         if record.scope(manager.config) != "global" and not record.steps_on_host:
             message = "switches weights between training and evaluation, which needs all of its states on the device at once"
-            faults.append(Unfit(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
+            faults.append(OptimizerFault(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
     if faults:
         name = plan.optimizer.name
         raise PlanError.many(
@@ -171,7 +171,7 @@ def traits_of(
 
 def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, place: torch.device, *, lr_changes: bool = True
-) -> tuple[Traits, list[Unfit]]:
+) -> tuple[Traits, list[OptimizerFault]]:
     """Tries the plan's optimizer on two small parameters of `dtype`, with the most and the fewest dims of a model's; returns
     its traits and its faults. lr_changes: whether it must follow a learning rate that changes. Leaves all generators as
     they are.
@@ -186,14 +186,16 @@ def try_optimizer(
         return optimizer
 
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
-    with seeded(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if toys.device.type == "cuda" else []):
+    with use_seed(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if toys.device.type == "cuda" else []):
         first = Trial(build, toys)
         start = first.values()
         try:
             first.run()
             larger = Trial(build, toys, more=2).run()
         except Exception as error:
-            fault = Unfit(f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {cause(error)}", "")
+            fault = OptimizerFault(
+                f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {cause(error)}", ""
+            )
             return Traits(), [fault]
         traits = Traits(first.keeps_gradients, first.draws, has_modes(first.optimizer))
         end = first.values()
@@ -208,59 +210,65 @@ def try_optimizer(
                     return False
             return True
 
-        faults = list(_out_of_reach(first, larger))
+        faults = list(_find_unsaved_state(first, larger))
         if not faults:
             try:
-                if not is_same(_resumed(build, toys)):
-                    faults.append(Unfit("takes other steps once it goes on from a checkpoint", HINT))
+                if not is_same(_run_with_resume(build, toys)):
+                    faults.append(OptimizerFault("takes other steps once it goes on from a checkpoint", HINT))
             except Exception as error:
                 why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
-                faults.append(Unfit(f"cannot go on from a checkpoint: {why}", HINT))
+                faults.append(OptimizerFault(f"cannot go on from a checkpoint: {why}", HINT))
         has_moved = not all(map(torch.equal, start, end))
         if lr_changes and has_moved and is_same(Trial(build, toys).run(factor=0.5)):
-            faults.append(Unfit("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step'))
+            faults.append(
+                OptimizerFault("takes no notice of the learning rate in its groups", 'read `group["lr"]` in each step')
+            )
         if traits.draws or scope not in ("elementwise", "per_matrix"):
             return traits, faults
         try:
             is_apart = is_same(Trial(build, toys).run(one_by_one=True))
         except Exception as error:
             why = "" if isinstance(error, RunError) else f": {cause(error)}"
-            faults.append(Unfit(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope"))
+            faults.append(OptimizerFault(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope"))
             return traits, faults
         if not is_apart:
-            faults.append(Unfit("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope"))
-        elif scope == "elementwise" and not all(is_same(Trial(build, toys, cut).run()) for cut in (_rows, _flat)):
+            faults.append(
+                OptimizerFault("updates a parameter by more than its own gradients", 'say `scope = "global"`', "scope")
+            )
+        elif scope == "elementwise" and not all(is_same(Trial(build, toys, cut).run()) for cut in (_split_rows, _split_flat)):
             message = "updates an element by more than its own gradients and the number of dims of its parameter"
-            faults.append(Unfit(message, 'say `scope = "matrix"`', "scope"))
+            faults.append(OptimizerFault(message, 'say `scope = "matrix"`', "scope"))
     return traits, faults
 
 
 HINT = "keep numbers, and tensors in `self.state[parameter]`; other attributes are not in a checkpoint"
 
 
-def _out_of_reach(trial: Trial, larger: Trial) -> Iterator[Unfit]:
+def _find_unsaved_state(trial: Trial, larger: Trial) -> Iterator[OptimizerFault]:
     """Yields a fault for each thing that neither a checkpoint nor a move of memory reaches."""
     optimizer = trial.optimizer
     for name, inner in inner_optimizers(optimizer):
-        yield Unfit(
+        yield OptimizerFault(
             f"has another optimizer in `{name}`, whose groups and states are its own: no learning rate and no checkpoint "
             f"reaches them",
             f"give {type(inner).__name__} the outer's: `{name}.param_groups = self.param_groups`, `{name}.state = self.state`",
         )
     known = {id(one) for one in trial.every}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
-        yield Unfit("has states of tensors that are no parameters of it", HINT)
-    places, others = _tensors(trial), _tensors(larger)
+        yield OptimizerFault("has states of tensors that are no parameters of it", HINT)
+    places, others = _extra_tensor_shapes(trial), _extra_tensor_shapes(larger)
     for place, shapes in places.items():
         if shapes != others.get(place, shapes):
-            yield Unfit(f"keeps tensors that grow with the parameters in {place}, where no checkpoint finds them", HINT)
+            yield OptimizerFault(
+                f"keeps tensors that grow with the parameters in {place}, where no checkpoint finds them", HINT
+            )
 
 
-def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
+def _extra_tensor_shapes(trial: Trial) -> dict[str, list[torch.Size]]:
     """Returns the shapes of the tensors in each attribute, and in each state whose key is no parameter."""
     parameters = {id(one) for one in trial.every}
-    places = {f"the attribute `{path}{name}`": value for path, name, value in own_attributes(trial.optimizer)}
-    places |= {f"the state {key!r}, whose key is no parameter": one for key, one in own_states(trial.optimizer).items()}
+    places = {f"the attribute `{path}{name}`": value for path, name, value in extra_attributes(trial.optimizer)}
+    places |= {f"the state {key!r}, whose key is no parameter": one for key, one in extra_states(trial.optimizer).items()}
     shapes = {}
     for place, value in places.items():
         inside = [one for one in tree_leaves(value) if isinstance(one, Tensor) and id(one) not in parameters]
@@ -268,39 +276,39 @@ def _tensors(trial: Trial) -> dict[str, list[torch.Size]]:
     return shapes
 
 
-def _resumed(build: Build, toys: ToyParameters) -> Trial:
+def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
     """Returns a trial after all steps, the last of which it has taken from a checkpoint of another one."""
-    first, second = Trial(build, toys).run(range(RESUMED_AT)), Trial(build, toys)
+    first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():
         for one, other in zip(first.every, second.every, strict=True):
             other.copy_(one)
             state_leaves = leaves(first.optimizer.state.get(one, {}))
-            states[id(other)] = joined(StateLeaf(leaf.path, _saved(leaf.value)) for leaf in state_leaves)
-    options = [_saved(options_to_save(first.optimizer, group)) for group in first.optimizer.param_groups]
-    shared = {place: _saved(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}
-    load(second.optimizer, states, options, shared, second.begun, dict.fromkeys(states, toys.dtype))
-    return second.run(range(RESUMED_AT, NUM_STEPS))
+            states[id(other)] = joined(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in state_leaves)
+    options = [_encode_and_decode(options_to_save(first.optimizer, group)) for group in first.optimizer.param_groups]
+    shared = {place: _encode_and_decode(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}
+    load_optimizer_state(second.optimizer, states, options, shared, second.begun, dict.fromkeys(states, toys.dtype))
+    return second.run(range(RESUME_STEP, NUM_STEPS))
 
 
-def _saved(value: Any) -> Any:
+def _encode_and_decode(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))
 
 
-def _whole(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+def _keep_whole(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     return [(prod(shape), shape)]
 
 
-def _rows(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+def _split_rows(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     if not shape:
-        return _whole(shape)
+        return _keep_whole(shape)
     width = prod(shape[1:])
     return [(rows * width, (rows, *shape[1:])) for rows in (1, shape[0] - 1)]
 
 
-def _flat(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+def _split_flat(shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     """Cuts in the middle of a row, as spans of a flat buffer are."""
     if not shape:
-        return _whole(shape)
+        return _keep_whole(shape)
     ends = [0, 2, prod(shape)]
     return [(last - first, ElementRange(first, last).stepped_shape(shape)) for first, last in pairwise(ends)]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """Keeps the collector from running within the block."""
     was_on = gc.isenabled()
     gc.disable()
@@ -28,11 +28,11 @@ _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
-_TUNED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+_TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 """Environment variables that glibc reads for the same purpose."""
 
 _NEVER = -1
-_MOST_BYTES = 32 << 20
+_MAX_MMAP_THRESHOLD = 32 << 20
 """The largest block that glibc can be told to allocate from its heap, on 64 bits; it maps larger ones."""
 
 
@@ -43,10 +43,10 @@ def keep_freed_memory() -> bool:
     Else glibc maps the large blocks of each step anew, or returns the top of its heap to the system: thousands of page faults,
     up to 4 % of a step's time (docs/measurements.md).
     """
-    if any(name in os.environ for name in _TUNED) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if any(name in os.environ for name in _TUNING_VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _MOST_BYTES)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
+    return bool(mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from sley_core.attach import AssemblyFacts, RunOutputs, Samples, counts_of
+from sley_core.attach import AssemblyInfo, RunOutputs, Samples, collect_counts
 from sley_core.comm.device import on_stream
 from sley_core.engine.save import Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
-from sley_core.errors import RunError, StateError, UsageError, closed
-from sley_core.evaluation import rows_of
+from sley_core.errors import RunError, StateError, UsageError, run_closed_error
+from sley_core.evaluation import local_rows
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP, RunMemory
 from sley_core.run_state.state import AUTO, TrainingState
@@ -65,7 +65,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         memory: RunMemory,
         load_weights: Callable[..., LoadedWeights],
         state: TrainingState,
-        facts: AssemblyFacts,
+        facts: AssemblyInfo,
     ) -> None:
         super().__init__(plan, parts, stepper, samples, outputs, memory, state)
         self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
@@ -76,7 +76,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.notes = facts.notes
         if self.feed is not None:
             self.feed.notes = self.notes
-        self.memory = replace(memory, settle=self._settle, check_free=self._check_free)
+        self.memory = replace(memory, settle=self._finish_pending, check_free=self._check_free)
         self._load_weights = load_weights
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = False
@@ -85,7 +85,7 @@ class Run(Loop, AbstractContextManager["Run"]):
     @property
     def rows(self) -> slice:
         """This rank's rows (samples) of the global batch, with full sequences; the same on all ranks of an `sp` group."""
-        rows = rows_of(self.plan.batch.global_size, self.parts)
+        rows = local_rows(self.plan.batch.global_size, self.parts)
         return slice(rows.start, rows.stop)
 
     @property
@@ -102,29 +102,31 @@ class Run(Loop, AbstractContextManager["Run"]):
         first step, `checkpoint-folder` if its checkpoints could not be saved.
         """
         with self.device.on_stream():
-            self._settle()
-            self._check_ended("training")
+            self._finish_pending()
+            self._check_between_steps("training")
             self.memory.require("a step", TO_STEP)
             self._checkpointer.probe()
-            with self._stepping(), self._set("_is_training", True):
+            with self._track_outcome(), self._override_attribute("_is_training", True):
                 # All ranks must wait for late weights alike, so they ask whether anyone listens.
                 mine = bool(self.listeners)
                 control = self.groups["control"]
-                self._any_listens = self.parts.weights.arrive_late and any(
+                self._has_listeners = self.parts.weights.arrive_late and any(
                     control.gather_objects(mine, what="who listens to steps")
                 )
-                self._restart()
+                self._restart_timer()
                 with self.parts.weights.settle_on_error():
                     while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
                         # Launched before the previous step is emitted: on CUDA the device is not idle while the host reads.
-                        before, self._late = self._late, self.launch(None)
+                        before, self._pending_step = self._pending_step, self.launch(None)
                         if before is not None:
                             self._emit(before)
-                        is_due = self._evaluates_after(self._late.number) or self._checkpointer.is_due(self.num_steps_done)
+                        is_due = self._is_evaluation_due(self._pending_step.number) or self._checkpointer.is_due(
+                            self.num_steps_done
+                        )
                         if is_due or not self.device.is_async:
-                            self._emit_late()
+                            self._emit_pending()
                         self._save_if_due()
-                    self._emit_late()
+                    self._emit_pending()
                     self.parts.weights.settle()
                 self._checkpointer.train_done(self.num_steps_done, was_stopped=self.was_stopped)
         return self._outcome
@@ -154,18 +156,18 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         outputs = ModelOutputs() if return_outputs else None
         with self.device.on_stream():
-            self._settle()
-            with self._stepping():
-                self._restart()
+            self._finish_pending()
+            with self._track_outcome():
+                self._restart_timer()
                 if self._is_accumulating:
-                    row = self._add(batch, outputs)
+                    row = self._accumulate_call(batch, outputs)
                 else:
                     with self.parts.weights.settle_on_error():
                         pending = self.launch(batch, outputs)
                     self.parts.weights.settle()
                     row = self._emit(pending)
                     self._save_if_due()
-                return row if outputs is None else (row, self._in_form(outputs, batch, join=join))
+                return row if outputs is None else (row, self._format_outputs(outputs, batch, join=join))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Returns a context manager within which `step` adds gradients up and updates nothing; the next call of `step` outside
@@ -185,9 +187,9 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         Raises UsageError `accumulate-canonical` with `[parallel] reduction = "canonical"`.
         """
-        self._settle()
+        self._finish_pending()
         self.store.reduction.check_accumulation()
-        return self._set("_is_accumulating", True)
+        return self._override_attribute("_is_accumulating", True)
 
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
@@ -197,7 +199,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         `not-finite` and `nothing-counts` on all ranks alike, and UsageError `no-evaluation` where both the batch and the table
         `[evaluation]` are missing.
         """
-        self._settle()
+        self._finish_pending()
         if batch is None and self.held_out is None:
             hint = "add one with `every = 100`, or evaluate a batch of your own"
             message = "the plan has no [evaluation] table"
@@ -207,7 +209,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                     "`run.evaluate_sets()` evaluates its sets",
                 )
             raise UsageError("no-evaluation", message, hint=hint)
-        self._require("an evaluation", TO_EVALUATE)
+        self._require_memory("an evaluation", TO_EVALUATE)
         return self._mean_loss(batch)
 
     @on_stream
@@ -215,12 +217,12 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Returns the numbers of `[evaluation]` as a row has them (`held_out_loss`, `held_out/NAME/loss`), the same on every
         rank; changes nothing. All ranks call it. Raises as `evaluate`, and RunError `metric-result`.
         """
-        self._settle()
+        self._finish_pending()
         if not self.samples.evaluated:
             hint = "add one with `every = 100`"
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
-        self._require("an evaluation", TO_EVALUATE)
-        return self._evaluation()
+        self._require_memory("an evaluation", TO_EVALUATE)
+        return self._evaluate_sets()
 
     @on_stream
     def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
@@ -235,12 +237,12 @@ class Run(Loop, AbstractContextManager["Run"]):
         Raises RunError `boundary-type` for an output that is not made of tensors, `outputs-apart` for a tensor without the dim
         along which it would be joined, and StateError `memory-away`.
         """
-        self._settle()
-        self._require("a prediction", TO_EVALUATE)
-        with self._set("_doing", "an evaluation"), self._evaluated():
+        self._finish_pending()
+        self._require_memory("a prediction", TO_EVALUATE)
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
             step_batch = self.samples.splitter.split_prediction(batch, self.samples.reads)
             outputs = ModelOutputs(step_batch.micros, self.stepper.outputs(step_batch))
-            return self._in_form(outputs, batch, join=join)
+            return self._format_outputs(outputs, batch, join=join)
 
     @on_stream
     def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
@@ -253,8 +255,8 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
         """
-        self._settle()
-        self._check_ended("loading weights")
+        self._finish_pending()
+        self._check_between_steps("loading weights")
         self.memory.require("loading weights", TO_LOAD)
         self._checkpointer.stage()
         return self._load_weights(state, strict=strict)
@@ -272,15 +274,15 @@ class Run(Loop, AbstractContextManager["Run"]):
         Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if memory
         is offloaded; UsageError `no-precision` for another word.
         """
-        self._settle()
+        self._finish_pending()
         if precision not in TO_SAVE:
             raise UsageError("no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}")
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._state.attempt.current
         facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
-        self._require("saving weights", ())
-        with self._evaluated():
-            save(Path(folder).absolute(), precision, max_file_bytes, partial(self._look_at_weights, precision), facts)
+        self._require_memory("saving weights", ())
+        with self._use_evaluation_weights():
+            save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), facts)
 
     def check_weights_folder(self, folder: str | Path) -> None:
         """Raises RunError on all ranks alike if `save_weights` could not save in `folder`: `weights-unsaved` if it holds other
@@ -289,7 +291,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._check_open()
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
 
-    def _look_at_weights(self, precision: Precision) -> None:
+    def _prepare_weights(self, precision: Precision) -> None:
         """Prepares the memory that a save of `precision` reads. Raises StateError `memory-away`."""
         self.memory.require("saving weights", TO_SAVE[precision])
         if precision == "full":
@@ -304,8 +306,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         host. Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: there is no checkpoint then, and
         the run can continue.
         """
-        self._settle()
-        self._check_ended("saving a checkpoint")
+        self._finish_pending()
+        self._check_between_steps("saving a checkpoint")
         return self._checkpointer.save(path, self.num_steps_done)
 
     @on_stream
@@ -323,8 +325,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
         `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
         """
-        self._settle()
-        self._check_ended("loading a checkpoint")
+        self._finish_pending()
+        self._check_between_steps("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
         restored, num_rows = self._checkpointer.load(path, anew=anew), 0
         if restored is not None:
@@ -346,12 +348,12 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
-        self._stop_asked = True
+        self._is_stop_requested = True
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
         """Numbers counted by the run's parts on this rank (`protocols.Counts`, offload managers), by their name in the plan."""
-        counts = counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
+        counts = collect_counts(self.plan, self.stepper, self.parts.pool, self.memory)
         return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpointer.counts())})
 
     @on_stream
@@ -379,7 +381,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.close()
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def _track_outcome(self) -> Iterator[None]:
         """Announces the run before its first step, and notes whether the last steps failed or all ranks were asked to stop."""
         self._outcome = "failed"
         if not self._has_begun:
@@ -388,30 +390,30 @@ class Run(Loop, AbstractContextManager["Run"]):
         yield
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
-    def _require(self, what: str, parts: Sequence[Part]) -> None:
+    def _require_memory(self, what: str, parts: Sequence[Part]) -> None:
         """Lets the device wait for `parts`, and for all that is stepped if the optimizer has modes. Raises StateError."""
         self.memory.require(what, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise closed("run")
+            raise run_closed_error("run")
 
-    def _settle(self) -> None:
+    def _finish_pending(self) -> None:
         """Emits a step that was in flight when the previous one was refused, and waits for weights: before any call but a step
         of `train`. Raises RunError `step-running` within a step or an evaluation (from a module's hook), and from a listener on
         CUDA, where the weights are already those of the next step.
         """
         self._check_open()
-        if self._doing or (self._is_training and self._late is not None):
-            raise RunError("step-running", f"{self._doing or 'a step'} is under way", hint="do it between two steps")
-        self._emit_late()
+        if self._activity or (self._is_training and self._pending_step is not None):
+            raise RunError("step-running", f"{self._activity or 'a step'} is under way", hint="do it between two steps")
+        self._emit_pending()
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
         """Raises StateError `within-step` between the calls of one step, and `step-failed` if exchanges of a failed step or
         evaluation may still use this run's memory.
         """
-        self._check_ended("an offload")
+        self._check_between_steps("an offload")
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
@@ -419,7 +421,7 @@ class Run(Loop, AbstractContextManager["Run"]):
             raise StateError("step-failed", message, hint="take a step first, which ends them, or close the run")
         self._checkpointer.stage()
 
-    def _check_ended(self, what: str) -> None:
+    def _check_between_steps(self, what: str) -> None:
         """Raises StateError `within-step` if calls within `accumulate` wait for the rest of their step."""
         if self._is_accumulating or self.stepper.sums is not None:
             message = f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step"

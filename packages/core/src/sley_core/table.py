@@ -67,7 +67,7 @@ class Table(BaseModel):
 _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 
 
-def expanded(text: str, quote: Callable[[str], str] = str) -> str:
+def expand_path(text: str, quote: Callable[[str], str] = str) -> str:
     """Returns a path of a plan with a leading `~`, `$NAME` and `${NAME}` replaced, and `$$` by a dollar sign.
 
     quote: applied to the replacement. Raises ValueError for a name that the environment does not have, or has empty, and for a
@@ -91,8 +91,8 @@ def expanded(text: str, quote: Callable[[str], str] = str) -> str:
     return _VARIABLE.sub(value, text)
 
 
-def written(text: str) -> str:
-    """Returns the text of a plan that `expanded` turns into the path `text`."""
+def escape_path(text: str) -> str:
+    """Returns the text of a plan that `expand_path` turns into the path `text`."""
     return ("./" if text.startswith("~") else "") + text.replace("$", "$$")
 
 
@@ -106,22 +106,22 @@ class BasePath(NamedTuple):
 _URL = re.compile("[a-z][a-z0-9]+:/")
 
 
-def _in_folder(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
+def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
     """Returns a text as a path, in the folder of its plan if it is relative and no URL; other values as they are."""
     folder = (info.context or {}).get("folder")
     if isinstance(value, BasePath):
         folder, value = value
     if not isinstance(value, str):
         return value
-    text = expanded(value, quote)
+    text = expand_path(value, quote)
     return Path(quote(str(folder)), text) if folder and not _URL.match(text) else Path(text)
 
 
-def _relative(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
+def _serialize_path(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
     """Returns a path as a plan has it: relative to the plan's folder, if it lies there."""
     folder = (info.context or {}).get("folder")
     inside = folder and value.is_relative_to(quote(str(folder)))
-    return written(value.relative_to(quote(str(folder))).as_posix() if inside else str(value))
+    return escape_path(value.relative_to(quote(str(folder))).as_posix() if inside else str(value))
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class Words:
 Array = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 """A TOML array, kept as a tuple: `Array[int]`."""
 
-PlanPath = Annotated[Path, BeforeValidator(_in_folder), PlainSerializer(_relative)]
+PlanPath = Annotated[Path, BeforeValidator(_parse_path), PlainSerializer(_serialize_path)]
 """A path, in which `~` and `$NAME` are expanded; a relative one is relative to the plan's folder, also when written back."""
 
 PlanPattern = Annotated[
-    Path, BeforeValidator(partial(_in_folder, quote=escape)), PlainSerializer(partial(_relative, quote=escape))
+    Path, BeforeValidator(partial(_parse_path, quote=escape)), PlainSerializer(partial(_serialize_path, quote=escape))
 ]
 """As `PlanPath`, but `*`, `?`, `[...]` and `**` of the plan's own text match; in the folder and in what is expanded they stand
 for themselves, written as `glob.escape` writes them.
@@ -147,8 +147,8 @@ for themselves, written as `glob.escape` writes them.
 PlanFolder = Annotated[
     str,
     Field(min_length=1),
-    BeforeValidator(lambda value: expanded(value) if isinstance(value, str) else value),
-    PlainSerializer(written),
+    BeforeValidator(lambda value: expand_path(value) if isinstance(value, str) else value),
+    PlainSerializer(escape_path),
 ]
 """A folder, or its URL, in which `~` and `$NAME` are expanded; a relative one is relative to the current folder."""
 
@@ -197,12 +197,12 @@ class PartTable(Table):
         component: Component = self._component
         return component
 
-    def hold(self, component: Component) -> None:
+    def set_component(self, component: Component) -> None:
         """Called once, by the loader."""
         self._component = component
 
     @model_serializer(mode="wrap")
-    def _with_component(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+    def _serialize_component(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Returns the table as a plan has it, with the keys of its record."""
         config: Table = self.component.config
         rest = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)

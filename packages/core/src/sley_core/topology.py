@@ -61,7 +61,7 @@ class GroupEntry:
     @property
     def label(self) -> str:
         lane = "" if self.lane == DEFAULT_LANE else f".{self.lane}"
-        return f"{self.axis}{lane}[{_span(self.ranks)}]"
+        return f"{self.axis}{lane}[{_format_ranks(self.ranks)}]"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Topology:
                 yield ranks
 
 
-def _span(ranks: tuple[int, ...]) -> str:
+def _format_ranks(ranks: tuple[int, ...]) -> str:
     """Returns ranks as text: `0-6:2` for an even sequence of three or more, else a list."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically, as `appearing` does."""
     with appearing(path) as file:
         file.write(text.encode())

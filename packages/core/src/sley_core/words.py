@@ -15,10 +15,10 @@ import annotated_types as limits
 
 from sley_core.table import NAMED_TABLES, RecordReference, Table, Words
 
-SIMPLE = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
-LONGEST = 40
+TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
+MAX_SHOWN_LENGTH = 40
 
-HABITS = {
+SYNONYMS = {
     "gpu": "cuda",
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -34,10 +34,10 @@ HABITS = {
 """Keys and values of other frameworks, or of earlier plans, with ours: too different for a match by spelling."""
 
 
-_SAVED = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
-ELSEWHERE = dict.fromkeys(
+_RESUME_HINT = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
+FOREIGN_KEY_HINTS = dict.fromkeys(
     ("resume", "resume_from", "checkpoint", "checkpoints", "checkpointing", "from_checkpoint", "load", "save", "save_every"),
-    _SAVED,
+    _RESUME_HINT,
 ) | dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
     "a run is as long as `run.steps` says, and says how many epochs that is",
@@ -45,7 +45,7 @@ ELSEWHERE = dict.fromkeys(
 """Keys of other frameworks without a counterpart in a plan, each with a hint."""
 
 
-def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """Returns in words the values that a field of this type, with these pydantic metadata, accepts in a plan."""
     for item in reversed(metadata):
         if isinstance(item, Words):
@@ -57,30 +57,30 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Annotated:
         inner, *more = get_args(annotation)
         # Without nesting: pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with metadata of its own.
-        return takes(inner, [part for item in (*more, *metadata) for part in getattr(item, "metadata", [item])])
+        return describe_type(inner, [part for item in (*more, *metadata) for part in getattr(item, "metadata", [item])])
     if origin in (Union, types.UnionType):
         # A plan cannot spell None: the key is left out instead.
-        return _either([takes(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
+        return _join_choices([describe_type(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
     if origin is Literal:
-        return _either([f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)])
+        return _join_choices([f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)])
     if origin is tuple:
-        return _array(get_args(annotation), metadata)
+        return _describe_array(get_args(annotation), metadata)
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):
         return "a table"
     if annotation in (int, float):
-        return ("an integer" if annotation is int else "a number") + _range(metadata)
+        return ("an integer" if annotation is int else "a number") + _describe_range(metadata)
     if annotation is str and any(isinstance(item, limits.MinLen) for item in metadata):
         return "a string that is not empty"
-    return SIMPLE.get(annotation, "a value")
+    return TYPE_DESCRIPTIONS.get(annotation, "a value")
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Returns a plan's value as a message shows it, shortened if it is long."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
-        line = printable(value)
-        return f'the string "{line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."}"'
+        line = make_printable(value)
+        return f'the string "{line if len(line) <= MAX_SHOWN_LENGTH else line[: MAX_SHOWN_LENGTH - 3] + "..."}"'
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float):
@@ -95,40 +95,40 @@ def shown(value: Any) -> str:
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
     """Returns why `wrong` does not exist if that is known, or "did you mean ...?" if a choice is close, else `otherwise`."""
     known = list(choices)
-    if (why := ELSEWHERE.get(wrong.lower().replace("-", "_"))) and wrong not in known:
+    if (why := FOREIGN_KEY_HINTS.get(wrong.lower().replace("-", "_"))) and wrong not in known:
         return why
-    habit = HABITS.get(wrong.lower())
+    habit = SYNONYMS.get(wrong.lower())
     close = [habit] if habit in known else get_close_matches(wrong, known, n=1)
     return f"did you mean `{close[0]}`?" if close else otherwise
 
 
-def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequence[Any]] | None:
+def find_field(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequence[Any]] | None:
     """Returns type and metadata of the field at `path` in a table of type `model`; None if there can be none."""
     field: tuple[Any, Sequence[Any]] = (model, ())
     for part in path:
-        inner = _step(field[0], part)
+        inner = _find_inner_field(field[0], part)
         if inner is None:
             return None
         field = inner
     return field
 
 
-def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
-    """Returns type and metadata of `part` inside a value of type `annotation`, one level of `field_at`."""
+def _find_inner_field(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
+    """Returns type and metadata of `part` inside a value of type `annotation`, one level of `find_field`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Table):
         info = annotation.model_fields.get(str(part))
         return (info.annotation, info.metadata) if info else None
     if origin is Annotated:
-        return _step(args[0], part)
+        return _find_inner_field(args[0], part)
     if origin in (Union, types.UnionType):
-        return next((found for arm in args if (found := _step(arm, part))), None)
+        return next((found for arm in args if (found := _find_inner_field(arm, part))), None)
     if origin is tuple and isinstance(part, int):
         return (args[0] if args[-1] is Ellipsis else args[min(part, len(args) - 1)], ())
     return (args[1], ()) if origin is dict else None
 
 
-def _range(metadata: Iterable[Any]) -> str:
+def _describe_range(metadata: Iterable[Any]) -> str:
     low = high = None
     for item in metadata:
         match item:
@@ -144,7 +144,7 @@ def _range(metadata: Iterable[Any]) -> str:
     return (" " if bounds.startswith(("above", "below")) else " of ") + bounds if bounds else ""
 
 
-def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
+def _describe_array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
     low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
     high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
     if args[-1] is not Ellipsis:
@@ -153,15 +153,15 @@ def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
         size = f" of {low}"
     else:
         size = f" of at least {low}" if low else f" of at most {high}" if high is not None else ""
-    return f"an array{size}, each {takes(args[0])}"
+    return f"an array{size}, each {describe_type(args[0])}"
 
 
-def _either(choices: Sequence[str]) -> str:
+def _join_choices(choices: Sequence[str]) -> str:
     unique = list(dict.fromkeys(choices))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Returns the text, equally long, with `?` for characters that a terminal would not show or would interpret."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 

@@ -19,7 +19,7 @@ from sley_core.data.factory import declared, open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_text, with_values
+from sley_core.plan.load import plan_from_text, replace_values
 from sley_core.plan.plan import Plan
 
 NOTHING = FactoryDataConfig()
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_the_data_has_its_place(folder: Path) -> None:
 def test_a_plan_is_pinned_to_its_number_of_samples(folder: Path) -> None:
     plan = a_plan(folder, '[data]\nuse = "data.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
     count = samples_per_epoch(open_dataset(plan.data, DataContext()), plan.data.config)
-    pinned = plan_from_text(with_values(plan, {("data", "samples_per_epoch"): count}).to_toml(), folder=folder)
+    pinned = plan_from_text(replace_values(plan, {("data", "samples_per_epoch"): count}).to_toml(), folder=folder)
     assert pinned.data.config.samples_per_epoch == 5
     assert check_plan(pinned, 1) == []
     (folder / "corpus/b.txt").write_bytes(b"more text")

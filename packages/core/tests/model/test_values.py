@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.generators import derive, seeded_as_plain
+from sley_core.generators import derive, use_program_seed
 from sley_core.model.layers import Model
 from sley_testing.plans import with_values
 
@@ -181,7 +181,7 @@ def test_a_builder_has_the_values_of_plain_pytorch_under_the_seed_of_its_layer()
     """On the rank that owns it, whichever others that rank calls."""
     wanted = {}
     for name, build in BUILDERS.items():
-        with seeded_as_plain(derive(11, name)):
+        with use_program_seed(derive(11, name)):
             wanted |= {f"{name}.{key}": value.detach() for key, value in build().named_parameters()}
     wanted["head.weight"] = wanted["embed.table.weight"]
     for owned in [set(BUILDERS), *subsets([*BUILDERS])]:

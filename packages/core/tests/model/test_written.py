@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.generators import seeded_as_plain
+from sley_core.generators import use_program_seed
 from sley_core.model.layers import Model
 from sley_testing.plans import with_values
 
@@ -201,7 +201,7 @@ def values(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_first_values_are_those_of_plain_pytorch(case: Callable[[], list[nn.Module]]) -> None:
-    with seeded_as_plain(0):
+    with use_program_seed(0):
         plain = {str(at): layer for at, layer in enumerate(case())}
     wanted = values(plain)
     with warnings.catch_warnings():

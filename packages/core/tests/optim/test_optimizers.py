@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.optim.build import EVERYWHERE_ALIKE, adamw, factory, sgd
+from sley_core.optim.build import UNIFORM_ROUNDING, adamw, build_from_factory, sgd
 from sley_core.optim.config import ELEMENTWISE, PER_MATRIX, AdamWConfig, FactoryOptimizerConfig, SGDConfig
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_fused_forms_equal_the_loop(config: AdamWConfig | SGDConfig, dtype: torc
             for build in (
                 lambda of: kind(of, lr=0.1, foreach=False, fused=False, **options),
                 lambda of: ours(config, of, CPU),
-                lambda of: factory(FactoryOptimizerConfig.model_validate(named), of, CPU),
+                lambda of: build_from_factory(FactoryOptimizerConfig.model_validate(named), of, CPU),
             )
         )
         for found in fast:
@@ -84,7 +84,7 @@ def test_fused_forms_equal_the_loop(config: AdamWConfig | SGDConfig, dtype: torc
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "is_fused"), [("cpu", {}, True), ("cpu", EVERYWHERE_ALIKE, False), ("meta", {}, False)]
+    ("device", "options", "is_fused"), [("cpu", {}, True), ("cpu", UNIFORM_ROUNDING, False), ("meta", {}, False)]
 )
 def test_the_fastest_form_is_taken_where_nothing_else_is_said_and_there_is_a_kernel(device, options, is_fused):
     for build, config in ((adamw, ADAMW), (sgd, SGDS[0])):
@@ -96,11 +96,11 @@ def test_the_fastest_form_is_taken_where_nothing_else_is_said_and_there_is_a_ker
 
 def test_a_factory_gets_groups_rate_and_options_that_it_knows() -> None:
     config = FactoryOptimizerConfig(lr=0.1, factory="torch.optim:NAdam", options={"betas": [0.5, 0.6]})
-    fast = stepped(lambda of: factory(config, of, CPU), torch.float64)
+    fast = stepped(lambda of: build_from_factory(config, of, CPU), torch.float64)
     slow = stepped(lambda of: torch.optim.NAdam(of, betas=(0.5, 0.6)), torch.float64)
     torch.testing.assert_close(fast, slow, rtol=0, atol=0)
     rprop = FactoryOptimizerConfig(lr=0.1, factory="torch.optim:Rprop")
-    without_decay = factory(rprop, groups(parameters(torch.float32), decay=0.0), CPU)
+    without_decay = build_from_factory(rprop, groups(parameters(torch.float32), decay=0.0), CPU)
     assert all("weight_decay" not in group for group in without_decay.param_groups)
 
 
@@ -126,7 +126,7 @@ def test_a_factory_gets_groups_rate_and_options_that_it_knows() -> None:
 def test_a_class_that_does_not_fit(path: str, options: dict[str, Any], key: str, message: str) -> None:
     config = FactoryOptimizerConfig(lr=0.1, factory=path, options=options)
     with pytest.raises(PlanError) as error:
-        factory(config, groups(parameters(torch.float32), decay=0.1 if key == "weight_decay" else 0.0), CPU)
+        build_from_factory(config, groups(parameters(torch.float32), decay=0.1 if key == "weight_decay" else 0.0), CPU)
     (diagnostic,) = error.value.diagnostics
     code, key = ("factory-import", "factory") if key == "import" else ("optimizer-factory", key)
     assert (diagnostic.code, diagnostic.path) == (code, ("optimizer", key))
@@ -154,9 +154,9 @@ def stepped_part(build, config, first: int, last: int, options: dict) -> list[Te
     ("build", "config"), [(adamw, AdamWConfig(lr=1e-2)), (sgd, SGDConfig(lr=1e-2, momentum=0.9))], ids=["adamw", "sgd"]
 )
 def test_a_part_of_a_tensor_is_stepped_as_the_whole(build, config):
-    whole = stepped_part(build, config, 0, SIZE, EVERYWHERE_ALIKE)
+    whole = stepped_part(build, config, 0, SIZE, UNIFORM_ROUNDING)
     for first, last in [(0, 1), (0, 7), (3, 64), (5, 71), (64, 103), (100, 199), (1, 200)]:
-        part = stepped_part(build, config, first, last, EVERYWHERE_ALIKE)
+        part = stepped_part(build, config, first, last, UNIFORM_ROUNDING)
         assert all(torch.equal(one[first:last], other) for one, other in zip(whole, part, strict=True)), (first, last)
 
 

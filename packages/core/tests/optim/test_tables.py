@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from sley_core.errors import PlanError
-from sley_core.optim.build import frozen, parameter_groups, scale_learning_rate
+from sley_core.optim.build import frozen_names, parameter_groups, scale_learning_rate
 from sley_core.optim.config import (
     AdamWConfig,
     ConstantConfig,
@@ -80,13 +80,13 @@ def test_a_rank_without_parameters_still_gets_an_optimizer() -> None:
 
 def test_frozen_names_follow_the_first_match() -> None:
     table = config({"match": "blocks.0.norm.*"}, {"match": "blocks.*", "freeze": True}, {"match": "e*", "freeze": True})
-    assert frozen(NAMES, table) == {"embed.weight", "blocks.0.linear.weight", "blocks.0.linear.bias"}
+    assert frozen_names(NAMES, table) == {"embed.weight", "blocks.0.linear.weight", "blocks.0.linear.bias"}
 
 
 def test_every_pattern_without_a_match_is_reported_with_close_names() -> None:
     table = config({"match": "hed.weight"}, {"match": "blocks.*"}, {"match": "Blocks.0.linear.bias"})
     with pytest.raises(PlanError) as error:
-        frozen(NAMES, table)
+        frozen_names(NAMES, table)
     first, second = error.value.diagnostics
     assert (first.code, first.path) == ("group-unmatched", ("optimizer", "groups", 0, "match"))
     assert "`hed.weight`" in first.message
@@ -98,10 +98,10 @@ def test_every_pattern_without_a_match_is_reported_with_close_names() -> None:
 def test_a_pattern_whose_names_are_all_taken_and_a_model_with_nothing_to_train_are_refused() -> None:
     table = config({"match": "blocks.*", "lr": 0.1}, {"match": "*.bias", "lr": 0.2})
     with pytest.raises(PlanError, match=r"`\*\.bias` matches nothing that an earlier group, as `blocks\.\*`") as error:
-        frozen(NAMES, table)
+        frozen_names(NAMES, table)
     assert error.value.diagnostics[0].path == ("optimizer", "groups", 1, "match")
     with pytest.raises(PlanError, match="every one of the 5 parameters is frozen") as error:
-        frozen(NAMES, config({"match": "*", "freeze": True}))
+        frozen_names(NAMES, config({"match": "*", "freeze": True}))
     assert error.value.diagnostics[0].code == "all-frozen"
 
 

@@ -80,7 +80,7 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
     assert caught.value.exit_code == EXIT_PLAN_INVALID
     assert [(found.code, found.hint) for found in caught.value.diagnostics] == [("unknown-record", "did you mean `zeta.topk`?")]
     with pytest.raises(PluginError, match=r"plugin `zeta` \(sley-zeta 1.0\): cannot import `fake_sley_zeta_live:TopK`"):
-        plugin.build_of(loader.record("gradient_handlers", "zeta.topk"))
+        plugin.load_builder(loader.record("gradient_handlers", "zeta.topk"))
 
 
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

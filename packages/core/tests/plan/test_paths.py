@@ -8,7 +8,7 @@ import pytest
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
-from sley_core.table import written
+from sley_core.table import escape_path
 from sley_data.files import find_files
 
 
@@ -41,8 +41,8 @@ def test_a_folder_is_no_pattern(tmp_path: Path, name: str, how: str, text: str, 
     (own / "plan.toml").write_text(text)
     elsewhere = tmp_path / "other" / "plan.toml"
     texts = {
-        "source_folder": text.replace("plan = 1", f"plan = 1\nsource_folder = '../{written(name)}'"),
-        "extends": f"extends = '../{written(name)}/plan.toml'",
+        "source_folder": text.replace("plan = 1", f"plan = 1\nsource_folder = '../{escape_path(name)}'"),
+        "extends": f"extends = '../{escape_path(name)}/plan.toml'",
         "environment": text.replace("corpus/*", "$OWN/corpus/*"),
     }
     if how == "plan":

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, KeyPath, PlanError
-from sley_core.plan.document import TextSpan, index
+from sley_core.plan.document import TextSpan, index_keys
 from sley_core.plan.load import plan_from_text
-from sley_core.plan.read import apply, read_file
+from sley_core.plan.read import apply_override, read_file
 
 
 def problem_of(path: Path) -> Diagnostic:
@@ -146,7 +146,7 @@ def text_at(lines: list[str], span: TextSpan) -> str:
 
 def check_places(text: str) -> None:
     """Every key is located at text that spells it, and its value at text that spells the value."""
-    spots = index(text)
+    spots = index_keys(text)
     lines = text.split("\n")
     known = dict(paths_of(tomli.loads(text)))
     assert known.keys() == spots.keys()
@@ -164,7 +164,7 @@ def check_places(text: str) -> None:
 
 def test_a_nasty_document() -> None:
     check_places(NASTY)
-    spots = index(NASTY)
+    spots = index_keys(NASTY)
     assert spots["quoted.key",].key == (4, 1, 12)
     assert spots["dotted", "inner part", "last"].key == (10, 25, 4)
     assert spots["dotted", "inner part", "last", 2, "b c", "d"].value == (11, 21, 3)
@@ -225,7 +225,7 @@ BEFORE: dict[str, Any] = {"run": {"name": "x"}, "gradient_handlers": [{"use": "c
 )
 def test_a_value_is_set(text: str, path: tuple[str | int, ...], value: Any) -> None:
     tables = deepcopy(BEFORE)
-    assert apply(tables, text) == path
+    assert apply_override(tables, text) == path
     for part in path:
         tables = tables[part]  # type: ignore[index]
     assert tables == value
@@ -242,7 +242,7 @@ def test_a_value_is_set(text: str, path: tuple[str | int, ...], value: Any) -> N
 )
 def test_what_cannot_be_set(text: str) -> None:
     with pytest.raises(PlanError) as caught:
-        apply(deepcopy(BEFORE), text)
+        apply_override(deepcopy(BEFORE), text)
     assert [found.code for found in caught.value.diagnostics] == ["set-invalid"]
 
 

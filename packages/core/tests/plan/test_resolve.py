@@ -13,7 +13,7 @@ import pytest
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text, with_values
+from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text, replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord, PartitionerRecord, Record, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
@@ -83,13 +83,13 @@ def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -
 
 def test_values_that_a_run_has_found(text: str, tmp_path: Path) -> None:
     plan = plan_from_text(text.replace("plan = 1", 'plan = 1\nsource_folder = "sub"'), folder=tmp_path)
-    changed = with_values(plan, {("data", "samples_per_epoch"): 100, ("evaluation", "every"): 5})
+    changed = replace_values(plan, {("data", "samples_per_epoch"): 100, ("evaluation", "every"): 5})
     assert (changed.data.config.samples_per_epoch, changed.evaluation and changed.evaluation.every) == (100, 5)
     assert changed.folder == plan.folder == tmp_path / "sub"
     assert plan.data.config.samples_per_epoch is None
     assert changed.digest != plan.digest
     with pytest.raises(PlanError, match="out-of-range"):
-        with_values(plan, {("data", "samples_per_epoch"): 0})
+        replace_values(plan, {("data", "samples_per_epoch"): 0})
 
 
 @pytest.mark.parametrize(

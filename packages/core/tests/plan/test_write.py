@@ -12,10 +12,10 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.errors import PlanError, dotted
+from sley_core.errors import PlanError, format_path
 from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
 from sley_core.plan.plan import Plan
-from sley_core.plan.write import changes, refuse_changes
+from sley_core.plan.write import check_changes, compare_plans
 from sley_testing.plans import loader_of, small_plan
 
 LOADER = loader_of({})
@@ -82,11 +82,11 @@ def resolved(folder: Path, **changed: Any) -> str:
 
 
 def test_layout_and_rates_may_change_when_a_run_resumes(texts: Path) -> None:
-    assert changes(resolved(texts), resolved(texts, run__name="another")) == []
-    found = changes(
+    assert compare_plans(resolved(texts), resolved(texts, run__name="another")) == []
+    found = compare_plans(
         resolved(texts), resolved(texts, parallel={"dp": 2}, optimizer__lr=0.5, evaluation={"every": 5, "steps": 1})
     )
-    refuse_changes(found)
+    check_changes(found)
     assert [one.path for one in found[:2]] == [("parallel", "dp"), ("optimizer", "lr")]
     assert {one.before for one in found[2:]} == {"nothing"}
 
@@ -103,5 +103,5 @@ def test_layout_and_rates_may_change_when_a_run_resumes(texts: Path) -> None:
 )
 def test_a_change_that_makes_other_numbers_is_refused(texts: Path, changed: Any, keys: list[str]) -> None:
     with pytest.raises(PlanError, match="resume-differs") as caught:
-        refuse_changes(changes(resolved(texts), resolved(texts, **changed)))
-    assert [dotted(found.path) for found in caught.value.diagnostics] == keys
+        check_changes(compare_plans(resolved(texts), resolved(texts, **changed)))
+    assert [format_path(found.path) for found in caught.value.diagnostics] == keys

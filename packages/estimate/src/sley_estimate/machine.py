@@ -15,11 +15,11 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from sley_core.errors import PlanError
-from sley_core.plan.document import Document, by_place, plain
-from sley_core.plan.faults import faults
+from sley_core.plan.document import Document, sort_by_place, to_plain_data
+from sley_core.plan.faults import validation_diagnostics
 from sley_core.plan.read import read_file, read_tables
 from sley_core.table import Array, Table, Words
-from sley_core.words import shown
+from sley_core.words import describe_value
 
 MACHINE_FORMAT = 1
 Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), Words("bytes per second, from 1e3 to 1e15")]
@@ -264,7 +264,7 @@ def machine_from_dict(tables: Mapping[str, Any]) -> MachineFile:
 
 def machine_text(machine: MachineFile) -> str:
     """Returns the file's text; reading it gives an equal machine."""
-    return tomli_w.dumps(plain(machine))
+    return tomli_w.dumps(to_plain_data(machine))
 
 
 def _checked(document: Document) -> MachineFile:
@@ -273,10 +273,10 @@ def _checked(document: Document) -> MachineFile:
     if version != MACHINE_FORMAT or isinstance(version, bool):
         message = "this is no machine file: it has no `format`"
         if "format" in tables:
-            message = f"`format` is {shown(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
+            message = f"`format` is {describe_value(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
         raise PlanError.many([document.diagnostic("machine-format", message, ("format",), MAKE)])
     try:
         return MachineFile.model_validate(tables)
     except ValidationError as error:
-        problems = faults(error, MachineFile, tables, (), document, "the machine file")
-        raise PlanError.many(by_place(problems)) from None
+        problems = validation_diagnostics(error, MachineFile, tables, (), document, "the machine file")
+        raise PlanError.many(sort_by_place(problems)) from None

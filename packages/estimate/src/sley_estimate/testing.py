@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer
-from sley_core.assemble import draft_model
+from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
@@ -50,7 +50,7 @@ def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: fl
     `launch_s` per operator. host: the host's seconds over the device's.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model, machine = draft_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
+    model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
     tables = {}
     for layer in priced_layers(plan, model, meta_micro_batch(plan, dataset), machine) or ():
         seconds = {name: times * value for name, value in asdict(layer.seconds).items()}

@@ -99,7 +99,7 @@ def _loads(name: str, loader: Loader) -> Iterator[Verdict]:
         return
     for _, each in _records(plugin):
         try:
-            plugin.build_of(each)
+            plugin.load_builder(each)
         except SleyError as error:
             yield Verdict("loads", name, each.name, "failed", str(error))
         else:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core import assemble as drafts
-from sley_core.assemble import draft_model
+from sley_core.assemble import build_meta_model
 from sley_core.comm.guard import guarded
 from sley_core.comm.progress import Members
 from sley_core.engine.refusals import UnregisteredParameter
@@ -282,7 +282,7 @@ def drafts_kept() -> Iterator[list[tuple[Model, Traces]]]:
     kept: list[tuple[Model, Traces]] = []
 
     def draft(*args: Any) -> Model:
-        model = draft_model(*args)
+        model = build_meta_model(*args)
         kept.append((model, traces(model.layers)))
         return model
 

@@ -139,7 +139,7 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
     loader = Loader()
     record = loader.record("stage_links", table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
-    link: StageLink = loader.load(table["use"].partition(".")[0]).build_of(record)(config)
+    link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)
     plan = plan_from_dict(tables([], 1))  # for its tables alone
     with World.join("cpu", timeout_s=WAIT_S) as world:
         topology = Topology.of(world.size, pp=world.size)

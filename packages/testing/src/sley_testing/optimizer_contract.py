@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import SleyError
-from sley_core.generators import derive, generators_of_optimizer, seed_own, seeded
+from sley_core.generators import derive, optimizer_generators, seed_generators, use_seed
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
-from sley_core.optim.shared import in_training
+from sley_core.optim.shared import set_training_mode
 from sley_core.optimizer_probe import try_optimizer
 from sley_core.plan.load import plan_from_dict
 from sley_core.run_state.state import checkpoint_files
@@ -120,16 +120,16 @@ def by_hand(tables: dict[str, Any], seen: Seen, *, evaluates: bool = False) -> T
     plan = plan_from_dict(tables)
     config: Any = plan.optimizer.config
     copies = [_Copy(name, nn.Parameter(one.clone()), one.ndim > 1) for name, one in seen.first.items()]
-    optimizer: Any = in_training(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
-    generators = generators_of_optimizer(optimizer)
+    optimizer: Any = set_training_mode(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
+    generators = optimizer_generators(optimizer)
     for step, (gradients, rate) in enumerate(zip(seen.given, seen.rates, strict=True)):
         for copy in copies:
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate / config.lr
         seed = derive(plan.run.seed, "update", step)
-        with seeded(seed):
-            seed_own(generators, seed)
+        with use_seed(seed):
+            seed_generators(generators, seed)
             optimizer.step()
     if evaluates:
         optimizer.eval()
@@ -240,7 +240,7 @@ class OptimizerContract:
         """As one that a program freezes between two steps."""
         plan = plan_from_dict(self._plan())
         pair = [_Copy(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
-        optimizer = in_training(plan.optimizer.build(parameter_groups(pair, plan.optimizer.config), torch.device("cpu")))
+        optimizer = set_training_mode(plan.optimizer.build(parameter_groups(pair, plan.optimizer.config), torch.device("cpu")))
         pair[0].parameter.grad = torch.full((3, 4), 0.5, dtype=torch.float64)
         try:
             optimizer.step()

@@ -152,7 +152,7 @@ class MemoryPoolContract:
         name, keys = self.pool["use"], {key: value for key, value in self.pool.items() if key != "use"}
         loader = plan_from_dict(small_plan()).loader  # a plan with a pool that nothing in it uses is refused
         plugin, record = loader.load(name.partition(".")[0]), loader.record("memory_pools", name)
-        pool: MemoryPool = plugin.build_of(record)(record.config.model_validate(keys))
+        pool: MemoryPool = plugin.load_builder(record)(record.config.model_validate(keys))
         return pool
 
     def _lend_all(self, pool: MemoryPool) -> None:

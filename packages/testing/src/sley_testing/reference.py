@@ -19,13 +19,13 @@ from pydantic.fields import FieldInfo
 
 from sley_core import hookspecs
 from sley_core.discovery import CORE
-from sley_core.plan.document import plain
-from sley_core.plan.kinds import COMPONENTS, a_word
+from sley_core.plan.document import to_plain_data
+from sley_core.plan.kinds import COMPONENTS, kind_with_article
 from sley_core.plan.loader import Loader
 from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
-from sley_core.plan.write import inline
+from sley_core.plan.write import format_value
 from sley_core.table import Table
-from sley_core.words import takes
+from sley_core.words import describe_type
 
 HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 """The fixed lines of a hook's docstring, in their order."""
@@ -139,7 +139,7 @@ class Row(NamedTuple):
 def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
     """Yields the keys of `model`, and the keys of tables inside it, with dotted names."""
     for name, info in model.model_fields.items():
-        yield Row(f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), info.description or "")
+        yield Row(f"{prefix}{name}", describe_type(info.annotation, info.metadata), _default(info), info.description or "")
         inner = inner_table(info.annotation)
         if inner:
             yield from rows(inner[0], f"{prefix}{name}{inner[1]}.")
@@ -153,7 +153,7 @@ def plan_page() -> str:
         parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
     plugins = [Loader().load(name) for name in PLUGINS]
     for spec in COMPONENTS:
-        choice = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
+        choice = f"`use` names {kind_with_article(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
         if spec.default:
             choice += f'; left out, `use = "{spec.default}"`'
         elif spec.known:
@@ -184,7 +184,7 @@ def _default(info: FieldInfo) -> str:
     if info.default_factory is not None:
         made: Any = info.default_factory
         return "`{}`" if made is dict else "(computed)"
-    return "(none)" if info.default is None else f"`{inline(plain(info.default))}`"
+    return "(none)" if info.default is None else f"`{format_value(to_plain_data(info.default))}`"
 
 
 def _cell(text: str) -> str:

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 from pydantic.json_schema import models_json_schema
 
-from sley_core.discovery import CORE, EXAMPLES, folder_of
+from sley_core.discovery import CORE, EXAMPLES, package_folder
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
-from sley_core.plan.check import check_plan, sums_ties, timer_package
+from sley_core.plan.check import check_plan, has_tie_handler, timer_package
 from sley_core.plan.document import Document
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
-from sley_core.plan.load import load_plan, resolve
+from sley_core.plan.load import load_plan, resolve_plan
 from sley_core.plan.loader import FIRST_PARTY, Loader
 from sley_core.plan.read import read_file
 from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES, SetTable
@@ -77,7 +77,7 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
 
         for note in check_model(plan, size, calls_layers=True):
             say(f"{path}: {note}")
-    elif plan.parallel.pp > 1 and not sums_ties(plan):
+    elif plan.parallel.pp > 1 and not has_tie_handler(plan):
         say(f"{path}: no gradient handler sums weights that stages share; use --model to see whether there are any")
 
 
@@ -102,11 +102,11 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     document = read_file(plan, overrides or [])
     loader = Loader()
     extras = _extras(document)
-    lines = {CORE: f"-e {folder_of(CORE)}", "train-cli": "-e apps/train-cli"}
+    lines = {CORE: f"-e {package_folder(CORE)}", "train-cli": "-e apps/train-cli"}
     paths = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each
     timer = ""
     try:
-        resolved = resolve(document, loader)
+        resolved = resolve_plan(document, loader)
     except SleyError:
         names = [*reversed(paths)]
         note = "the plan cannot be resolved here: install these and run this again, since their records may need more"
@@ -125,7 +125,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         raise PluginError.many(unknown)
     if timer:
         is_own = timer.startswith("sley_")
-        lines[timer] = f"-e {folder_of(timer.removeprefix('sley_'))}" if is_own else timer
+        lines[timer] = f"-e {package_folder(timer.removeprefix('sley_'))}" if is_own else timer
     for line in lines.values():
         typer.echo(line)
     say("Sley's own packages are on no index: pass these lines to pip in a clone of its repository")
@@ -145,7 +145,7 @@ def _extras(document: Document) -> dict[str, str]:
 def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
     """Returns the pip requirement of plugin `name`. Raises PluginError if it is neither Sley's own nor installed."""
     if name in FIRST_PARTY or name in EXAMPLES:
-        return f"-e {folder_of(name, extras.get(name, ''))}"
+        return f"-e {package_folder(name, extras.get(name, ''))}"
     match loader.sources(name):
         case [dist]:
             return f"{dist.dist}=={dist.version}" if dist.version != "0" else dist.dist

@@ -152,7 +152,7 @@ def state_dict_names(plan: Plan) -> ModuleNames:
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
-    from sley_core.assemble import draft_model
+    from sley_core.assemble import build_meta_model
     from sley_core.data.dataset import DataContext
     from sley_core.data.factory import open_dataset
 
@@ -165,7 +165,7 @@ def state_dict_names(plan: Plan) -> ModuleNames:
     hook: Any = record_holder
     handle = register_module_module_registration_hook(hook)
     try:
-        model = draft_model(plan, info)
+        model = build_meta_model(plan, info)
     finally:
         handle.remove()
     return _names(model, holders)

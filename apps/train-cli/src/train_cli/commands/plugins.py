@@ -20,12 +20,12 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from sley_core.discovery import CORE, installed
+from sley_core.discovery import CORE, find_plugins
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError
-from sley_core.plan.document import plain
-from sley_core.plan.kinds import COMPONENTS, words
+from sley_core.plan.document import to_plain_data
+from sley_core.plan.kinds import COMPONENTS, kind_name
 from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
-from sley_core.words import suggestion, takes
+from sley_core.words import describe_type, suggestion
 from train_cli import templates
 from train_cli.console import say
 from train_cli.main import module_of
@@ -122,13 +122,13 @@ def _plugin_entry(name: str, loader: Loader) -> dict[str, Any]:
 
 def _entries_text(entries: list[dict[str, Any]]) -> str:
     lines = []
-    width = max((len(words(kind)) + 1 for entry in entries for kind in entry["records"]), default=0)
+    width = max((len(kind_name(kind)) + 1 for entry in entries for kind in entry["records"]), default=0)
     for entry in entries:
         lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
         if entry["error"]:
             lines.append(f"  broken: {entry['error']}")
         for kind, names in entry["records"].items():
-            lines.append(f"  {words(kind) + ':':{width}} {', '.join(names)}")
+            lines.append(f"  {kind_name(kind) + ':':{width}} {', '.join(names)}")
     return "\n".join(lines)
 
 
@@ -147,7 +147,7 @@ def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str,
     for kind, record in chosen:
         yield {
             "name": f"{plugin.name}.{record.name}",
-            "kind": words(kind),
+            "kind": kind_name(kind),
             "table": headers.get(kind),
             "summary": record.summary or (record.config.__doc__ or "").strip().split("\n")[0],
             "options": [_option(key, info) for key, info in record.config.model_fields.items()],
@@ -156,9 +156,13 @@ def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str,
 
 def _option(key: str, info: FieldInfo) -> dict[str, Any]:
     """Returns the JSON entry of one option: its name, type, default and description."""
-    option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": info.is_required()}
+    option: dict[str, Any] = {
+        "name": key,
+        "takes": describe_type(info.annotation, info.metadata),
+        "required": info.is_required(),
+    }
     if not info.is_required():
-        option["default"] = "computed" if info.default_factory is not None else plain(info.default)
+        option["default"] = "computed" if info.default_factory is not None else to_plain_data(info.default)
     return {**option, "description": info.description}
 
 
@@ -269,7 +273,7 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
         raise UsageError("plugin-name", message, hint="use a name such as `topk`")
     if name in OURS:
         raise UsageError("plugin-name", f"`{name}` is one of Sley's own plugins", hint=f"use another name, such as `my_{name}`")
-    dists = installed().get(name)
+    dists = find_plugins().get(name)
     if dists or find_spec(f"sley_{name}") is not None:
         owner = dists[0].label if dists else f"the module `sley_{name}`"
         raise UsageError("plugin-name", f"`{name}` is already used by {owner}", hint="use another name, or uninstall that")

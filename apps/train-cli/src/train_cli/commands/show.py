@@ -14,10 +14,10 @@ import typer
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
-from sley_core.errors import KeyPath, PlanError, UsageError, dotted
+from sley_core.errors import KeyPath, PlanError, UsageError, format_path
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from sley_core.plan.write import leaves
+from sley_core.plan.write import iterate_values
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
 from train_cli.main import module_of
@@ -145,7 +145,8 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
     """Returns the JSON output of `show`."""
     return {
         "plan": [
-            {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)} for path, value in leaves(plan.tables)
+            {"path": format_path(path), "value": value, "origin": _origin_data(plan, path)}
+            for path, value in iterate_values(plan.tables)
         ],
         "digest": plan.digest,
         "world": topology.world,
@@ -202,7 +203,7 @@ def _values(plan: Plan) -> Iterator[str]:
     """Yields the plan as valid TOML, with the origin of each value as a comment."""
     table: KeyPath = ()
     # Top-level keys come first: after a header they would belong to that table.
-    for path, value in sorted(leaves(plan.tables), key=lambda leaf: len(leaf[0]) > 1):
+    for path, value in sorted(iterate_values(plan.tables), key=lambda leaf: len(leaf[0]) > 1):
         if path[:-1] != table:
             table = path[:-1]
             yield ""

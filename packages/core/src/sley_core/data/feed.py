@@ -21,7 +21,7 @@ from sley_core.data.batches import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
 from sley_core.data.walk import SamplesDigest, StreamReader, probe, set_epoch
 from sley_core.errors import PlanError, RunError, cause, note_origin
-from sley_core.generators import comparable_state, derive, seeded
+from sley_core.generators import comparable_state, derive, use_seed
 
 NUM_ROUNDS = 10
 
@@ -361,7 +361,7 @@ class Draws:
         self._looks_left -= 1
         if not self.has_drawn and self._looks_left < 0:
             return take()
-        with seeded(derive(self._seed, "sample", number)):
+        with use_seed(derive(self._seed, "sample", number)):
             before = None if self.has_drawn else comparable_state()
             sample = take()
             self.has_drawn = before is None or before != comparable_state()

@@ -29,7 +29,7 @@ from sley_core.engine.boundary import copied, parts_of
 from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.generators import IN_USE, derive, own_generators, seed_own
+from sley_core.generators import GENERATOR_LOCK, derive, module_generators, seed_generators
 from sley_core.model.attention import varlen
 from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
 from sley_core.protocols import ActivationPolicy, SchedulerHook
@@ -228,12 +228,12 @@ class LayerCaller:
                 error.add_note(hint)
             raise
         finally:
-            IN_USE.release()
+            GENERATOR_LOCK.release()
         if self.writes is not None:
             self.writes.check(layer, before)
         if is_new:  # a generator made by the first forward would begin in each layout with another call
             known = {id(generator) for generator in self._own[layer.name]}
-            if any(id(generator) not in known for generator in own_generators(layer.module, layer.name)):
+            if any(id(generator) not in known for generator in module_generators(layer.module, layer.name)):
                 raise PlanError(
                     "model-random",
                     f"the forward of the layer {layer.name!r} makes a generator and keeps it: its first numbers would "
@@ -248,12 +248,12 @@ class LayerCaller:
         seed = self._seed(layer.name, micro)
         self.device.seed(seed)
         if layer.name not in self._own:
-            self._own[layer.name] = own_generators(layer.module, layer.name)
-        seed_own(self._own[layer.name], seed)
+            self._own[layer.name] = module_generators(layer.module, layer.name)
+        seed_generators(self._own[layer.name], seed)
 
     def acquire_generators(self, what: str) -> None:
-        """Acquires `IN_USE` for `what`, a layer or the loss, while no data set draws. Raises RunError "data-timeout"."""
-        if not IN_USE.acquire(timeout=self.data_timeout_s):
+        """Acquires `GENERATOR_LOCK` for `what`, a layer or the loss. Raises RunError "data-timeout"."""
+        if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
             raise RunError(
                 "data-timeout",
                 f"`{what}` waited {self.data_timeout_s:g} s for the data set, which draws from the generators "

@@ -29,7 +29,7 @@ from sley_core.engine.direct import WeightQueue
 from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import RunError, note_origin
-from sley_core.generators import IN_USE
+from sley_core.generators import GENERATOR_LOCK
 from sley_core.model.tensors import version_of
 from sley_core.protocols import SplitLogits
 
@@ -245,7 +245,7 @@ class Executor:
             note_origin(error, f"the metrics of micro-batch {micro.micro}", tally.metrics.own)
             raise
         finally:
-            IN_USE.release()
+            GENERATOR_LOCK.release()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the loss of one micro-batch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.
@@ -266,7 +266,7 @@ class Executor:
             note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
             raise
         finally:
-            IN_USE.release()
+            GENERATOR_LOCK.release()
         if self.over_positions is not None:
             self.over_positions.check(output, fields)
         call_hooks(self.hooks, "after_loss", micro, loss)

@@ -29,7 +29,7 @@ from sley_core.engine.buffers import ElementRange, GradientBuffer, GradientMemor
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry, TrainedSet
 from sley_core.engine.shards import sharded_read_error
-from sley_core.errors import RunError, closed
+from sley_core.errors import RunError, run_closed_error
 from sley_core.memory.state import is_away
 
 
@@ -285,7 +285,7 @@ class GradientStore:
     def begin_step(self) -> None:
         """Starts a step: discards the previous step's gradients, complete or not. The first contribution overwrites them."""
         if self._is_closed:
-            raise closed("gradient store")
+            raise run_closed_error("gradient store")
         if not self._is_built:
             raise is_away("gradients", "a step")
         self._are_freed = False

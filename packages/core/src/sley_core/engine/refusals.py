@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.shards import GRADIENT_FUNCTIONS, SHAPE_FUNCTIONS, SHARD_FUNCTIONS, Shards
 from sley_core.errors import Diagnostic, PlanError, RunError
-from sley_core.generators import leaves_in
+from sley_core.generators import iterate_leaves
 from sley_core.model.layers import MODEL, Layer, Model
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def check_no_parameters(loss: Any) -> None:
     visited, names = set[int](), list[str]()
     own = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
     for key, value in {**own, **getattr(loss, "__dict__", {"": loss})}.items():
-        for leaf in leaves_in(value, visited):
+        for leaf in iterate_leaves(value, visited):
             if isinstance(leaf, nn.Module):
                 names += [f"{key}.{name}" for name, one in leaf.named_parameters() if one.requires_grad]
             elif isinstance(leaf, Tensor) and leaf.requires_grad:

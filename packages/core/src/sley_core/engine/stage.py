@@ -17,7 +17,7 @@ from sley_core.actions.action import Action, Kind, Lowered, Placement, forward_o
 from sley_core.actions.lower import lower
 from sley_core.engine.registry import Stages, tie_axis, ties
 from sley_core.errors import PlanError
-from sley_core.plan.check import sums_ties
+from sley_core.plan.check import has_tie_handler
 from sley_core.records import PartitionerRecord, ScheduleRecord
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 
@@ -103,7 +103,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     stages = [(placement.holder(at).stage, layers) for at, layers in enumerate(positions)]
     chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
     stage = Stage(lists, stages, chunks)
-    if stage.ties and not sums_ties(plan):
+    if stage.ties and not has_tie_handler(plan):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
         own = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
         known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'

@@ -25,7 +25,7 @@ from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.step_state import StepState
 from sley_core.engine.totals import PendingTotals, Votes
-from sley_core.errors import RunError, closed
+from sley_core.errors import RunError, run_closed_error
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
@@ -105,7 +105,7 @@ class Stepper:
         waits. After an exception the next call starts clean.
         """
         if self.is_closed:
-            raise closed("stepper")
+            raise run_closed_error("stepper")
         with self.device.in_use():
             before, loss = self._run(step, batch, outputs, is_last=True)
             self.state.step_progress.comes(REDUCTION)
@@ -141,7 +141,7 @@ class Stepper:
         communicates. After an exception the sums of earlier calls are gone, and the rest of the step is refused.
         """
         if self.is_closed:
-            raise closed("stepper")
+            raise run_closed_error("stepper")
         with self.device.in_use():
             before, loss = self._run(step, batch, outputs, is_last=False)
             self.store.pause()

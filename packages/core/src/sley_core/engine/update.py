@@ -30,23 +30,23 @@ from sley_core.engine.sources import SourceSums
 from sley_core.engine.totals import NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
-from sley_core.generators import IN_USE, derive, generators_of_optimizer, seed_own
+from sley_core.generators import GENERATOR_LOCK, derive, optimizer_generators, seed_generators
 from sley_core.optim.build import scale_learning_rate
 from sley_core.optim.shared import (
-    PLAIN,
+    TORCH_TRAITS,
     Shared,
     Traits,
     attributes_of,
     can_compare,
-    changed,
-    copied,
-    in_training,
-    put,
-    same,
+    changed_values,
+    copy_gradients_first,
+    copy_values,
+    is_equal,
+    set_training_mode,
+    set_values,
     shared_values,
     skips_on_device,
     step_if,
-    with_own_gradients,
 )
 
 CLIP_EPSILON = 1e-6
@@ -77,15 +77,15 @@ class Update:
     scale: LossScale | None = field(default=None, kw_only=True)
     events: StepEvents = field(default_factory=StepEvents, kw_only=True)
     skips: Skips | None = field(default=None, kw_only=True)
-    traits: Traits = field(default=PLAIN, kw_only=True)
+    traits: Traits = field(default=TORCH_TRAITS, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     sources: SourceSums | None = field(default=None, kw_only=True)
     was_taken: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        optimizer = self.optimizer = in_training(self.optimizer)
-        self.begun = copied(attributes_of(shared_values(optimizer)))
-        self._generators = [] if self.traits is PLAIN else generators_of_optimizer(optimizer)
+        optimizer = self.optimizer = set_training_mode(self.optimizer)
+        self.begun = copy_values(attributes_of(shared_values(optimizer)))
+        self._generators = [] if self.traits is TORCH_TRAITS else optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False
         self._layout = self.store.num_layouts
@@ -133,7 +133,7 @@ class Update:
         if is_on_device:
             take = partial(step_if, self.optimizer, totals.allow_a_step)
         if self.traits.keeps_gradients:
-            take = with_own_gradients(self.optimizer, take)
+            take = copy_gradients_first(self.optimizer, take)
         with self.seeded(step):
             if self.events.step_in_buckets is None:
                 take()
@@ -173,13 +173,13 @@ class Update:
     @contextmanager
     def seeded(self, step: int) -> Iterator[None]:
         """Lets an optimizer that draws, in any step, get the same numbers on every rank, from the run's seed and the step."""
-        if self.traits is PLAIN:
+        if self.traits is TORCH_TRAITS:
             yield
             return
         seed = derive(self.seed, "update", step)
-        with IN_USE, self.device.random_state_kept():
+        with GENERATOR_LOCK, self.device.random_state_kept():
             self.device.seed(seed)
-            seed_own(self._generators, seed)
+            seed_generators(self._generators, seed)
             yield
 
     def _add_unfrozen_params(self) -> None:
@@ -283,19 +283,19 @@ def step_buckets(
     different values.
     """
     groups = _BucketGroups(optimizer)
-    before = copied(shared_values(optimizer))
+    before = copy_values(shared_values(optimizer))
     after: Shared = {}
     try:
         with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
             for bucket in order:
                 groups.choose(bucket)
                 if after:
-                    put(optimizer, copied(before))
+                    set_values(optimizer, copy_values(before))
                 step()
                 before |= groups.new_group_options()
-                changes = changed(before, shared_values(optimizer))
+                changes = changed_values(before, shared_values(optimizer))
                 for place, value in changes.items():
-                    if place in after and can_compare(value) and not same(value, after[place]):
+                    if place in after and can_compare(value) and not is_equal(value, after[place]):
                         raise RunError(
                             "optimizer-counts-steps",
                             f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from the parameters that it "
@@ -304,7 +304,7 @@ def step_buckets(
                         )
                 after |= changes
         if after:
-            put(optimizer, before | after)
+            set_values(optimizer, before | after)
     finally:
         groups.restore()
 
@@ -330,7 +330,7 @@ class _BucketGroups:
             self._whole = [[one for one in every if id(one) not in moved] for every in self._whole]
             self._whole += [group["params"] for group in new]
             every = shared_values(self._optimizer)
-            return copied({at: one for at, one in every.items() if at[0] == "option" and at[1] >= number})
+            return copy_values({at: one for at, one in every.items() if at[0] == "option" and at[1] >= number})
         return {}
 
     def restore(self) -> None:

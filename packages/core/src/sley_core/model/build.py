@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError, cause
-from sley_core.generators import generators_of_function, seeded_as_plain
+from sley_core.generators import function_generators, use_program_seed
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
 from sley_core.model.tensors import check_held
 
@@ -77,7 +77,7 @@ def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
 def _built(recipe: Recipe, moved: OnMeta, *, on_meta: bool) -> Model:
     """Runs the factory and its builders. on_meta: whether parameters move to meta when they are registered, or afterwards."""
     on = parameters_on_meta(moved) if on_meta else nullcontext()
-    with seeded_as_plain(recipe.seed), _defaults_restored(), on:
+    with use_program_seed(recipe.seed), _defaults_restored(), on:
         model = recipe.call()
         for layer in model.layers:
             model.build_layer(layer, recipe.seed, initialises=False)
@@ -109,7 +109,7 @@ def _check_builders(model: Model) -> None:
     """
     holders: dict[nn.Parameter, tuple[Layer, str]] = {}
     for layer in model.layers:
-        if layer.builder and (generators := generators_of_function(layer.builder)):
+        if layer.builder and (generators := function_generators(layer.builder)):
             kind = type(generators[0]).__name__
             message = f"the builder of the layer {layer.name!r} uses a {kind} that was made outside of it"
             hint = "draw from torch's default generator, `random` or numpy, or make the generator in the builder"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, cause
-from sley_core.generators import derive, seeded_as_plain
+from sley_core.generators import derive, use_program_seed
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -126,7 +126,7 @@ class Model:
         """
         if layer.builder is None:
             return
-        with seeded_as_plain(derive(seed, layer.name)):
+        with use_program_seed(derive(seed, layer.name)):
             try:
                 built = layer.builder()
             except SleyError:

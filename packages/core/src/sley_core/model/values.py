@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.generators import seeded_as_plain
+from sley_core.generators import use_program_seed
 from sley_core.model.build import NoDrawsOnMeta, Recipe, check_parameters
 from sley_core.model.layers import MODEL, Layer, Model, like
 from sley_core.model.tensors import buffer_format, check_held, parameter_format
@@ -156,7 +156,7 @@ def _plain(seed: int) -> Iterator[None]:
     # Not torch.use_deterministic_algorithms, which imports the compiler (`uncompiled.py`).
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        with seeded_as_plain(seed), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
+        with use_program_seed(seed), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch._C._set_deterministic_algorithms(was, warn_only=warns)

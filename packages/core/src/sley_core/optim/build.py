@@ -33,58 +33,60 @@ RESERVED = {"params", "lr", "weight_decay"}
 
 def adamw(config: AdamWConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
     """Builds torch.optim.AdamW over `groups`; fused if `device` supports it (a CPU does), else foreach."""
-    return _fastest(torch.optim.AdamW, groups, device, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
+    return _build_fastest(torch.optim.AdamW, groups, device, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
 
 
 def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
     """Builds torch.optim.SGD over `groups`; fused if `device` supports it (a CPU does), else foreach."""
     options = {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
-    return _fastest(torch.optim.SGD, groups, device, lr=config.lr, **options)
+    return _build_fastest(torch.optim.SGD, groups, device, lr=config.lr, **options)
 
 
-def factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.device) -> torch.optim.Optimizer:
+def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.device) -> torch.optim.Optimizer:
     """Builds the optimizer class that the plan names over `groups`, with the plan's options. Raises PlanError "factory-import"
     if there is none, "optimizer-factory" if it cannot be stepped without a closure, or does not take what the plan gives it.
     """
     path = config.factory
     kind: Any = import_factory(path, ("optimizer",), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise _refused(f"`{path}` is no subclass of torch.optim.Optimizer", hint="name the class itself")
+        raise _factory_error(f"`{path}` is no subclass of torch.optim.Optimizer", hint="name the class itself")
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
-        raise _refused(message, hint="choose an optimizer whose `step()` needs no closure")
+        raise _factory_error(message, hint="choose an optimizer whose `step()` needs no closure")
     if reserved := RESERVED & config.options.keys():
-        raise _refused(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
-    if not _takes(kind, "weight_decay"):
-        groups = [_without_decay(group, config.factory) for group in groups]
+        raise _factory_error(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
+    if not _accepts_option(kind, "weight_decay"):
+        groups = [_remove_decay(group, config.factory) for group in groups]
     try:
         make: Any = kind
         optimizer: torch.optim.Optimizer = make(groups, lr=config.lr, **config.options)
     except Exception as error:  # whatever the user's class raises is about what the plan gave it
-        raise _refused(f"`{config.factory}` does not take these parameters and options: {cause(error)}") from error
-    return with_late_gradients(optimizer)
+        raise _factory_error(f"`{config.factory}` does not take these parameters and options: {cause(error)}") from error
+    return split_late_gradients(optimizer)
 
 
-def _fastest(kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any) -> torch.optim.Optimizer:
+def _build_fastest(
+    kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any
+) -> torch.optim.Optimizer:
     """Builds `kind(groups, **options)`, fused if `device` supports it, which takes a CPU a quarter of the time; else foreach,
     also where groups say so: on a CPU a fused kernel rounds the last elements of a tensor otherwise than the others.
     """
     is_fused = device.type in FUSED_ON and not any(group.get("foreach") for group in groups)
     form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
-    kind = stepping_without(kind)  # type: ignore[arg-type]  # a class can be hashed
-    return with_late_gradients(kind(groups, **form, **options))
+    kind = compiler_free_class(kind)  # type: ignore[arg-type]  # a class can be hashed
+    return split_late_gradients(kind(groups, **form, **options))
 
 
-def _takes(kind: type, option: str) -> bool:
+def _accepts_option(kind: type, option: str) -> bool:
     parameters = inspect.signature(kind).parameters
     return option in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def _without_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
+def _remove_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns `group` without `weight_decay`, for a class without that option; raises PlanError if it is not 0."""
     if group["weight_decay"]:
-        raise _refused(
+        raise _factory_error(
             f"`{path}` takes no weight_decay, but the plan gives {group['weight_decay']}",
             "weight_decay",
             hint="leave `weight_decay` out, of [optimizer] and of its groups",
@@ -92,14 +94,14 @@ def _without_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "weight_decay"}
 
 
-def _refused(message: str, key: str = "factory", hint: str | None = None) -> PlanError:
+def _factory_error(message: str, key: str = "factory", hint: str | None = None) -> PlanError:
     return PlanError("optimizer-factory", message, path=("optimizer", key), hint=hint)
 
 
 _NO_OPTIONS = GroupConfig(match="*")
 
 
-class Grouped(Protocol):
+class GroupableParameter(Protocol):
     """What a parameter must provide to be put into a group; a parameter of the parameter registry does.
 
     decays: whether the optimizer's own decay applies, i.e. it is a matrix and belongs to no norm.
@@ -113,7 +115,7 @@ class Grouped(Protocol):
     def decays(self) -> bool: ...
 
 
-def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
+def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
     """Returns the names that the plan freezes of `names`, of the full model. aliases: the other names of tied weights, which
     groups cannot match, with the name to use instead. Raises PlanError "group-unmatched" for every group that no name falls to,
     with close names, and "all-frozen" if nothing is left to train.
@@ -122,28 +124,28 @@ def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, 
     owner = {name: _first_match(name, config.groups) for name in every}
     unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
     if unmatched:
-        raise PlanError.many(_unmatched(index, every, config.groups, aliases or {}) for index in unmatched)
-    frozen = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
-    if every and len(frozen) == len(every):
+        raise PlanError.many(_unmatched_diagnostic(index, every, config.groups, aliases or {}) for index in unmatched)
+    frozen_names = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
+    if every and len(frozen_names) == len(every):
         message = f"every one of the {len(every)} parameters is frozen, so there is nothing to train"
         hint = "narrow the pattern of a group with `freeze = true`"
         raise PlanError("all-frozen", message, path=("optimizer", "groups"), hint=hint)
-    return frozen
+    return frozen_names
 
 
-EVERYWHERE_ALIKE = {"foreach": True}
+UNIFORM_ROUNDING = {"foreach": True}
 """An option of every group where an element must get the same bits wherever in a tensor it lies; `optim.build` sees it."""
 
 
 def parameter_groups(
-    params: Iterable[Grouped], config: OptimizerConfig, more: Mapping[str, Any] | None = None
+    params: Iterable[GroupableParameter], config: OptimizerConfig, more: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the parameters.
 
     A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
     full rate that `scale_learning_rate` scales. Without parameters there is one empty group, which torch.optim accepts.
-    Leave frozen parameters out (see `frozen`); one that a program unfreezes later has the optimizer's options. more: options of
-    every group.
+    `params` must not contain frozen parameters (see `frozen_names`); one that a program unfreezes later has the optimizer's
+    options. more: additional options for every group.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for param in params:
@@ -175,7 +177,9 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
     return None
 
 
-def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]) -> Diagnostic:
+def _unmatched_diagnostic(
+    index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
+) -> Diagnostic:
     """Returns the diagnostic of group `index`, which gets no parameter, with the reason: an earlier group, a tie, or a typo."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
@@ -194,7 +198,7 @@ def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig], 
     return Diagnostic("group-unmatched", f"`{pattern}` matches no parameter", path, hint=hint)
 
 
-def with_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def split_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
 
     torch's fused SGD makes the momentum of a group's parameters in one step, for all or for none, and fails with a TypeError
@@ -218,7 +222,7 @@ def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -
             optimizer.param_groups.append({**group, "params": apart})
 
 
-MARKED: tuple[Callable[..., Any], ...] = (
+COMPILER_WRAPPED: tuple[Callable[..., Any], ...] = (
     Optimizer.add_param_group,
     Optimizer.zero_grad,
     Optimizer.state_dict,
@@ -226,7 +230,7 @@ MARKED: tuple[Callable[..., Any], ...] = (
 )
 
 
-def leave_compiler_out() -> None:
+def avoid_compiler_import() -> None:
     """Lets the optimizer methods that a run calls work without importing the compiler; does nothing if torch marks them
     otherwise.
 
@@ -235,14 +239,14 @@ def leave_compiler_out() -> None:
     cached in an attribute of the wrapped one; if that is set beforehand, nothing is imported. Only compiled code would notice a
     difference.
     """
-    for function in MARKED:
+    for function in COMPILER_WRAPPED:
         behind = getattr(function, "__wrapped__", None)
         if behind is not None and not hasattr(behind, "__dynamo_disable"):
             behind.__dynamo_disable = behind
 
 
 @cache
-def stepping_without(kind: type[Optimizer]) -> type[Optimizer]:
+def compiler_free_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Returns a subclass of torch's optimizer `kind` that steps as it does, without importing the compiler, as torch does at
     each step. Not for `differentiable`. An instance is pickled and copied as one of `kind`.
     """

@@ -44,12 +44,12 @@ def constant(config: ConstantConfig, _num_steps: int) -> Factor:
 
 def linear(config: LinearConfig, num_steps: int) -> Factor:
     """Returns a factor that falls in a straight line from 1 to `min_ratio`."""
-    return _from_the_top("linear", config, num_steps)
+    return _decay_after_warmup("linear", config, num_steps)
 
 
 def cosine(config: CosineConfig, num_steps: int) -> Factor:
     """Returns a factor that falls along half a cosine from 1 to `min_ratio`."""
-    return _from_the_top("cosine", config, num_steps)
+    return _decay_after_warmup("cosine", config, num_steps)
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
@@ -63,17 +63,17 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Fact
             hint="shorten one of them, or raise `run.steps`",
         )
     last_full = num_steps - 1 - decay_steps
-    return _fall(SHAPES[config.shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
+    return _decay_factor(SHAPES[config.shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
 
 
-def _from_the_top(shape: str, config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
+def _decay_after_warmup(shape: str, config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
     """Returns a factor that falls from the end of the warm-up on, by default until the run's last step."""
     last_full = max(config.warmup_steps - 1, 0)
     decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
-    return _fall(SHAPES[shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
+    return _decay_factor(SHAPES[shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
 
 
-def _fall(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:
+def _decay_factor(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:
     """Returns a factor: warm-up, 1 up to the step `last_full`, then along `shape` to `min_ratio` within `decay_steps`."""
 
     def factor(step: int) -> float:
@@ -91,7 +91,7 @@ def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def rate_of(plan: Plan) -> Factor:
+def learning_rate_factor(plan: Plan) -> Factor:
     """Returns the plan's learning rate, as a share of the full rate.
 
     Raises PlanError "learning-rate" for a factory that gives no function; the function raises it for a share that is
@@ -109,15 +109,15 @@ def rate_of(plan: Plan) -> Factor:
         except (TypeError, ValueError):
             value = math.nan
         if not 0 <= value < math.inf:
-            raise _bad_rate(plan, f"`{name}` gives {share!r} at step {step}, which is no share of the rate")
+            raise _rate_error(plan, f"`{name}` gives {share!r} at step {step}, which is no share of the rate")
         return value
 
     if not callable(factor):
-        raise _bad_rate(plan, f"`{name}` gave a {type(factor).__name__}, not a function from the step to a share of the rate")
+        raise _rate_error(plan, f"`{name}` gave a {type(factor).__name__}, not a function from the step to a share of the rate")
     return checked
 
 
-def _bad_rate(plan: Plan, message: str) -> SleyError:
+def _rate_error(plan: Plan, message: str) -> SleyError:
     return plan.located(PlanError("learning-rate", message, path=("learning_rate", "factory")))
 
 

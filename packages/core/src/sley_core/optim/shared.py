@@ -22,7 +22,7 @@ from sley_core.errors import RunError
 Shared: TypeAlias = dict[tuple[str, Any, Any], Any]
 """Values by place: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""
 
-FEW = 1 << 16
+MAX_PLAIN_ELEMENTS = 1 << 16
 """The largest number of elements of a tensor that counts as plain data."""
 
 
@@ -31,27 +31,27 @@ def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
     values: Shared = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
-    for key, state in own_states(optimizer).items():
+    for key, state in extra_states(optimizer).items():
         if is_plain(state):
             values["state", "", key] = state
-    for path, name, value in own_attributes(optimizer):
+    for path, name, value in extra_attributes(optimizer):
         if is_plain(value):
             values["attribute", path, name] = value
     return values
 
 
-def copied(values: Shared) -> Shared:
+def copy_values(values: Shared) -> Shared:
     """Returns copies of the values. Two places with one tensor have one copy of it."""
     return copy.deepcopy(values)
 
 
-def put(optimizer: torch.optim.Optimizer, values: Shared) -> None:
+def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
     """Sets the values, not to be used again, at their places, and removes those elsewhere. A dict stays the same object."""
     owners = dict(_owners(optimizer))
     for place in shared_values(optimizer).keys() - values.keys():
-        _holder(optimizer, owners, place).pop(place[2])
+        _containing_dict(optimizer, owners, place).pop(place[2])
     for place, value in values.items():
-        holder, key = _holder(optimizer, owners, place), place[2]
+        holder, key = _containing_dict(optimizer, owners, place), place[2]
         now = holder.get(key)
         if now is not value and isinstance(now, dict) and isinstance(value, dict):
             now.clear()
@@ -60,7 +60,7 @@ def put(optimizer: torch.optim.Optimizer, values: Shared) -> None:
             holder[key] = value
 
 
-def load(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     states: Mapping[int, Any],
     options: Sequence[Mapping[str, Any]],
@@ -91,16 +91,16 @@ def load(
     optimizer.param_groups, optimizer.state = groups, own  # the same objects as before: others have them
     for parameter in (one for group in groups for one in group["params"]):
         if saved := states.get(id(parameter)):
-            own[parameter] = _in_saved_types(own[parameter], saved, dtypes[id(parameter)])
+            own[parameter] = _restore_dtypes(own[parameter], saved, dtypes[id(parameter)])
     now = {place: value for place, value in shared_values(optimizer).items() if place[0] == "option"}
-    put(optimizer, now | copied(begun) | shared)
+    set_values(optimizer, now | copy_values(begun) | shared)
 
 
-OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
+PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay")
 """Options that the plan gives: those of the present plan hold, not those that were saved."""
 
 
-def _in_saved_types(loaded: Any, saved: Any, followed: torch.dtype) -> Any:
+def _restore_dtypes(loaded: Any, saved: Any, followed: torch.dtype) -> Any:
     """Returns the state `loaded` in the dtypes of `saved`, which torch has cast, but for the parameter's own, `followed`."""
 
     def leaf(new: Any, old: Any) -> Any:
@@ -115,7 +115,9 @@ def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     """Returns the options of a group that differ from those with which the optimizer began."""
     begun = optimizer.defaults
     return {
-        key: value for key, value in group.items() if key not in OF_PLAN and (key not in begun or not same(begun[key], value))
+        key: value
+        for key, value in group.items()
+        if key not in PLAN_OPTIONS and (key not in begun or not is_equal(begun[key], value))
     }
 
 
@@ -124,19 +126,19 @@ def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
     attributes that differ from those of `begun`. Raises RunError `optimizer-state` for a state that is no plain data.
     """
     current = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
-    for key in own_states(optimizer):
+    for key in extra_states(optimizer):
         if ("state", "", key) not in current:
             message = f"a checkpoint cannot hold the state {key!r} of {type(optimizer).__name__}, whose key is no parameter"
             hint = "keep numbers, strings and small tensors there, and large tensors under the parameters"
             raise RunError("optimizer-state", message, hint=hint)
-    return changed(begun, current)
+    return changed_values(begun, current)
 
 
 def attributes_of(values: Shared) -> Shared:
     return {place: value for place, value in values.items() if place[0] == "attribute"}
 
 
-def _holder(
+def _containing_dict(
     optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], place: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
     """Returns the dict that has the value of a place under its key."""
@@ -146,26 +148,26 @@ def _holder(
     return optimizer.param_groups[where] if kind == "option" else optimizer.state
 
 
-def changed(before: Shared, after: Shared) -> Shared:
+def changed_values(before: Shared, after: Shared) -> Shared:
     """Returns the values of `after` that are new or differ; one that is not on the host counts as different."""
-    return {place: one for place, one in after.items() if place not in before or not same(one, before[place])}
+    return {place: one for place, one in after.items() if place not in before or not is_equal(one, before[place])}
 
 
-def same(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     """Returns whether two pieces of plain data are equal; False for tensors on another device than the host."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.device.type != "cpu" or other.device.type != "cpu":
             return False
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
 def can_compare(value: Any) -> bool:
-    """Returns whether `same` can tell: no tensor in `value` is on another device than the host."""
+    """Returns whether `is_equal` can tell: no tensor in `value` is on another device than the host."""
     return all(one.device.type == "cpu" for one in tree_leaves(value) if isinstance(one, Tensor))
 
 
@@ -174,21 +176,21 @@ def is_plain(value: Any) -> bool:
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return True
     if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter) and value.numel() <= FEW
+        return not isinstance(value, nn.Parameter) and value.numel() <= MAX_PLAIN_ELEMENTS
     if isinstance(value, dict):
         return all(is_plain(key) and not isinstance(key, Tensor) and is_plain(one) for key, one in value.items())
     return type(value) in (list, tuple) and all(map(is_plain, value))
 
 
-def own_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def extra_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
-def own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
     """Yields owner's path, name and value of each attribute that is not torch's, of the optimizer and of those it wraps."""
     for path, owner in _owners(optimizer):
         for name, value in list(vars(owner).items()):
-            if name not in _of_torch() and not isinstance(value, torch.optim.Optimizer):
+            if name not in _torch_attributes() and not isinstance(value, torch.optim.Optimizer):
                 yield path, name, value
 
 
@@ -215,7 +217,7 @@ def _is_shared(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bo
 
 
 @cache
-def _of_torch() -> frozenset[str]:
+def _torch_attributes() -> frozenset[str]:
     """Returns the names of the attributes that every optimizer of torch's may have."""
     every = vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
     return (
@@ -237,7 +239,7 @@ class Traits:
     has_modes: bool = False
 
 
-PLAIN = Traits()
+TORCH_TRAITS = Traits()
 """The traits of torch's own optimizers."""
 
 
@@ -245,14 +247,14 @@ def has_modes(optimizer: object) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def set_training_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Calls `train()` of an optimizer that has modes; returns the same `optimizer`."""
     if has_modes(optimizer):
         optimizer.train()  # type: ignore[attr-defined]  # it has it
     return optimizer
 
 
-def with_own_gradients(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
+def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
     """Returns a function that gives each parameter a copy of its gradient, which nobody else writes, and calls `step`."""
 
     def stepped() -> Any:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from sley_core.discovery import to_install
+from sley_core.discovery import install_hint
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
-from sley_core.plan.document import by_place
+from sley_core.plan.document import sort_by_place
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.tables import (
     BETTER,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Component, EvaluationSet, Plan
 
 
-MOST_FORWARDS = 1_000_000
+MAX_FORWARDS = 1_000_000
 """The most forwards (chunks x micro-batches) in one step: longer lists take minutes and gigabytes to check."""
 
 
@@ -55,7 +55,13 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     and `check_canonical`, and those of the plugins' `sley_check_plan`, which are called only if the sizes fit. Raises
     PluginError if one of these hooks fails.
     """
-    problems = [*check_offload(plan), *check_canonical(plan), *_parts(plan), *_sequence(plan), *_keep_best(plan)]
+    problems = [
+        *check_offload(plan),
+        *check_canonical(plan),
+        *_check_parts(plan),
+        *_check_sequence(plan),
+        *_check_keep_best(plan),
+    ]
     diagnostics: list[Diagnostic] = []
     own = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL)}
     try:
@@ -64,13 +70,13 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
         diagnostics += error.diagnostics
         problems += check_tables(own)
     else:
-        problems += [*check_tables(own, topology.dp), *_optimizer(plan, topology), *check_handlers(plan, topology)]
+        problems += [*check_tables(own, topology.dp), *_check_optimizer(plan, topology), *check_handlers(plan, topology)]
         problems += check_all_data(plan.data, plan.model, plan.evaluation, plan.evaluation_sets)
-        diagnostics += _schedule(plan, topology)
+        diagnostics += _check_schedule(plan, topology)
         for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += more
     diagnostics += [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in problems]
-    return by_place(diagnostics)
+    return sort_by_place(diagnostics)
 
 
 def timer_package(plan: Plan) -> str:
@@ -81,7 +87,7 @@ def timer_package(plan: Plan) -> str:
     return timer.partition(".")[0] if timer is not None and plan.partition.config.layer_costs is None else ""
 
 
-def _parts(plan: Plan) -> Iterator[Problem]:
+def _check_parts(plan: Plan) -> Iterator[Problem]:
     """Yields a problem for each table or package that the layout needs and that is not there, and for what compiled layers
     cannot do.
     """
@@ -96,7 +102,7 @@ def _parts(plan: Plan) -> Iterator[Problem]:
         yield Problem(("parallel", "pp"), message, 'add [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
     package = timer_package(plan)
     if plan.partition is not None and package and find_spec(package) is None:
-        hint = to_install(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
+        hint = install_hint(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
         message = f"`{plan.partition.name}` times layers by `{package}`, which is not installed"
         yield Problem(("partition", "use"), message, f"{hint}; or give `layer_costs`", "timer-missing")
     if parallel.wp > 1 and plan.weights is None:
@@ -108,7 +114,7 @@ def _parts(plan: Plan) -> Iterator[Problem]:
         yield Problem(("model", "compile"), message, "leave `compile` out, or `wp = 1`", "weights-compiled")
 
 
-def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
+def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     """Returns what is wrong with the pipeline's action lists for this many stages and micro-batches, by lowering them."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
@@ -119,10 +125,10 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     try:
         schedule = plan.pipeline.build()
         placement = schedule.placement(topology.pp)
-        if placement.num_positions * micros > MOST_FORWARDS:
+        if placement.num_positions * micros > MAX_FORWARDS:
             parts = placement.num_positions
             message = f"a step of {micros} micro-batches through {parts} parts of the model is longer than can be checked"
-            hint = f"together {MOST_FORWARDS:,} forwards at most: raise `batch.micro_size`, or lower `pp`"
+            hint = f"together {MAX_FORWARDS:,} forwards at most: raise `batch.micro_size`, or lower `pp`"
             return [plan.diagnostic("schedule-too-long", message, ("batch", "micro_size"), hint)]
         lower(schedule.lists(topology.pp, micros), placement, micros)
     except PlanError as error:
@@ -130,7 +136,7 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     return []
 
 
-def _sequence(plan: Plan) -> Iterator[Problem]:
+def _check_sequence(plan: Plan) -> Iterator[Problem]:
     size = plan.parallel.sp
     if size == 1:
         return
@@ -152,10 +158,10 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
         yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
-LOOKS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradients at once"}
+SCOPE_DESCRIPTIONS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradients at once"}
 
 
-def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
+def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
     """Yields a problem if the optimizer needs full matrices or the full model and a rank has only a part."""
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     sharders = [one.name for one in plan.gradient_handlers if getattr(one.record, "result", None) == "shard"]
@@ -168,7 +174,7 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
         by = f"`pp = {topology.pp}` leaves a part of the model to a rank"
     if by is None:
         return
-    looks = LOOKS.get(scope, "may look at whole matrices, or at all gradients at once")
+    looks = SCOPE_DESCRIPTIONS.get(scope, "may look at whole matrices, or at all gradients at once")
     hint = "use an elementwise optimizer such as `core.adamw`"
     if scope == "unknown":
         hint += ', or say `scope = "elementwise"` where an element is updated by its own gradients alone'
@@ -176,7 +182,7 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
     yield Problem(("optimizer", where), f"`{plan.optimizer.name}` {looks}, but {by}", hint, "optimizer-layout")
 
 
-NORMS = (1.0, 2.0, math.inf, "inf")
+CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
 """Kinds of norm whose terms every kernel computes to the same bits."""
 
 CODE = "canonical-unsupported"
@@ -187,37 +193,41 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
     if plan.parallel.reduction != "canonical":
         return
     if plan.parallel.sp > 1:
-        yield _problem(("parallel", "sp"), f"`sp = {plan.parallel.sp}` gives matrix products other shapes", "leave `sp` at 1")
+        yield _canonical_problem(
+            ("parallel", "sp"), f"`sp = {plan.parallel.sp}` gives matrix products other shapes", "leave `sp` at 1"
+        )
     if isinstance(plan.model.config, ModelConfig) and plan.model.config.compile:
-        yield _problem(("model", "compile"), "a compiled layer sums in an order of its own", "leave `compile` out")
+        yield _canonical_problem(("model", "compile"), "a compiled layer sums in an order of its own", "leave `compile` out")
     if plan.precision.accumulation == "autograd":
         message = "weight gradients that autograd adds up have the order of its graph"
-        yield _problem(("precision", "accumulation"), message, 'use "direct", or leave it out')
+        yield _canonical_problem(("precision", "accumulation"), message, 'use "direct", or leave it out')
     config: Any = plan.optimizer.config
-    if config.clip_kind not in NORMS:
+    if config.clip_kind not in CANONICAL_NORMS:
         message = f"the {config.clip_kind:g}-norm takes powers, which kernels round each in its way"
-        yield _problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
+        yield _canonical_problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
     if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
         message = "a fused optimizer rounds the last elements of a tensor otherwise, and parts end elsewhere than wholes"
-        yield _problem(("optimizer", "options"), message, "leave `fused` out")
+        yield _canonical_problem(("optimizer", "options"), message, "leave `fused` out")
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
         if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
             continue
         if not record.fixed_order or record.tolerance_with(handler.config):
             message = f"`{handler.name}` sums in an order, or to a precision, of its own"
-            yield _problem(("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`")
+            yield _canonical_problem(
+                ("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`"
+            )
     weights = plan.weights
     if weights is not None and isinstance(weights.record, WeightCommunicatorRecord) and not weights.record.fixed_order:
         message = f"`{weights.name}` adds up what ranks contribute to a weight's gradient"
-        yield _problem(("weights", "use"), message, "take `isp.communicator`")
+        yield _canonical_problem(("weights", "use"), message, "take `isp.communicator`")
 
 
-def _problem(path: KeyPath, message: str, hint: str) -> Problem:
+def _canonical_problem(path: KeyPath, message: str, hint: str) -> Problem:
     return Problem(path, f"{message}, so there is no canonical sum", f'{hint}, or `reduction = "fast"`', CODE)
 
 
-WIDTH = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
+SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
 """Rank of an optimizer's scope: how much of the gradients an update may depend on, from least to most."""
 
 
@@ -234,7 +244,7 @@ def check_offload(plan: Plan) -> Iterator[Problem]:
                 break
             mover[part] = component.name
         allowed, needed = record.scope(component.config), scope_of(plan.optimizer.record, plan.optimizer.config)
-        if allowed != "global" and WIDTH[needed] > WIDTH[allowed]:
+        if allowed != "global" and SCOPE_RANKS[needed] > SCOPE_RANKS[allowed]:
             looks = "may look at all gradients at once" if needed == "unknown" else "looks at all gradients at once"
             message = f"`{component.name}` steps the optimizer with some weights at a time, but `{plan.optimizer.name}` {looks}"
             hint = "use an optimizer such as `core.adamw`"
@@ -243,7 +253,7 @@ def check_offload(plan: Plan) -> Iterator[Problem]:
             yield Problem(("offload", number, "use"), message, hint, "offload-optimizer")
 
 
-ONE_EACH: tuple[Role, ...] = ("reducer", "tie")
+UNIQUE_ROLES: tuple[Role, ...] = ("reducer", "tie")
 """Roles that must not occur twice: a sum would be summed again."""
 
 
@@ -269,7 +279,7 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
             yield Problem(path, f"`{name}` is listed twice", "keep one of them", "handler-twice")
             continue
         names.add(name)
-        if record.role in ONE_EACH and record.role in first:
+        if record.role in UNIQUE_ROLES and record.role in first:
             job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
             message = f"`{first[record.role]}` and `{name}` both {job}, so the sum would be wrong"
             yield Problem(path, message, "keep one of them", "handler-conflict")
@@ -289,7 +299,7 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
             reducer = name
 
 
-def sums_ties(plan: Plan) -> bool:
+def has_tie_handler(plan: Plan) -> bool:
     """Returns whether a gradient handler of the plan sums the gradients of parameters that several stages hold."""
     records = (one.record for one in plan.gradient_handlers)
     return any(isinstance(record, GradientHandlerRecord) and record.role == "tie" for record in records)
@@ -316,14 +326,14 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
             message = f"gradients of what is computed in {compute} are accumulated in {known}, not {gradients}"
             hint = f'use "{ACCUMULATION[compute][0]}", or leave it out'
             yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
-        yield from _loss_scale(precision)
+        yield from _check_loss_scale(precision)
     if isinstance(run, RunTable):
-        yield from _skips(run)
-        yield from _beyond(run, tables.get("profile"))
+        yield from _check_skips(run)
+        yield from _check_profile(run, tables.get("profile"))
     if dp is None and isinstance(parallel, ParallelTable) and parallel.dp != "auto":
         dp = parallel.dp
     if isinstance(batch, BatchTable) and dp is not None:
-        yield from _batch(batch, dp)
+        yield from _check_batch(batch, dp)
 
 
 def check_data(data: Component, model: Component | None, *, evaluates: bool) -> Iterator[Problem]:
@@ -348,7 +358,7 @@ def check_all_data(
             yield replace(one, path=("evaluation", "sets", name, *one.path[1:]))
 
 
-def _keep_best(plan: Plan) -> Iterator[Problem]:
+def _check_keep_best(plan: Plan) -> Iterator[Problem]:
     """Yields a problem for a `keep_best` that no checkpoint can follow, or that names no number of an evaluation."""
     best = plan.evaluation.best if plan.evaluation is not None else None
     if plan.evaluation is None or best is None:
@@ -368,7 +378,7 @@ def _keep_best(plan: Plan) -> Iterator[Problem]:
         yield Problem(path, f"an evaluation of this plan gives no `{best.metric}`", hint, "keep-best")
 
 
-def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
+def _check_loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
     scale = precision.loss_scale
     path: KeyPath = ("precision", "loss_scale")
     if scale is None:
@@ -381,13 +391,13 @@ def _loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
         yield Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
 
 
-def _skips(run: RunTable) -> Iterator[Problem]:
+def _check_skips(run: RunTable) -> Iterator[Problem]:
     if run.on_nan == "stop" and run.max_skips is not None:
         message = '`max_skips` limits steps that are skipped, but `on_nan = "stop"` skips none'
         yield Problem(("run", "max_skips"), message, 'leave it out, or write on_nan = "skip"', "skips-unused")
 
 
-def _beyond(run: RunTable, profile: Table | None) -> Iterator[Problem]:
+def _check_profile(run: RunTable, profile: Table | None) -> Iterator[Problem]:
     """Yields a problem for steps to profile that the run does not have.
 
     An interval of evaluations may be longer than the run, which evaluates at its end in any case.
@@ -404,7 +414,7 @@ def _beyond(run: RunTable, profile: Table | None) -> Iterator[Problem]:
         yield Problem(path, message, f"the last step is {run.steps}", "beyond-the-run")
 
 
-def _batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
+def _check_batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
     """Yields a problem, with sizes that fit, if global_size is not a multiple of dp x micro_size."""
     size, micro = batch.global_size, batch.micro_size
     unit = dp * micro

@@ -16,7 +16,7 @@ import tomli
 
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
 from sley_core.table import Table
-from sley_core.words import printable
+from sley_core.words import make_printable
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Document:
     folder: Path | None
     tables: dict[str, Any]
     lines: tuple[str, ...] = ()
-    spots: Mapping[KeyPath, Spot] = field(default_factory=dict)
+    spots: Mapping[KeyPath, KeySpan] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
     bases: Mapping[KeyPath, Document] = field(default_factory=dict, repr=False)
 
@@ -53,13 +53,13 @@ class Document:
 
     def folder_of(self, path: KeyPath) -> Path | None:
         """Returns the folder in which a relative path at `path` starts: the plan's for a `--set`, else that of its file."""
-        return self.folder if self._override(path) else self.owner(path).folder
+        return self.folder if self._find_override(path) else self.owner(path).folder
 
     def origin(self, path: KeyPath) -> Place | None:
         """Returns where the user wrote the value at `path`; None if it is not in the document."""
-        if not _has(self.tables, path):
+        if not _has_path(self.tables, path):
             return None
-        if override := self._override(path):
+        if override := self._find_override(path):
             return override.place
         owner = self.owner(path)
         spot = owner.spots.get(path)
@@ -70,16 +70,16 @@ class Document:
     ) -> Diagnostic:
         """Returns a diagnostic at `path`, placed at its key or value, or at the closest table around it that was written."""
         place, line = self.place(path, at)
-        hint = printable(hint) if hint else None
-        return Diagnostic(code, printable(message), path=path, place=place, source_line=line, hint=hint)
+        hint = make_printable(hint) if hint else None
+        return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
         """Returns the place of `path`, or of the closest table around it, and the text there."""
         for length in range(len(path), 0, -1):
             near = path[:length]
-            override = self._override(near)
+            override = self._find_override(near)
             if override:
-                return override.place, printable(override.text)
+                return override.place, make_printable(override.text)
             owner = self.owner(near)
             if near in owner.spots:
                 spot = owner.spots[near]
@@ -89,9 +89,9 @@ class Document:
 
     def line(self, number: int) -> str | None:
         """Returns the text of a line, counted from 1, for display: each character is one column wide."""
-        return printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
+        return make_printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
 
-    def _override(self, path: KeyPath) -> Override | None:
+    def _find_override(self, path: KeyPath) -> Override | None:
         """Returns the last override that set `path`, something around it, or (if the file has no such table) inside it."""
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
@@ -104,7 +104,7 @@ class Document:
 _OVERRIDE = re.compile(r"--set #([0-9]+)")
 
 
-def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Returns the diagnostics without duplicates, in reading order: the file top to bottom, then each `--set`."""
 
     def order(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
@@ -115,7 +115,7 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     return sorted(dict.fromkeys(diagnostics), key=order)
 
 
-def locate(error: SleyError, document: Document) -> SleyError:
+def add_places(error: SleyError, document: Document) -> SleyError:
     """Gives the diagnostics of `error` that have a path their places in `document`; returns the same error."""
     located = []
     for diagnostic in error.diagnostics:
@@ -128,18 +128,18 @@ def locate(error: SleyError, document: Document) -> SleyError:
     return error
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Returns a value as TOML has it: tables as dicts without absent keys, arrays as lists."""
     if isinstance(value, Table):
-        return plain(value.model_dump(exclude_none=True))
+        return to_plain_data(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items() if inner is not None}
+        return {str(key): to_plain_data(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain_data(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _has(tables: Any, path: KeyPath) -> bool:
+def _has_path(tables: Any, path: KeyPath) -> bool:
     for part in path:
         if isinstance(tables, dict) and part in tables:
             tables = tables[str(part)]
@@ -158,18 +158,18 @@ class TextSpan(NamedTuple):
     length: int
 
 
-class Spot(NamedTuple):
+class KeySpan(NamedTuple):
     """Holds where a key and its value are in the text; for a table header, and for an item of an array, both are the same."""
 
     key: TextSpan
     value: TextSpan
 
 
-def index(text: str) -> dict[KeyPath, Spot]:
+def index_keys(text: str) -> dict[KeyPath, KeySpan]:
     """Returns the spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
 
     A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them. tomli has no places of
-    keys, and has validated the text, so `index` only has to tell keys, headers and values apart.
+    keys, and has validated the text, so `index_keys` only has to tell keys, headers and values apart.
     """
     scanner = _Scanner(text)
     scanner.document()
@@ -195,7 +195,7 @@ class _Scanner:
         self.text = text
         self.at = 0
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
-        self.spots: dict[KeyPath, Spot] = {}
+        self.spots: dict[KeyPath, KeySpan] = {}
         self.lengths: dict[KeyPath, int] = {}  # of arrays of tables, as far as they have been read
 
     def document(self) -> None:
@@ -217,17 +217,17 @@ class _Scanner:
         path: KeyPath = ()
         for name, span in parts[:-1]:
             path = (*path, name)
-            self.spots.setdefault(path, Spot(span, span))
+            self.spots.setdefault(path, KeySpan(span, span))
             if path in self.lengths:
                 path = (*path, self.lengths[path] - 1)
         name, span = parts[-1]
         path = (*path, name)
         if double:
-            self.spots.setdefault(path, Spot(span, whole))
+            self.spots.setdefault(path, KeySpan(span, whole))
             item = self.lengths.get(path, 0)
             self.lengths[path] = item + 1
             path = (*path, item)
-        self.spots[path] = Spot(span, whole)
+        self.spots[path] = KeySpan(span, whole)
         return path
 
     def key_and_value(self, table: KeyPath) -> None:
@@ -236,10 +236,10 @@ class _Scanner:
         parts = self.key()
         for name, span in parts:
             path = (*path, name)
-            self.spots.setdefault(path, Spot(span, span))
+            self.spots.setdefault(path, KeySpan(span, span))
         self.at += 1  # the equals sign
         self.skip(_BLANK)
-        self.spots[path] = Spot(parts[-1][1], self.value(path))
+        self.spots[path] = KeySpan(parts[-1][1], self.value(path))
 
     def key(self) -> list[tuple[str, TextSpan]]:
         """Returns the parts of a dotted key; leaves the scanner at what follows it."""
@@ -278,7 +278,7 @@ class _Scanner:
         item = 0
         while self.skip(_GAP) and self.text[self.at] != "]":
             span = self.value((*path, item))
-            self.spots[*path, item] = Spot(span, span)
+            self.spots[*path, item] = KeySpan(span, span)
             item += 1
         self.at += 1
 

@@ -41,7 +41,7 @@ BASES: dict[RecordKind, type[Table]] = {
 }
 """The base class of a record's config, by kind; records of other kinds take any `Table`."""
 
-WORDS: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
+KIND_NAMES: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
 
 
 CHECKPOINTER = "checkpoint.any_layout"
@@ -122,7 +122,7 @@ COMPONENTS = (
         "optimizers",
         "How a step changes the weights.",
         factory=FactoryOptimizerConfig,
-        build="sley_core.optim.build:factory",
+        build="sley_core.optim.build:build_from_factory",
     ),
     ComponentTable(
         "learning_rate",
@@ -197,12 +197,12 @@ COMPONENTS = (
 )
 
 
-def words(kind: RecordKind) -> str:
+def kind_name(kind: RecordKind) -> str:
     """Returns a kind in the singular, for messages: "gradient handler"."""
-    return WORDS.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))
+    return KIND_NAMES.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))
 
 
-def a_word(kind: RecordKind) -> str:
+def kind_with_article(kind: RecordKind) -> str:
     """Returns a kind in the singular with its article: "an optimizer"."""
-    word = words(kind)
+    word = kind_name(kind)
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"

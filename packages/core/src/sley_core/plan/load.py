@@ -17,24 +17,24 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 from pydantic import ValidationError
 
-from sley_core.discovery import CORE, to_install
-from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
+from sley_core.discovery import CORE, install_hint
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path
 from sley_core.plan.check import check_all_data, check_tables
-from sley_core.plan.document import Document, by_place, plain
-from sley_core.plan.faults import faults, unknown_key
-from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word, words
+from sley_core.plan.document import Document, sort_by_place, to_plain_data
+from sley_core.plan.faults import unknown_key_diagnostic, validation_diagnostics
+from sley_core.plan.kinds import COMPONENTS, ComponentTable, kind_name, kind_with_article
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.read import read_file, read_tables, read_text
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
-from sley_core.table import NAMED_TABLES, BasePath, PartTable, RecordKind, RecordReference, Table, expanded, written
-from sley_core.words import shown, suggestion
+from sley_core.table import NAMED_TABLES, BasePath, PartTable, RecordKind, RecordReference, Table, escape_path, expand_path
+from sley_core.words import describe_value, suggestion
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
     """Loads the plan in the file `path`, with `overrides`. Raises PlanError, or PluginError, with all problems. No torch."""
-    return resolve(read_file(path, overrides), loader or Loader())
+    return resolve_plan(read_file(path, overrides), loader or Loader())
 
 
 def plan_from_text(
@@ -46,31 +46,31 @@ def plan_from_text(
     loader: Loader | None = None,
 ) -> Plan:
     """Loads the plan in `text`; messages call it `file`, relative paths start at `folder`. Raises as `load_plan`."""
-    return resolve(read_text(text, file, folder, overrides), loader or Loader())
+    return resolve_plan(read_text(text, file, folder, overrides), loader or Loader())
 
 
 def plan_from_dict(
     tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: Loader | None = None
 ) -> Plan:
     """Loads the plan in plain data, as TOML would give it; None leaves a key out. Raises as `load_plan`."""
-    return resolve(read_tables(tables, folder, overrides), loader or Loader())
+    return resolve_plan(read_tables(tables, folder, overrides), loader or Loader())
 
 
-def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
+def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
     """Returns a plan with some values changed to what a run found out. Checked by the plugins that are loaded already."""
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():
         here: Any = tables
         for part in path[:-1]:
             here = here.setdefault(part, {}) if isinstance(here, dict) else here[part]
-        here[path[-1]] = plain(value)
-    return resolve(replace(plan.document, tables=tables), plan.loader)
+        here[path[-1]] = to_plain_data(value)
+    return resolve_plan(replace(plan.document, tables=tables), plan.loader)
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """A name without a dot, which tells it from a record's."""
 
-OF_SLEY: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
+SLEY_RECORDS: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
 """The record of another package of Sley's that a plan may begin with, by kinds of which core has none."""
 
 DATA = next(table for table in COMPONENTS if table.key == "data")
@@ -88,35 +88,35 @@ class Reference(NamedTuple):
     name: str
 
 
-def references(table: Table) -> Iterator[Reference]:
+def find_references(table: Table) -> Iterator[Reference]:
     """Yields every record reference in `table`, in the order of its model's fields."""
     for name, info in type(table).model_fields.items():
-        yield from _within(info.annotation, info.metadata, getattr(table, name), (name,))
+        yield from _find_nested_references(info.annotation, info.metadata, getattr(table, name), (name,))
 
 
-def _within(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath) -> Iterator[Reference]:
+def _find_nested_references(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath) -> Iterator[Reference]:
     """Yields the references inside `value`, whose type is `annotation`, at any depth."""
     marks = [item for item in metadata if isinstance(item, RecordReference)]
     if marks and isinstance(value, str):
         yield Reference(path, marks[-1].kind, value)
     elif isinstance(value, Table):
-        for inner in references(value):
+        for inner in find_references(value):
             yield inner._replace(path=(*path, *inner.path))
     elif get_origin(annotation) is Annotated:
         inner_type, *more = get_args(annotation)
-        yield from _within(inner_type, more, value, path)
+        yield from _find_nested_references(inner_type, more, value, path)
     elif get_origin(annotation) in (Union, types.UnionType):
         for arm in get_args(annotation):
-            yield from _within(arm, (), value, path)
+            yield from _find_nested_references(arm, (), value, path)
     elif isinstance(value, tuple | list) and get_args(annotation):
         for number, item in enumerate(value):
-            yield from _within(get_args(annotation)[0], (), item, (*path, number))
+            yield from _find_nested_references(get_args(annotation)[0], (), item, (*path, number))
     elif isinstance(value, dict) and get_args(annotation):
         for key, item in value.items():
-            yield from _within(get_args(annotation)[1], (), item, (*path, key))
+            yield from _find_nested_references(get_args(annotation)[1], (), item, (*path, key))
 
 
-def resolve(document: Document, loader: Loader) -> Plan:
+def resolve_plan(document: Document, loader: Loader) -> Plan:
     """Returns the plan that `document` describes. Raises PlanError, or PluginError, with all problems, sorted by place."""
     resolver = _Resolver(document, loader)
     parts: dict[str, Any] = {name: resolver.table(name, model) for name, model in TABLES.items()}
@@ -124,7 +124,7 @@ def resolve(document: Document, loader: Loader) -> Plan:
         parts[name] = resolver.table(name, model) if name in resolver.tables else None
     parts["evaluation_sets"] = resolver.sets(parts["evaluation"])
     # Tables whose default may be the only record of its kind come last, when all plugins that the plan names are known.
-    for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
+    for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.names_record(spec)):
         if spec.named:
             parts[spec.key] = resolver.named(spec)
         else:
@@ -144,40 +144,40 @@ class _Resolver:
         self.problems: list[Diagnostic] = []
         self.plugins: dict[str, Plugin] = {}
         self.schedule: Component | None = None
-        self._broken: set[str] = set()
-        self._used: set[tuple[str, str]] = set()  # of tables `[key.NAME]`
-        self._source_folder()
-        self._plugin(CORE, ())
+        self._broken_plugins: set[str] = set()
+        self._used_names: set[tuple[str, str]] = set()  # of tables `[key.NAME]`
+        self._apply_source_folder()
+        self._load_plugin(CORE, ())
 
     def table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
         """Returns core's table `name`; one without a required key may be left out. None if it has a problem."""
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
-            self._problem("missing-table", f"the plan needs a table [{name}] with {keys}", (name,))
+            self._add_problem("missing-table", f"the plan needs a table [{name}] with {keys}", (name,))
             return None
-        return self._validated(model, self.tables.get(name, {}), (name,), f"[{name}]")
+        return self._validate(model, self.tables.get(name, {}), (name,), f"[{name}]")
 
     def component(self, spec: ComponentTable) -> Component | None:
         """Returns the component of a single table; None if an optional one is left out or it has a problem."""
         if spec.only_with is not None and spec.only_with not in self.tables:
             if spec.key in self.tables:
                 message = f"{spec.header} means nothing without [{spec.only_with}]"
-                self._problem("table-without-effect", message, (spec.key,), f"add [{spec.only_with}], or remove it")
+                self._add_problem("table-without-effect", message, (spec.key,), f"add [{spec.only_with}], or remove it")
             return None
         default = spec.default
         if spec.known is not None and self.schedule is not None:
-            offered = self._offered(spec)
+            offered = self._available_records(spec)
             default = getattr(self.schedule.record, spec.key) or (offered[0] if len(offered) == 1 else None)
         if spec.key not in self.tables and default is None:
-            self._no_table(spec)
+            self._report_missing_table(spec)
             return None
-        component = self._component(spec, self.tables.get(spec.key, {}), (spec.key,), default)
+        component = self._resolve_component(spec, self.tables.get(spec.key, {}), (spec.key,), default)
         if spec.kind == "schedules":
             self.schedule = component
         return component
 
-    def is_named(self, spec: ComponentTable) -> bool:
+    def names_record(self, spec: ComponentTable) -> bool:
         """Returns whether the plan itself names the record of a table."""
         value = self.tables.get(spec.key)
         return isinstance(value, dict) and "use" in value
@@ -196,24 +196,26 @@ class _Resolver:
             if isinstance(record, ScheduleRecord) and record.ties:
                 tables.append({"use": record.ties})
         if not isinstance(tables, list):
-            message = f"`{spec.key}` must be an array of tables, not {shown(tables)}"
-            self._problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
+            message = f"`{spec.key}` must be an array of tables, not {describe_value(tables)}"
+            self._add_problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
             return ()
-        components = [self._component(spec, item, (spec.key, number)) for number, item in enumerate(tables)]
+        components = [self._resolve_component(spec, item, (spec.key, number)) for number, item in enumerate(tables)]
         return tuple(component for component in components if component)
 
     def named(self, spec: ComponentTable) -> dict[str, Component]:
         """Returns the components of the tables `[key.NAME]`, by name."""
         tables = self.tables.get(spec.key, {})
         if not isinstance(tables, dict):
-            self._problem("wrong-type", f"`{spec.key}` must be tables {spec.header}, not {shown(tables)}", (spec.key,))
+            self._add_problem(
+                "wrong-type", f"`{spec.key}` must be tables {spec.header}, not {describe_value(tables)}", (spec.key,)
+            )
             return {}
         if wrong := [name for name in tables if not _NAME.fullmatch(name)]:
             for name in wrong:
                 message = f"`{name}` is no name of a table {spec.header}: it takes letters, digits, `_` and `-`"
-                self._problem("wrong-name", message, (spec.key, name), "begin with a letter", at="key")
+                self._add_problem("wrong-name", message, (spec.key, name), "begin with a letter", at="key")
             return {}
-        components = {name: self._component(spec, table, (spec.key, name)) for name, table in tables.items()}
+        components = {name: self._resolve_component(spec, table, (spec.key, name)) for name, table in tables.items()}
         return {name: component for name, component in components.items() if component}
 
     def sets(self, evaluation: EvaluationTable | None) -> dict[str, EvaluationSet]:
@@ -221,54 +223,56 @@ class _Resolver:
         sets: dict[str, EvaluationSet] = {}
         for name, table in {} if evaluation is None else evaluation.sets.items():
             path = ("evaluation", "sets", name)
-            spec = replace(DATA, key=dotted(path))
+            spec = replace(DATA, key=format_path(path))
             if not _NAME.fullmatch(name):
                 message = f"`{name}` is no name of a set: it takes letters, digits, `_` and `-`"
-                self._problem("wrong-name", message, path, "begin with a letter", at="key")
+                self._add_problem("wrong-name", message, path, "begin with a letter", at="key")
                 continue
             own = {key: value for key, value in table.items() if key in SetTable.model_fields}
-            keys = self._validated(SetTable, own, path, spec.header)
-            data = self._component(spec, {key: value for key, value in table.items() if key not in own}, path)
+            keys = self._validate(SetTable, own, path, spec.header)
+            data = self._resolve_component(spec, {key: value for key, value in table.items() if key not in own}, path)
             if keys is None or data is None:
                 continue
             if keys.split == "all":
-                data = self._whole(name, data)
+                data = self._evaluate_whole(name, data)
             sets[name] = EvaluationSet(data, keys)
         return sets
 
-    def _whole(self, name: str, data: Component) -> Component:
+    def _evaluate_whole(self, name: str, data: Component) -> Component:
         """Returns the data of the set `name` with nothing held out; records a problem if the table says otherwise."""
         config, hint = data.config, 'write split = "held_out" to evaluate on what it holds out, or leave it out'
         try:
             whole = config.whole()
         except ValueError as error:
-            self._problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", data.path, hint)
+            self._add_problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", data.path, hint)
             return data
         for key in sorted(config.model_fields_set):
             if getattr(config, key) != getattr(whole, key):
                 message = f"`{key}` holds samples out, and the set `{name}` has all of them"
-                self._problem("set-held-out", message, (*data.path, key), hint, at="key")
+                self._add_problem("set-held-out", message, (*data.path, key), hint, at="key")
         return replace(data, config=whole)
 
     def check_top_level(self) -> None:
         """Records an unsupported format, and tables and keys that no plan has."""
         version = self.tables.get("plan", FORMAT)
         if version != FORMAT or isinstance(version, bool):
-            self._problem("plan-format", f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}", ("plan",))
+            self._add_problem(
+                "plan-format", f"`plan` is the format of the plan, {FORMAT}, not {describe_value(version)}", ("plan",)
+            )
         for key, value in self.tables.items():
             if key in TOP_LEVEL:
                 continue
             if isinstance(value, dict | list):
                 names = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
                 hint = suggestion(key, names, f"its tables are {', '.join(names)}")
-                self._problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, at="key")
+                self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, at="key")
                 continue
             # Better than a similar spelling: the only table of this plan that contains the key, or whose model has it.
             here = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
             known = [name for name, model in {**TABLES, **OPTIONAL}.items() if key in model.model_fields]
             homes = here if len(here) == 1 else known
             elsewhere = f"did you mean `{homes[0]}.{key}`?" if len(homes) == 1 else None
-            self.problems.append(unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan", elsewhere))
+            self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL, (key,), self.document, "a plan", elsewhere))
 
     def raise_problems(self, parts: Mapping[str, Any]) -> None:
         """Raises PlanError or PluginError if any problem was recorded, or if a table that the plan names is not used.
@@ -278,19 +282,19 @@ class _Resolver:
         if not self.problems:
             for key in NAMED_TABLES.values():
                 for name in parts[key]:
-                    if (key, name) not in self._used:
+                    if (key, name) not in self._used_names:
                         message = f"no table of the plan names `{name}`, so [{key}.{name}] means nothing"
                         hint = f'give it to a key, as in `pool = "{name}"`, or remove it'
-                        self._problem("table-without-effect", message, (key, name), hint, at="key")
+                        self._add_problem("table-without-effect", message, (key, name), hint, at="key")
         if self.problems:
             more = list(check_tables(parts))
             if parts["data"] is not None:
                 more += check_all_data(parts["data"], parts["model"], parts["evaluation"], parts["evaluation_sets"])
             self.problems += [self.document.diagnostic(one.code, one.message, one.path, one.hint) for one in more]
             kind = PluginError if any(problem.code.startswith("plugin-") for problem in self.problems) else PlanError
-            raise kind.many(by_place(self.problems))
+            raise kind.many(sort_by_place(self.problems))
 
-    def _component(
+    def _resolve_component(
         self,
         spec: ComponentTable,
         table: Any,
@@ -302,31 +306,32 @@ class _Resolver:
         that it gets if its record takes them.
         """
         if not isinstance(table, dict):
-            self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(table)}", path)
+            self._add_problem("wrong-type", f"`{spec.key}` must be a table, not {describe_value(table)}", path)
             return None
         if "use" in table and "factory" in table and spec.factory:
             message = f"{spec.header} has both `use` and `factory`"
-            self._problem("use-and-factory", message, (*path, "factory"), "keep one of them", at="key")
+            self._add_problem("use-and-factory", message, (*path, "factory"), "keep one of them", at="key")
             return None
         if "factory" in table and spec.factory:
-            config = self._validated(spec.factory, {**_taken(shared, spec.factory), **table}, path, spec.header)
+            config = self._validate(spec.factory, {**_select_shared(shared, spec.factory), **table}, path, spec.header)
             name = str(table["factory"])
             return Component(spec, name, None, config, path, self.document) if config else None
         if "factory" in table and "use" not in table:
-            message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
-            hint = f"`use` one, or install a plugin of your own that offers {a_word(spec.kind)} (docs/write-a-plugin.md)"
-            known = f"; {core}" if (core := self._of_core(spec)) else ""
-            self._problem("no-factory", message, (*path, "factory"), f"{hint}{known}", at="key")
+            message = f"{spec.header} takes no `factory`: {kind_with_article(spec.kind)} comes from a plugin, by its name"
+            component_type = kind_with_article(spec.kind)
+            hint = f"`use` one, or install a plugin of your own that offers {component_type} (docs/write-a-plugin.md)"
+            known = f"; {core}" if (core := self._suggest_record(spec)) else ""
+            self._add_problem("no-factory", message, (*path, "factory"), f"{hint}{known}", at="key")
             return None
         if "use" not in table:
             if default is None:
-                message = f"{spec.header} needs `use`, the name of {a_word(spec.kind)}"
-                self._problem("missing-key", message, (*path, "use"), self._of_core(spec))
+                message = f"{spec.header} needs `use`, the name of {kind_with_article(spec.kind)}"
+                self._add_problem("missing-key", message, (*path, "use"), self._suggest_record(spec))
                 return None
             table = {"use": default, **table}
-        return self._record_component(spec, table, path, shared)
+        return self._resolve_record(spec, table, path, shared)
 
-    def _record_component(
+    def _resolve_record(
         self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
     ) -> Component | None:
         """Returns the component that `use` names, its config validated and its references loaded; None if it has a problem."""
@@ -339,29 +344,29 @@ class _Resolver:
             and name in (schedule.link, schedule.partition, schedule.ties)
         ):
             at, by = (*self.schedule.path, "use"), f"`{self.schedule.name}` names `{name}`: "
-        plugin = self._plugin_of(name, at, by)
+        plugin = self._load_record_plugin(name, at, by)
         if plugin is None:
             return None
         try:
             record = self.loader.record(spec.kind, name)
         except SleyError as error:
-            self._add(error, at, by)
+            self._add_error(error, at, by)
             return None
-        rest = _taken(shared, record.config) | {key: value for key, value in table.items() if key != "use"}
+        rest = _select_shared(shared, record.config) | {key: value for key, value in table.items() if key != "use"}
         parts = {}
-        for key, model in _part_tables(record.config):
-            rest[key], parts[key] = self._parts(spec, model, rest, (*path, key))
-        config = self._validated(record.config, rest, path, f"`{name}`")
+        for key, model in _part_table_fields(record.config):
+            rest[key], parts[key] = self._resolve_parts(spec, model, rest, (*path, key))
+        config = self._validate(record.config, rest, path, f"`{name}`")
         if config is None or not all(map(all, parts.values())):
             return None
         for key, components in parts.items():
             for part, component in zip(getattr(config, key), components, strict=True):
-                part.hold(component)
-        for reference in references(config):
-            self._refer(reference, (*path, *reference.path))
+                part.set_component(component)
+        for reference in find_references(config):
+            self._load_reference(reference, (*path, *reference.path))
         return Component(spec, name, record, config, path, self.document, plugin)
 
-    def _parts(
+    def _resolve_parts(
         self, spec: ComponentTable, model: type[PartTable], around: Mapping[str, Any], path: KeyPath
     ) -> tuple[Any, list[Component | None]]:
         """Returns the array of tables at `path` without the keys of their records, and the components of these. around: the
@@ -372,126 +377,127 @@ class _Resolver:
             return tables, []  # reported by the model of the table around it
         own = [{key: value for key, value in table.items() if key in model.model_fields} for table in tables]
         shared = {key: around[key] for key in model.shared if key in around}
-        inner = replace(spec, key=dotted(path), kind=model.kind, many=True)
+        inner = replace(spec, key=format_path(path), kind=model.kind, many=True)
         components = []
         for number, table in enumerate(tables):
             rest = {key: value for key, value in table.items() if key == "use" or key not in model.model_fields}
-            components.append(self._component(inner, rest, (*path, number), shared=shared))
+            components.append(self._resolve_component(inner, rest, (*path, number), shared=shared))
         return own, components
 
-    def _refer(self, reference: Reference, at: KeyPath) -> None:
+    def _load_reference(self, reference: Reference, at: KeyPath) -> None:
         """Loads the record that a field names, or finds the plan's table of that name; records a problem if there is none."""
         key = NAMED_TABLES.get(reference.kind)
         if key and "." not in reference.name:
             tables = self.tables.get(key)
             names = list(tables) if isinstance(tables, dict) else []
-            self._used.add((key, reference.name))
+            self._used_names.add((key, reference.name))
             if reference.name not in names:
-                hint = f'add it with `use`, or name {a_word(reference.kind)} as "plugin.record"'
+                hint = f'add it with `use`, or name {kind_with_article(reference.kind)} as "plugin.record"'
                 message = f"the plan has no table [{key}.{reference.name}]"
-                self._problem("unknown-name", message, at, suggestion(reference.name, names, hint))
-        elif self._plugin_of(reference.name, at):
+                self._add_problem("unknown-name", message, at, suggestion(reference.name, names, hint))
+        elif self._load_record_plugin(reference.name, at):
             try:
                 self.loader.record(reference.kind, reference.name)
             except SleyError as error:
-                self._add(error, at)
+                self._add_error(error, at)
 
-    def _no_table(self, spec: ComponentTable) -> None:
+    def _report_missing_table(self, spec: ComponentTable) -> None:
         """Records that a table is missing, unless it is not needed, or [pipeline] itself has a problem."""
         parallel = self.tables.get("parallel")
         has_stages = isinstance(parallel, dict) and parallel.get("pp", 1) != 1
         if spec.known is None:
             choices = "`use` or `factory`" if spec.factory else "`use`"
             has = self.plugins[CORE].records.get(spec.kind, {})
-            hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in has)}" if has else self._of_core(spec)
-            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
+            hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in has)}" if has else self._suggest_record(spec)
+            self._add_problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
         elif self.schedule is not None and (spec.kind != "stage_links" or has_stages):
-            message = f"the plan needs a table {spec.header} with `use`: `{self.schedule.name}` names no {words(spec.kind)}"
+            message = f"the plan needs a table {spec.header} with `use`: `{self.schedule.name}` names no {kind_name(spec.kind)}"
             home = spec.known.partition(".")[0]
-            more = "" if home in self.loader.names() else f"; {to_install(home)}"
-            hint = (
-                f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, or {a_word(spec.kind)} of another plugin{more}'
-            )
+            more = "" if home in self.loader.names() else f"; {install_hint(home)}"
+            component_type = kind_with_article(spec.kind)
+            hint = f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, or {component_type} of another plugin{more}'
             have = "none"
-            if offered := self._offered(spec):
+            if offered := self._available_records(spec):
                 have, hint = ", ".join(f"`{name}`" for name in offered), "name one of them"
-            self._problem("missing-table", f"{message}, and the plan's plugins have {have}", ("pipeline", "use"), hint)
+            self._add_problem("missing-table", f"{message}, and the plan's plugins have {have}", ("pipeline", "use"), hint)
 
-    def _offered(self, spec: ComponentTable) -> list[str]:
+    def _available_records(self, spec: ComponentTable) -> list[str]:
         return [f"{plugin.name}.{name}" for plugin in self.plugins.values() for name in plugin.records[spec.kind]]
 
-    def _of_core(self, spec: ComponentTable) -> str | None:
+    def _suggest_record(self, spec: ComponentTable) -> str | None:
         """Returns a text that lists core's records for a table, or one of another package of Sley's; None if there is none."""
         core = self.plugins.get(CORE)
         if core and core.records[spec.kind]:
             return "core has " + ", ".join(f'"{CORE}.{name}"' for name in core.records[spec.kind])
-        other = OF_SLEY.get(spec.kind)
+        other = SLEY_RECORDS.get(spec.kind)
         return f'sley-{other.partition(".")[0]} has "{other}"' if other else None
 
-    def _plugin_of(self, name: Any, path: KeyPath, by: str = "") -> Plugin | None:
+    def _load_record_plugin(self, name: Any, path: KeyPath, by: str = "") -> Plugin | None:
         """Returns the loaded plugin of a record's name; None, with a problem recorded, if there is no such name or plugin."""
         plugin, dot, record = name.partition(".") if isinstance(name, str) else ("", "", "")
         if dot and plugin and record:
-            return self._plugin(plugin, path, by)
-        message = f'`{dotted(path)}` must be the name of a record, "plugin.record", not {shown(name)}'
-        self._problem("wrong-value" if isinstance(name, str) else "wrong-type", message, path)
+            return self._load_plugin(plugin, path, by)
+        message = f'`{format_path(path)}` must be the name of a record, "plugin.record", not {describe_value(name)}'
+        self._add_problem("wrong-value" if isinstance(name, str) else "wrong-type", message, path)
         return None
 
-    def _plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
+    def _load_plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
         """Returns the plugin `name`, loaded at most once; None, with a problem recorded, if that fails."""
-        if name not in self.plugins and name not in self._broken:
+        if name not in self.plugins and name not in self._broken_plugins:
             try:
                 self.plugins[name] = self.loader.load(name)
             except PluginError as error:
-                self._broken.add(name)
-                self._add(error, path, by)
+                self._broken_plugins.add(name)
+                self._add_error(error, path, by)
         return self.plugins.get(name)
 
-    def _validated(self, model: type[AnyTable], table: Any, path: KeyPath, owner: str) -> AnyTable | None:
+    def _validate(self, model: type[AnyTable], table: Any, path: KeyPath, owner: str) -> AnyTable | None:
         """Returns `table` as a `model`; None, with the problems recorded, if it does not validate."""
         if not isinstance(table, dict):
-            self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(table)}", path)
+            self._add_problem("wrong-type", f"`{path[0]}` must be a table, not {describe_value(table)}", path)
             return None
         keys = dict(table)
         for key, value in table.items():
             info = model.model_fields.get(key)
-            if self.document.bases and info is not None and _takes_path(info.annotation):
-                keys[key] = _with_folder(value, (*path, key), self.document)
+            if self.document.bases and info is not None and _is_path_type(info.annotation):
+                keys[key] = _attach_folder(value, (*path, key), self.document)
         try:
             return model.model_validate(keys, context={"folder": self.document.folder})
         except ValidationError as error:
-            self.problems += faults(error, model, table, path, self.document, owner)
+            self.problems += validation_diagnostics(error, model, table, path, self.document, owner)
             return None
 
-    def _source_folder(self) -> None:
+    def _apply_source_folder(self) -> None:
         """Makes relative paths start in the plan's `source_folder`, if it has one, instead of the file's folder."""
         value = self.tables.get("source_folder")
         if isinstance(value, str):
             try:
-                folder = Path(self.document.folder or Path(), expanded(value))
+                folder = Path(self.document.folder or Path(), expand_path(value))
             except ValueError as error:
-                self._problem("wrong-value", f"`source_folder`: {error}", ("source_folder",))
+                self._add_problem("wrong-value", f"`source_folder`: {error}", ("source_folder",))
                 return
-            self.tables = {**self.tables, "source_folder": written(str(folder))}
+            self.tables = {**self.tables, "source_folder": escape_path(str(folder))}
             self.document = replace(self.document, folder=folder, tables=self.tables)
         elif value is not None:
-            self._problem("wrong-type", f"`source_folder` must be a string, not {shown(value)}", ("source_folder",))
+            self._add_problem(
+                "wrong-type", f"`source_folder` must be a string, not {describe_value(value)}", ("source_folder",)
+            )
 
-    def _add(self, error: SleyError, path: KeyPath, by: str = "") -> None:
+    def _add_error(self, error: SleyError, path: KeyPath, by: str = "") -> None:
         for problem in error.diagnostics:
-            self._problem(problem.code, by + problem.message, path, problem.hint)
+            self._add_problem(problem.code, by + problem.message, path, problem.hint)
 
-    def _problem(
+    def _add_problem(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at: Literal["key", "value"] = "value"
     ) -> None:
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
 
 
-def _taken(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
+def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
     return {key: value for key, value in (shared or {}).items() if key in model.model_fields}
 
 
-def _part_tables(model: type[Table]) -> Iterator[tuple[str, type[PartTable]]]:
+def _part_table_fields(model: type[Table]) -> Iterator[tuple[str, type[PartTable]]]:
     """Yields the keys whose values are arrays of tables with records of their own, with the models of these."""
     for key, info in model.model_fields.items():
         for item in get_args(info.annotation):
@@ -499,14 +505,14 @@ def _part_tables(model: type[Table]) -> Iterator[tuple[str, type[PartTable]]]:
                 yield key, item
 
 
-def _with_folder(value: Any, path: KeyPath, document: Document) -> Any:
+def _attach_folder(value: Any, path: KeyPath, document: Document) -> Any:
     """Returns a path, or a list of paths, with its folder if it comes from another folder than the plan's."""
     if isinstance(value, list):
-        return [_with_folder(item, (*path, number), document) for number, item in enumerate(value)]
+        return [_attach_folder(item, (*path, number), document) for number, item in enumerate(value)]
     folder = document.folder_of(path)
     is_elsewhere = isinstance(value, str) and folder is not None and folder != document.folder
     return BasePath(folder, value) if is_elsewhere and folder else value
 
 
-def _takes_path(annotation: Any) -> bool:
-    return annotation is Path or any(map(_takes_path, get_args(annotation)))
+def _is_path_type(annotation: Any) -> bool:
+    return annotation is Path or any(map(_is_path_type, get_args(annotation)))

@@ -22,12 +22,12 @@ from sley_core.discovery import (
     NEWER_CORE,
     PluginSource,
     core_version,
-    installed,
-    to_install,
+    find_plugins,
+    install_hint,
     unmet_requirement,
 )
 from sley_core.errors import PlanError, PluginError, cause
-from sley_core.plan.kinds import BASES, RECORDS, words
+from sley_core.plan.kinds import BASES, RECORDS, kind_name
 from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
 from sley_core.table import RecordKind, Table
 from sley_core.words import suggestion
@@ -68,7 +68,7 @@ class Plugin:
     def implements(self, hook: str) -> bool:
         return bool(getattr(self.hooks, hook).get_hookimpls())
 
-    def build_of(self, record: Record) -> Any:
+    def load_builder(self, record: Record) -> Any:
         """Returns the object that the record's `build` names; raises PluginError "plugin-import" if there is none."""
         try:
             return record.load()
@@ -83,22 +83,22 @@ class Loader:
     """
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
-        self._given = plugins
+        self._plugins = plugins
         self._sources: Mapping[str, list[PluginSource]] | None = None
         self._loaded: dict[str, Plugin] = {}
 
     def names(self) -> list[str]:
         """Returns the names of all plugins that could be loaded, core first, then sorted; imports none."""
-        known = self._given if self._given is not None else self._installed()
+        known = self._plugins if self._plugins is not None else self._installed()
         return [CORE, *sorted(set(known) - {CORE})]
 
     def sources(self, name: str) -> list[PluginSource]:
         """Returns the distributions that provide plugin `name`: one, unless something is wrong; imports nothing."""
-        if self._given is not None and name in self._given:
-            return [PluginSource(name, "given", "0", module=self._given[name])]
+        if self._plugins is not None and name in self._plugins:
+            return [PluginSource(name, "given", "0", module=self._plugins[name])]
         if name == CORE:
             return self._installed().get(CORE) or [PluginSource(CORE, CORE_DIST, core_version(), BUILT_IN)]
-        return [] if self._given is not None else self._installed().get(name, [])
+        return [] if self._plugins is not None else self._installed().get(name, [])
 
     def load(self, name: str) -> Plugin:
         """Returns the plugin `name`, loading it at the first call.
@@ -111,7 +111,7 @@ class Loader:
         if name not in self._loaded:
             sources = self.sources(name)
             if not sources:
-                raise self._missing(name)
+                raise self._missing_error(name)
             if len(sources) > 1:
                 dists = " and ".join(f"{source.dist} {source.version}" for source in sources)
                 hint = f"uninstall one of them: `pip uninstall {sources[-1].dist}`"
@@ -122,8 +122,8 @@ class Loader:
                 message = f"{source.label} needs {needed}, but sley-core {core_version()} is installed"
                 hint = f"take {NEWER_CORE}, or a version of {source.dist} that this core suits"
                 raise PluginError("plugin-incompatible", message, hint=hint)
-            hooks = hooks_of(imported(source), source)
-            self._loaded[name] = Plugin(name, source.dist, source.version, records_of(hooks, source), hooks)
+            hooks = load_hooks(import_plugin(source), source)
+            self._loaded[name] = Plugin(name, source.dist, source.version, collect_records(hooks, source), hooks)
         return self._loaded[name]
 
     def record(self, kind: RecordKind, name: str) -> Record:
@@ -134,19 +134,19 @@ class Loader:
         if record_name in known:
             return known[record_name]
         has = f"it has {', '.join(f'`{plugin_name}.{one}`' for one in known)}" if known else None
-        message = f"{plugin.label} has no {words(kind)} `{record_name}`"
+        message = f"{plugin.label} has no {kind_name(kind)} `{record_name}`"
         raise PlanError("unknown-record", message, hint=suggestion(name, (f"{plugin_name}.{one}" for one in known), has))
 
     def _installed(self) -> Mapping[str, list[PluginSource]]:
         if self._sources is None:
-            self._sources = installed()
+            self._sources = find_plugins()
         return self._sources
 
-    def _missing(self, name: str) -> PluginError:
+    def _missing_error(self, name: str) -> PluginError:
         """Returns the PluginError for a plugin that is not there: "plugin-missing" for Sley's own, else "plugin-unknown"."""
         if name in FIRST_PARTY:
             message = f"plugin `{name}` is not installed"
-            return PluginError("plugin-missing", message, hint=to_install(name))
+            return PluginError("plugin-missing", message, hint=install_hint(name))
         here = ", ".join(f"`{one}`" for one in self.names())
         have = f"install the package that has it, by custom `sley-{name.replace('_', '-')}`; the plugins here are {here}"
         message = f"there is no plugin `{name}`"
@@ -163,7 +163,7 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 """The hooks that return records, and the class of what each may return."""
 
 
-def imported(source: PluginSource) -> Any:
+def import_plugin(source: PluginSource) -> Any:
     """Imports the plugin's module. Raises PluginError "plugin-import" with the cause, also SystemExit."""
     if source.entry_point is None:
         return source.module
@@ -177,7 +177,7 @@ def imported(source: PluginSource) -> Any:
         raise PluginError("plugin-import", message, hint=hint) from error
 
 
-def hooks_of(module: Any, source: PluginSource) -> Any:
+def load_hooks(module: Any, source: PluginSource) -> Any:
     """Returns callers of one plugin's hooks. Raises PluginError "plugin-hook" or "plugin-argument" for one that core lacks."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -209,7 +209,7 @@ def hooks_of(module: Any, source: PluginSource) -> Any:
     return manager.hook
 
 
-def records_of(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Mapping[str, Record]]:
+def collect_records(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Mapping[str, Record]]:
     """Returns the plugin's records by kind and name. Raises PluginError "plugin-invalid": a hook that fails, something that is
     no record, or none of the hook's kind, a name that is used twice or cannot be written in a plan, a config that is not of its
     kind's base or has a reserved key.
@@ -225,7 +225,7 @@ def records_of(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Mapping[
             if kind is None or not isinstance(record, types):
                 wrong: str | None = f"returns a {type(record).__name__}, not a {types.__name__}"
             else:
-                wrong = _wrong(record, kind, records[kind])
+                wrong = _find_record_fault(record, kind, records[kind])
             if wrong or kind is None:
                 hint = f"report this to the authors of {source.dist}"
                 raise PluginError("plugin-invalid", f"{source.label}: `{hook}` {wrong}", hint=hint)
@@ -233,7 +233,7 @@ def records_of(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Mapping[
     return records
 
 
-def _wrong(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None:
+def _find_record_fault(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None:
     """Returns in words what is wrong with a record, None if nothing is. named: the names of the records before it."""
     if not record.name.isidentifier():
         return f"has the name `{record.name}`, which is none: letters, digits and `_`"

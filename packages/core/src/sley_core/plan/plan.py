@@ -12,7 +12,7 @@ from typing import Any
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
 from sley_core.factory import call_factory, import_factory
-from sley_core.plan.document import Document, locate
+from sley_core.plan.document import Document, add_places
 from sley_core.plan.kinds import ComponentTable
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.tables import (
@@ -26,7 +26,7 @@ from sley_core.plan.tables import (
     RunTable,
     SetTable,
 )
-from sley_core.plan.write import movable, sections, to_tables
+from sley_core.plan.write import portable_tables, sections, to_tables
 from sley_core.records import Record
 from sley_core.sizes import round_up
 from sley_core.table import RecordKind
@@ -58,11 +58,11 @@ class Component:
         try:
             if self.record:
                 assert self.plugin, self.name
-                self.plugin.build_of(self.record)
+                self.plugin.load_builder(self.record)
             else:
                 import_factory(self.table.build or self.name, self.path, self.document.folder)
         except SleyError as error:
-            locate(error, self.document)
+            add_places(error, self.document)
             raise
 
     def build(self, *args: Any) -> Any:
@@ -73,14 +73,14 @@ class Component:
         try:
             if self.record:
                 assert self.plugin, self.name
-                return self.plugin.build_of(self.record)(self.config, *args)
+                return self.plugin.load_builder(self.record)(self.config, *args)
             if self.table.build:
                 return import_factory(self.table.build, self.path, self.document.folder)(self.config, *args)
             assert isinstance(self.config, Factory), self.config
             arguments = {self.table.given: args[0]} if self.table.given else {}
             return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)
         except SleyError as error:
-            locate(error, self.document)
+            add_places(error, self.document)
             raise
 
 
@@ -140,7 +140,7 @@ class Plan:
         """Builds the record `name` with its defaults, for a field that refers to it. Raises PluginError "plugin-import"."""
         plugin = self.loader.load(name.partition(".")[0])
         record = self.loader.record(kind, name)
-        return plugin.build_of(record)(record.config(), *args)
+        return plugin.load_builder(record)(record.config(), *args)
 
     def origin(self, path: KeyPath) -> str:
         """Returns where the value at `path` comes from: file, line and column, a `--set`, or "default"."""
@@ -162,7 +162,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Hash that is equal for equal plans, in every process and on every machine."""
-        return sha256("\n".join(sections(movable(self))).encode()).hexdigest()
+        return sha256("\n".join(sections(portable_tables(self))).encode()).hexdigest()
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
         """Calls a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
@@ -192,17 +192,19 @@ class Plan:
         except ValueError as error:
             axis = "wp" if "wdp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
             path = ("parallel", axis)
-            raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world, str(error)))]) from None
+            raise PlanError.many(
+                [self.diagnostic("layout", str(error), path, _suggest_size(sizes, world, str(error)))]
+            ) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         return self.document.diagnostic(code, message, path, hint)
 
     def located(self, error: SleyError) -> SleyError:
         """Adds places to diagnostics that have a path and no place; returns the same error: `raise plan.located(error)`."""
-        return locate(error, self.document)
+        return add_places(error, self.document)
 
 
-def _fitting(sizes: ParallelTable, world: int, equation: str) -> str:
+def _suggest_size(sizes: ParallelTable, world: int, equation: str) -> str:
     """Returns a hint with the closest world sizes that the layout allows, or with the `dp` that would fit."""
     if sizes.dp != "auto" and "wdp" in equation:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)

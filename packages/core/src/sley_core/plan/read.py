@@ -14,25 +14,26 @@ from typing import Any
 
 import tomli  # unlike tomllib before Python 3.14, its errors have a line and a column
 
-from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
-from sley_core.plan.document import Document, Override, index, plain
-from sley_core.table import expanded
-from sley_core.words import is_utf8, printable, shown
+from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, format_path
+from sley_core.plan.document import Document, Override, index_keys, to_plain_data
+from sley_core.table import expand_path
+from sley_core.words import describe_value, is_utf8, make_printable
 
-DEEPEST = 32
+MAX_DEPTH = 32
 """The deepest nesting of tables and arrays; a plan needs four levels."""
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """The largest plan; endless input is not read for ever."""
 
-LARGEST = 2**63
+INTEGER_LIMIT = 2**63
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of the plan at `path`. Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable",
-    "plan-not-utf8", "syntax", "too-deep", "out-of-range" (an integer beyond 64 bits), "set-invalid", and those of `extended`.
+    "plan-not-utf8", "syntax", "too-deep", "out-of-range" (an integer beyond 64 bits), "set-invalid", and those of
+    `merge_bases`.
     """
-    return _overridden(extended(_read(path), _read), overrides)
+    return _apply_overrides(merge_bases(_read(path), _read), overrides)
 
 
 def _read(path: str | Path) -> Document:
@@ -41,31 +42,31 @@ def _read(path: str | Path) -> Document:
     place = Place(name)
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_near(Path(path))) from None
+        raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_suggest_plans(Path(path))) from None
     except IsADirectoryError:
         inside = Path(path) / "plan.toml"
-        hint = f"name the file in it: `{inside}`" if inside.is_file() else _near(inside)
+        hint = f"name the file in it: `{inside}`" if inside.is_file() else _suggest_plans(inside)
         raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place, hint=hint) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
-    if len(content) > MOST_BYTES:
-        raise PlanError("plan-unreadable", f"cannot read `{name}`: it has more than {MOST_BYTES >> 20} MB", place=place)
+    if len(content) > MAX_BYTES:
+        raise PlanError("plan-unreadable", f"cannot read `{name}`: it has more than {MAX_BYTES >> 20} MB", place=place)
     folder = Path(path).absolute().parent
     if not is_utf8(str(folder)):
-        message = f"the name of the folder `{printable(str(folder))}` is not UTF-8"
+        message = f"the name of the folder `{make_printable(str(folder))}` is not UTF-8"
         raise PlanError("plan-unreadable", message, place=place)
-    return _parsed(_decoded(content, name), name, folder)
+    return _parse(_decode(content, name), name, folder)
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of a plan's text; `file` is the name that messages show. Raises PlanError as `read_file` does."""
-    return _overridden(extended(_parsed(text, file, folder), _read), overrides)
+    return _apply_overrides(merge_bases(_parse(text, file, folder), _read), overrides)
 
 
-def _parsed(text: str, file: str, folder: Path | None) -> Document:
+def _parse(text: str, file: str, folder: Path | None) -> Document:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
@@ -76,16 +77,16 @@ def _parsed(text: str, file: str, folder: Path | None) -> Document:
         column = min(error.colno, len(lines[line - 1]) + 1)
         problem = Diagnostic(
             "syntax",
-            f"this is not TOML: {_lowered(error.msg)}",
+            f"this is not TOML: {_lower_first(error.msg)}",
             place=Place(file, line, column),
-            source_line=printable(lines[line - 1].replace("\t", " ")),
+            source_line=make_printable(lines[line - 1].replace("\t", " ")),
         )
         raise PlanError.many([problem]) from None
     except (RecursionError, ValueError) as error:
         # Python itself refuses numbers of thousands of digits, and invalid dates.
-        raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
+        raise PlanError("syntax", f"this is not TOML: {_lower_first(str(error))}", place=Place(file)) from None
     try:
-        spots = index(text)
+        spots = index_keys(text)
     except RecursionError:
         spots = {}  # `_check_values` refuses it
     return Document(file, folder and folder.absolute(), tables, lines, spots)
@@ -93,20 +94,22 @@ def _parsed(text: str, file: str, folder: Path | None) -> Document:
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of tables that a program made; they are copied."""
-    return _overridden(Document("<tables>", folder and folder.absolute(), plain(tables)), overrides)
+    return _apply_overrides(Document("<tables>", folder and folder.absolute(), to_plain_data(tables)), overrides)
 
 
-def _overridden(document: Document, texts: Sequence[str]) -> Document:
+def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
     """Returns the document with the overrides applied in order; raises one PlanError for all that are invalid."""
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
         try:
-            path = apply(document.tables, text)
+            path = apply_override(document.tables, text)
         except PlanError as error:
             place = Override(number, text, ()).place
             problems += [
-                Diagnostic(problem.code, printable(problem.message), problem.path, place, printable(text), problem.hint)
+                Diagnostic(
+                    problem.code, make_printable(problem.message), problem.path, place, make_printable(text), problem.hint
+                )
                 for problem in error.diagnostics
             ]
         else:
@@ -124,13 +127,13 @@ def _check_values(document: Document) -> None:
 
     def walk(value: Any, path: KeyPath) -> None:
         if isinstance(value, dict | list):
-            if len(path) > DEEPEST:
-                message = f"`{printable(str(path[0]))}` has tables and arrays more than {DEEPEST} deep"
+            if len(path) > MAX_DEPTH:
+                message = f"`{make_printable(str(path[0]))}` has tables and arrays more than {MAX_DEPTH} deep"
                 raise PlanError.many([document.diagnostic("too-deep", message, path[:1])])
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 walk(inner, (*path, key))
-        elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
-            message = f"`{dotted(path)}` must be an integer of 64 bits, not {shown(value)}"
+        elif isinstance(value, int) and not -INTEGER_LIMIT <= value < INTEGER_LIMIT:
+            message = f"`{format_path(path)}` must be an integer of 64 bits, not {describe_value(value)}"
             large.append(document.diagnostic("out-of-range", message, path))
 
     walk(document.tables, ())
@@ -138,7 +141,7 @@ def _check_values(document: Document) -> None:
         raise PlanError.many(large)
 
 
-def _decoded(content: bytes, name: str) -> str:
+def _decode(content: bytes, name: str) -> str:
     """Returns the content as text; raises PlanError "plan-not-utf8" with line and column."""
     try:
         return content.decode()
@@ -150,7 +153,7 @@ def _decoded(content: bytes, name: str) -> str:
         raise PlanError("plan-not-utf8", message, place=Place(name, line, column), hint="save the file as UTF-8") from None
 
 
-def _near(path: Path) -> str | None:
+def _suggest_plans(path: Path) -> str | None:
     """Returns a hint for a missing file: some `*.toml` files of its folder, or what the path is relative to; or None."""
     try:
         plans = sorted(file.name for file in path.absolute().parent.glob("*.toml"))
@@ -161,7 +164,7 @@ def _near(path: Path) -> str | None:
     return "the path is relative to the current folder"
 
 
-def _lowered(message: str) -> str:
+def _lower_first(message: str) -> str:
     message = re.sub(r" \(at .*\)$", "", message)
     return message[:1].lower() + message[1:]
 
@@ -170,25 +173,25 @@ _BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#
 _QUOTE = "VALUE is TOML; a string needs quotes, which the shell takes away: --set 'run.name=\"first try\"'"
 
 
-def apply(tables: dict[str, Any], text: str) -> KeyPath:
+def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
     """Sets in `tables` the value that `text` gives, creating tables on the path; returns the path that was set.
 
     A number is an index into an array; the number after its last item appends one. Raises PlanError "set-invalid",
     without a place.
     """
     if not is_utf8(text):
-        raise PlanError("set-invalid", f"`{printable(text)}` is not UTF-8")
+        raise PlanError("set-invalid", f"`{make_printable(text)}` is not UTF-8")
     match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
     assert match, text
     name, equals, value_text = match[1].strip(), match[2], text[match.end() :].strip()
     if not equals:
         raise PlanError("set-invalid", f"`{text}` is not of the form key.path=VALUE", hint=_QUOTE)
-    parts = _key(name)
-    value = _value(value_text)
+    parts = _parse_key(name)
+    value = _parse_value(value_text)
     here: Any = tables
     path: KeyPath = ()
     for part, following in zip(parts, (*parts[1:], None), strict=True):
-        key = _step(here, part, path)
+        key = _resolve_key(here, part, path)
         path = (*path, key)
         if following is None:
             here[key] = value
@@ -197,23 +200,23 @@ def apply(tables: dict[str, Any], text: str) -> KeyPath:
             here.setdefault(key, [] if following == "0" else {})
         here = here[key]
         if not isinstance(here, dict | list):
-            raise PlanError("set-invalid", f"`{dotted(path)}` is {shown(here)}, which has no keys")
+            raise PlanError("set-invalid", f"`{format_path(path)}` is {describe_value(here)}, which has no keys")
     return path
 
 
-def _step(here: Any, part: str, path: KeyPath) -> str | int:
+def _resolve_key(here: Any, part: str, path: KeyPath) -> str | int:
     """Returns the key or index that `part` means in the table or array `here`; appends an empty item if it is the next."""
     if isinstance(here, dict):
         return part
     if not part.isdecimal() or int(part) > len(here):
         count = f"0 to {len(here)}" if here else "0"
-        raise PlanError("set-invalid", f"`{dotted(path)}` is an array: `{part}` must be a number, {count}")
+        raise PlanError("set-invalid", f"`{format_path(path)}` is an array: `{part}` must be a number, {count}")
     if int(part) == len(here):
         here.append({})
     return int(part)
 
 
-def _key(name: str) -> list[str]:
+def _parse_key(name: str) -> list[str]:
     """Returns the parts of a dotted key, quoted as in TOML; raises PlanError "set-invalid"."""
     try:
         nested: Any = tomli.loads(f"{name} = 0") if "\n" not in name else {}
@@ -228,7 +231,7 @@ def _key(name: str) -> list[str]:
     return parts
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Returns the TOML value of `text`, or `text` itself if it is a bare word; raises PlanError "set-invalid"."""
     try:
         parsed = tomli.loads(f"value = {text}")
@@ -237,18 +240,18 @@ def _value(text: str) -> Any:
     except (tomli.TOMLDecodeError, ValueError, RecursionError):
         if _BARE_WORD.fullmatch(text):
             return text
-    raise PlanError("set-invalid", f"{shown(text)} is neither a TOML value nor a bare word", hint=_QUOTE)
+    raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE)
 
 
 KEY = "extends"
 
 _UNREADABLE = frozenset({"plan-missing", "plan-is-folder", "plan-unreadable"})
-_DEEPEST = 32
-_DECIDES = ("use", "factory")
+_MAX_CHAIN = 32
+_DECIDING_KEYS = ("use", "factory")
 """Keys that decide what a table's other keys mean."""
 
 
-def extended(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
+def merge_bases(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
     """Returns the document with what it does not say taken from its base; unchanged if it has no `extends`.
 
     read: returns the document of a file without its bases. chain: the files that led here. Raises PlanError at the key
@@ -266,54 +269,58 @@ def extended(document: Document, read: Callable[[str], Document], chain: tuple[P
         return document
     path_text = document.tables[KEY]
     if not isinstance(path_text, str) or not path_text:
-        raise _refused(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {shown(path_text)}")
+        raise _extends_error(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {describe_value(path_text)}")
     if document.folder is None:
-        raise _refused(document, "extends-missing", f"a text without a folder has nothing that `{path_text}` is relative to")
-    chain = chain or (_real(Path(document.folder, Path(document.file).name)),)
+        raise _extends_error(
+            document, "extends-missing", f"a text without a folder has nothing that `{path_text}` is relative to"
+        )
+    chain = chain or (_real_path(Path(document.folder, Path(document.file).name)),)
     try:
-        path_text = expanded(path_text)
+        path_text = expand_path(path_text)
     except ValueError as error:
-        raise _refused(document, "extends-missing", str(error)) from None
+        raise _extends_error(document, "extends-missing", str(error)) from None
     path = Path(document.folder, path_text)
-    if _real(path) in chain or len(chain) > _DEEPEST:
+    if _real_path(path) in chain or len(chain) > _MAX_CHAIN:
         way = " extends ".join(f"`{link.name}`" for link in (*chain, path))
-        raise _refused(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
+        raise _extends_error(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
     # The name to show: relative to the first file's name, as a person would write it.
     name = os.path.normpath(Path(document.file).parent / path_text)
     try:
-        base = read(name if _real(Path(name)) == _real(path) else str(path))
+        base = read(name if _real_path(Path(name)) == _real_path(path) else str(path))
     except PlanError as error:
         first = error.diagnostics[0]
         if first.code not in _UNREADABLE:
             raise
-        raise _refused(document, "extends-missing", f"what it extends is not there: {first.message}", first.hint) from None
-    return _merged(document, extended(_at_home(base), read, (*chain, _real(path))))
+        raise _extends_error(
+            document, "extends-missing", f"what it extends is not there: {first.message}", first.hint
+        ) from None
+    return _merge_documents(document, merge_bases(_resolve_source_folder(base), read, (*chain, _real_path(path))))
 
 
-def _at_home(base: Document) -> Document:
+def _resolve_source_folder(base: Document) -> Document:
     """Returns a base without its `source_folder`, as in a resolved plan, in which its own relative paths start."""
     tables = dict(base.tables)
     source_folder = tables.pop("source_folder", None)
     try:
-        folder = Path(base.folder or Path(), expanded(source_folder)) if isinstance(source_folder, str) else base.folder
+        folder = Path(base.folder or Path(), expand_path(source_folder)) if isinstance(source_folder, str) else base.folder
     except ValueError as error:
         problem = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
         raise PlanError.many([problem]) from None
     return replace(base, tables=tables, folder=folder)
 
 
-def _merged(own: Document, base: Document) -> Document:
+def _merge_documents(own: Document, base: Document) -> Document:
     """Returns `own` merged with `base`; each path taken from the base is recorded with its document."""
     taken: list[KeyPath] = []
-    tables = _joined({key: value for key, value in own.tables.items() if key != KEY}, base.tables, (), taken)
+    tables = _merge_tables({key: value for key, value in own.tables.items() if key != KEY}, base.tables, (), taken)
     known = {*base.spots, *base.bases}
     bases = {path: base.owner(path) for path in known if any(path[: len(start)] == start for start in taken)}
     return replace(own, tables=tables, bases=bases)
 
 
-def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:
+def _merge_tables(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:
     """Returns both tables merged, in the base's order; appends to `taken` the paths whose values are the base's."""
-    if path and any(key in own and own[key] != base.get(key) for key in _DECIDES):
+    if path and any(key in own and own[key] != base.get(key) for key in _DECIDING_KEYS):
         return own
     joined: dict[str, Any] = {}
     for key in dict.fromkeys([*base, *own]):
@@ -322,18 +329,18 @@ def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: lis
             joined[key] = base[key]
             taken.append(here)
         elif isinstance(own[key], dict) and isinstance(base.get(key), dict):
-            joined[key] = _joined(own[key], base[key], here, taken)
+            joined[key] = _merge_tables(own[key], base[key], here, taken)
         else:
             joined[key] = own[key]
     return joined
 
 
-def _refused(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
+def _extends_error(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
     problem: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
     error = PlanError.many([problem])
     assert isinstance(error, PlanError), error
     return error
 
 
-def _real(path: Path) -> Path:
+def _real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tomli
 import tomli_w
 
-from sley_core.errors import Diagnostic, KeyPath, PlanError, dotted
-from sley_core.plan.document import plain
+from sley_core.errors import Diagnostic, KeyPath, PlanError, format_path
+from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
-from sley_core.table import NAMED_TABLES, Table, written
+from sley_core.table import NAMED_TABLES, Table, escape_path
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
@@ -24,13 +24,13 @@ def to_tables(plan: Plan) -> dict[str, Any]:
     tables: dict[str, Any] = {"plan": FORMAT}
 
     def dumped(table: Table) -> Any:
-        return plain(table.model_dump(exclude_none=True, context={"folder": folder}))
+        return to_plain_data(table.model_dump(exclude_none=True, context={"folder": folder}))
 
     def component(item: Component) -> dict[str, Any]:
         return {**({"use": item.name} if item.record else {}), **dumped(item.config)}
 
     if folder:
-        tables["source_folder"] = written(str(folder))
+        tables["source_folder"] = escape_path(str(folder))
     for name in (*TABLES, *OPTIONAL):
         table = getattr(plan, name)
         if table is not None:
@@ -51,24 +51,24 @@ def to_tables(plan: Plan) -> dict[str, Any]:
     return tables
 
 
-def movable(plan: Plan) -> dict[str, Any]:
+def portable_tables(plan: Plan) -> dict[str, Any]:
     """Returns all tables of a plan but its source folder, which may differ between machines."""
     return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
-def digested(plan: Plan) -> dict[str, str]:
+def digest_values(plan: Plan) -> dict[str, str]:
     """Returns every value that the digest covers as text, by its key, to compare if digests differ."""
-    return {dotted(path): repr(value) for path, value in leaves(movable(plan))}
+    return {format_path(path): repr(value) for path, value in iterate_values(portable_tables(plan))}
 
 
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yields path and value below the tables; an array of anything but tables is one value, as is an empty table."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
+            yield from iterate_values(inner, (*path, key))
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         for number, inner in enumerate(value):
-            yield from leaves(inner, (*path, number))
+            yield from iterate_values(inner, (*path, number))
     else:
         yield path, value
 
@@ -76,45 +76,48 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 def sections(tables: Mapping[str, Any]) -> Iterator[str]:
     """Yields the text of the plan: top-level keys first, then each table under its header, with one line per key."""
     plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
-    yield _lines(plain_keys)
+    yield _format_table(plain_keys)
     for key, value in tables.items():
         if key not in plain_keys:
             if key in NAMED_TABLES.values():
-                headed = [(f"[{key}.{_key(name)}]", one) for name, one in value.items()]
+                headed = [(f"[{key}.{_format_key(name)}]", one) for name, one in value.items()]
             elif key == "evaluation" and "sets" in value:
                 own = {inner: one for inner, one in value.items() if inner != "sets"}
-                headed = [(f"[{key}]", own), *((f"[{key}.sets.{_key(name)}]", one) for name, one in value["sets"].items())]
+                headed = [
+                    (f"[{key}]", own),
+                    *((f"[{key}.sets.{_format_key(name)}]", one) for name, one in value["sets"].items()),
+                ]
             elif isinstance(value, list):
                 headed = [(f"[[{key}]]", one) for one in value]
             else:
                 headed = [(f"[{key}]", value)]
-            yield from (f"{header}\n{_lines(one)}" for header, one in headed)
+            yield from (f"{header}\n{_format_table(one)}" for header, one in headed)
 
 
 def _is_section(value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
 
 
-def _lines(table: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(key)} = {inline(value)}\n" for key, value in table.items())
+def _format_table(table: Mapping[str, Any]) -> str:
+    return "".join(f"{_format_key(key)} = {format_value(value)}\n" for key, value in table.items())
 
 
-def inline(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {inline(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_key(key)} = {format_value(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(inline, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
 
 
-def _key(key: str) -> str:
+def _format_key(key: str) -> str:
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 
-NEEDED = (("model",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
+FIXED_KEYS = (("model",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
 """Keys that must not change, since the run would compute other numbers; the layout and the learning rates may."""
 
-HARMLESS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))
+UNREPORTED_KEYS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))
 """Keys whose changes are not reported: names, how layers are called, and where the first weights came from."""
 
 _NAMES = (("use",), ("factory",))
@@ -132,44 +135,44 @@ class Change(NamedTuple):
     now: str
 
     def __str__(self) -> str:
-        return f"{dotted(self.path)}: {self.before} -> {self.now}"
+        return f"{format_path(self.path)}: {self.before} -> {self.now}"
 
     @property
     def is_refused(self) -> bool:
         """Whether a run cannot be resumed with it."""
-        return _is_below(self.path, NEEDED)
+        return _is_below(self.path, FIXED_KEYS)
 
 
-def changes(before: str, now: str) -> list[Change]:
+def compare_plans(before: str, now: str) -> list[Change]:
     """Returns the differences between two resolved plans, given as TOML, in the order of their keys."""
-    return list(_changes(tomli.loads(before), tomli.loads(now)))
+    return list(_iterate_changes(tomli.loads(before), tomli.loads(now)))
 
 
-def refuse_changes(changes: list[Change]) -> None:
+def check_changes(compare_plans: list[Change]) -> None:
     """Raises PlanError "resume-differs" that names each change with which a run cannot be resumed, with both values."""
-    refused = [one for one in changes if one.is_refused]
+    refused = [one for one in compare_plans if one.is_refused]
     # Another record has other keys: if a table's record changed, only that is reported.
     others = {one.path[0] for one in refused if one.path[1:] in _NAMES}
     if first_causes := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
-        raise PlanError.many(map(_refused, first_causes))
+        raise PlanError.many(map(_change_diagnostic, first_causes))
 
 
-def _refused(change: Change) -> Diagnostic:
+def _change_diagnostic(change: Change) -> Diagnostic:
     path, before, now = change
     hint = "put it back, or begin a run of another name; `run.load_weights` takes weights alone"
     if path == _SAMPLES and _ABSENT not in (before, now):  # the run writes this key, not its user
         message = f"the data have changed: they give {now} samples per epoch, and gave the checkpoint's run {before}"
         return Diagnostic("data-changed", message, path=path[:1], hint=hint.replace("it", "them", 1))
-    had = f"no `{dotted(path)}`" if before == _ABSENT else f"`{dotted(path)} = {before}`"
+    had = f"no `{format_path(path)}`" if before == _ABSENT else f"`{format_path(path)} = {before}`"
     message = f"the checkpoint's run had {had}, the plan has {now}"
     return Diagnostic("resume-differs", message, path=path, hint=hint)
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    values = [{path: inline(value) for path, value in leaves(tables)} for tables in (before, now)]
+def _iterate_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    values = [{path: format_value(value) for path, value in iterate_values(tables)} for tables in (before, now)]
     for path in dict.fromkeys([*values[0], *values[1]]):
         old, new = (every.get(path, _ABSENT) for every in values)
-        if old != new and not _is_below(path, HARMLESS):
+        if old != new and not _is_below(path, UNREPORTED_KEYS):
             yield Change(path, old, new)
 
 

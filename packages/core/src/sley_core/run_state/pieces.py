@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from sley_core.attempt import Lineage, lineage_of
+from sley_core.attempt import Lineage, parse_lineage
 from sley_core.errors import RunError
 from sley_core.weight_files.read import TensorKind, Tensors
 from sley_core.weight_files.write import DTYPES
@@ -185,7 +185,7 @@ class SavedRun:
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lineage", lineage_of(self.lineage))  # JSON has lists in place of tuples
+        object.__setattr__(self, "lineage", parse_lineage(self.lineage))  # JSON has lists in place of tuples
 
     @property
     def is_best(self) -> bool:

@@ -13,10 +13,10 @@ import torch
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, cause
 from sley_core.json_text import decode_value, encode_value
-from sley_core.optim.learning_rate import rate_of
+from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.plan.kinds import CHECKPOINTER
-from sley_core.plan.load import plan_from_text, with_values
-from sley_core.plan.write import changes, refuse_changes
+from sley_core.plan.load import plan_from_text, replace_values
+from sley_core.plan.write import check_changes, compare_plans
 from sley_core.protocols import Checkpointer, CheckpointFiles, Restored
 from sley_core.records import CheckpointerRecord
 from sley_core.run_state.best import Best
@@ -67,7 +67,7 @@ class TrainingState:
         values: dict[KeyPath, Any] = {**self._plan_values, ("parallel", "dp"): self.parts.topology.dp}
         if self._feed is not None and self._feed.num_samples is not None:
             values["data", "samples_per_epoch"] = self._feed.num_samples
-        return with_values(self.plan, values)
+        return replace_values(self.plan, values)
 
     def agree(self, what: str) -> None:
         """Checks that all ranks are about to do `what`; a collective of all ranks. Raises RunError "ranks-differ"."""
@@ -135,8 +135,8 @@ class TrainingState:
         the run would compute other numbers, RunError "checkpoint-mismatch" for another model's or optimizer's; and RunError
         "checkpoint-load" if a rank cannot read it.
         """
-        different = changes(saved.description.plan, self.resolved_plan.to_toml())
-        refuse_changes(different)
+        different = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
+        check_changes(different)
         restoring = Restoring(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since: {one}" for one in different)
         if any(change.path[0] == "learning_rate" or change.path in RATES for change in different):
@@ -144,7 +144,7 @@ class TrainingState:
             with suppress(SleyError):
                 before, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
                 then, now, last = (
-                    rate_of(plan)(at) * float(cast("Any", plan.optimizer.config).lr)
+                    learning_rate_factor(plan)(at) * float(cast("Any", plan.optimizer.config).lr)
                     for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
                 )
                 rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
@@ -259,7 +259,7 @@ class NoCheckpointer(Checkpointer):
         if self._default is None:
             loader = self._state.plan.loader
             record = loader.record("checkpointers", CHECKPOINTER)
-            build: Any = loader.load(CHECKPOINTER.partition(".")[0]).build_of(record)
+            build: Any = loader.load(CHECKPOINTER.partition(".")[0]).load_builder(record)
             self._default = build(None, self._state)
         return self._default
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.attempt import with_copies
+from sley_core.attempt import use_copied_files
 from sley_core.engine.save import extra_state, modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
@@ -25,14 +25,14 @@ from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.shared import (
     Shared,
     attributes_of,
-    copied,
-    in_training,
-    load,
+    copy_values,
+    load_optimizer_state,
     options_to_save,
+    set_training_mode,
     shared_to_save,
     shared_values,
 )
-from sley_core.plan.load import resolve
+from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
 from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, Saved, TensorPiece, region_of
@@ -298,7 +298,9 @@ class Restoring:
         states = {key: self._state(one) for key, one in stepped.items()}
         names = [[stepped[id(one)].name for one in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + one.name).dtype] for key, one in stepped.items()}
-        load(update.optimizer, states, list(map(self._options, names)), _shared(self.saved), update.begun, dtypes)
+        load_optimizer_state(
+            update.optimizer, states, list(map(self._options, names)), _shared(self.saved), update.begun, dtypes
+        )
 
     def _keepers(self) -> None:
         """Restores the state of handlers if the layout is the same; else they begin anew, with a note."""
@@ -373,9 +375,9 @@ def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
     every = _by_parameter(saved).get(name, [])
     state_leaves = (StateLeaf(path, decode_value(values[one]) if one in values else saved.tensor(one)) for one, path in every)
     options = decode_value(values.get(OPTIONS + name, {}))
-    dtype, begun = BY_NAME[saved.kind(WEIGHTS + name).dtype], copied(attributes_of(shared_values(optimizer)))
+    dtype, begun = BY_NAME[saved.kind(WEIGHTS + name).dtype], copy_values(attributes_of(shared_values(optimizer)))
     key = id(parameter)
-    load(optimizer, {key: joined(state_leaves)}, [options], _shared(saved), begun, {key: dtype})
+    load_optimizer_state(optimizer, {key: joined(state_leaves)}, [options], _shared(saved), begun, {key: dtype})
 
 
 def _shared(saved: Saved) -> Shared:
@@ -420,7 +422,7 @@ class SavedWeights:
         parameter = nn.Parameter(value)
         config: Any = self._plan.optimizer.config
         group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
-        optimizer: Any = in_training(self._plan.optimizer.build([group], parameter.device))
+        optimizer: Any = set_training_mode(self._plan.optimizer.build([group], parameter.device))
         load_one(optimizer, self.saved, name)
         optimizer.eval()
         return parameter.detach()
@@ -431,5 +433,5 @@ def plan_and_weights(saved: Saved) -> tuple[Plan, SavedWeights]:
     folder take the place of those that the plan names, if the checkpoint lies in that folder.
     """
     document = read_text(saved.description.plan, saved.place, Path())
-    plan = resolve(with_copies(document, Path(saved.place).parent.parent), Loader())
+    plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), Loader())
     return plan, SavedWeights(saved, plan)

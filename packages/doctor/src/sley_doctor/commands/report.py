@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from sley_core.discovery import to_install
+from sley_core.discovery import install_hint
 from sley_core.errors import PluginError, UsageError
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 from train_cli.console import say
 
 NAME = "report.html"
@@ -31,7 +31,7 @@ def report(
         raise PluginError(
             "report-missing",
             f"a report needs {' and '.join(f'`{name}`' for name in missing)}, not installed here",
-            hint=to_install("doctor", "report"),
+            hint=install_hint("doctor", "report"),
         )
     from sley_doctor.run_report.page import page, read_runs
 
@@ -39,7 +39,7 @@ def report(
     file = out or (runs[0] / NAME if len(runs) == 1 else Path(NAME))
     text = page(found)
     try:
-        write_whole(file, text)
+        write_atomically(file, text)
     except OSError as error:
         message = f"cannot write `{file}`: {error.strerror or error}"
         raise UsageError("report-file", message, hint="name another file with `--out`") from error

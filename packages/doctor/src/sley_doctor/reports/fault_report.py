@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from sley_core.json_text import to_json
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 from train_cli.run_folder import FAULTS
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def read(run_folder: Path) -> list[FoundReports]:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, to_json({"format": FORMAT, **content}) + "\n")
+    write_atomically(path, to_json({"format": FORMAT, **content}) + "\n")
 
 
 def _attempt(folder: Path, attempt: int) -> FoundReports:

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from sley_core.whole_files import write_whole
+from sley_core.whole_files import write_atomically
 from sley_doctor.reports.work_record import (
     NOTHING,
     Queue,
@@ -339,7 +339,7 @@ class WorkFile:
         if record is None:
             raise ValueError("the start that this rank wrote is gone")
         windows = fewer(record.windows, FEWER_LINES - 1)
-        write_whole(self._path, "".join([line(record.start), *map(line, windows)]))
+        write_atomically(self._path, "".join([line(record.start), *map(line, windows)]))
         self._num_lines = 1 + len(windows)
         self._close_file()
         self._open()

@@ -17,9 +17,9 @@ import jinja2
 import tomli
 
 from sley_core.attempt import PLAN
-from sley_core.errors import UsageError, dotted
+from sley_core.errors import UsageError, format_path
 from sley_core.metrics.jsonl import rows
-from sley_core.plan.write import inline, leaves
+from sley_core.plan.write import format_value, iterate_values
 from sley_doctor.reports.fault_report import FoundReports
 from sley_doctor.reports.fault_report import read as read_faults
 from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord
@@ -65,7 +65,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
                 str(plan.get("run", {}).get("name", folder.name)),
                 folder,
                 list(rows(folder)),
-                {dotted(path): inline(value) for path, value in leaves(plan)},
+                {format_path(path): format_value(value) for path, value in iterate_values(plan)},
                 read_start(folder),
                 json.loads((folder / SUMMARY).read_text("utf-8")) if has_summary else None,
                 read_faults(folder),

@@ -33,7 +33,7 @@ from sley_core.errors import RunError, SleyError
 from sley_core.memory.state import PARTS
 from sley_core.model.tensors import counted, standing_for
 from sley_core.plan.plan import Plan
-from sley_core.process import uncollected
+from sley_core.process import disable_gc
 from sley_core.run import Run
 from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, TakenSteps
@@ -179,7 +179,7 @@ def fake_run(
     limit = limited(plan.limits.estimate_timeout_s)
     kind = standing_for("cuda") if is_cuda else nullcontext()
     world = World.fake(rank, size, device, TakenSteps(tensors, "cuda" if is_cuda else "cpu"))
-    with uncollected(), limit, tensors.watched(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
+    with disable_gc(), limit, tensors.watched(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
         progress.follow(run)
         yield run, ledger, tensors
 

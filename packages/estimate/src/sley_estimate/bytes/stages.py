@@ -22,14 +22,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from sley_core.actions.action import Action, Kind, Step
-from sley_core.assemble import Draft, draft_of, dtypes
+from sley_core.assemble import Draft, build_draft, weight_dtypes
 from sley_core.comm.world import World
 from sley_core.engine.stage import Lists, Stage
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan
-from sley_core.plan.write import leaves
+from sley_core.plan.write import iterate_values
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
 from sley_estimate.bytes.fake_world import meta_outputs
@@ -46,11 +46,11 @@ FEW = 2  # up to so many ranks take their steps in this process: a fork is not w
 
 
 def first_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of the first of `size` ranks. Raises PlanError for what the plan's checks find, and as `draft_of`."""
+    """Returns the draft of the first of `size` ranks. Raises the same errors as `build_draft` and the plan's checks."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     with World.fake(0, size) as world:
-        return draft_of(plan, world)
+        return build_draft(plan, world)
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
@@ -144,7 +144,7 @@ def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]
     patterns = _matching_patterns(plan, model.layers)
     known = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
     parts = [tuple(known[layer.name] for layer in layers) for _, layers in stage.stages]
-    outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, dtypes(plan)[0])), None]
+    outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, weight_dtypes(plan)[0])), None]
     tied = {number for stages in stage.ties for number in stages}
     placement = stage.lists.placement
     kinds: list[Hashable] = []
@@ -194,7 +194,7 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
             return [text for each in value for text in texts(each)]
         return [value] if isinstance(value, str) else []
 
-    patterns = {text for _, value in leaves(plan.tables) for text in texts(value)}
+    patterns = {text for _, value in iterate_values(plan.tables) for text in texts(value)}
     return {
         layer.name: frozenset(
             (pattern, name.removeprefix(layer.name))

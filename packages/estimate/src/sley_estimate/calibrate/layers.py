@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_core.assemble import DTYPES, draft_model, dtypes
+from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_core.comm.backends import Done
 from sley_core.comm.device import Device, Span
 from sley_core.comm.group import Exchange, Group
@@ -186,7 +186,7 @@ class LayerTiming:
 
     def _take(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        model = draft_model(plan, dataset.info)
+        model = build_meta_model(plan, dataset.info)
         policy = plan.activations.build([layer.name for layer in model.layers])
         keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
         if self._keys >= set(keys):
@@ -199,7 +199,7 @@ class LayerTiming:
             attention = plan.sequence.build(imagined("sp", echo, plan.parallel.sp))
         value: Value | None = None
         with self.device.random_state_kept():
-            gradients, working = DTYPES[plan.precision.gradients], dtypes(plan)[0]
+            gradients, working = DTYPES[plan.precision.gradients], weight_dtypes(plan)[0]
             bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
             for layer, key in zip(model.layers, keys, strict=True):
                 if key not in self._outputs:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from sley_core.assemble import DTYPES, dtypes
+from sley_core.assemble import DTYPES, weight_dtypes
 from sley_core.comm.copies import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
@@ -50,7 +50,7 @@ def layer_works(
     that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
-    working, gradients = dtypes(plan)[0], DTYPES[plan.precision.gradients]
+    working, gradients = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
     traced = {} if traced is None else traced
     works: list[LayerWork] = []
     value: Value | None = None

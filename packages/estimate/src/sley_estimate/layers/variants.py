@@ -27,7 +27,7 @@ from sley_core.data.batches import Slices, sliced_info
 from sley_core.engine.call import Keep
 from sley_core.errors import SleyError
 from sley_core.plan import document
-from sley_core.plan.load import resolve
+from sley_core.plan.load import resolve_plan
 from sley_estimate.layers.operators import PHASES, LayerWork, Operator
 from sley_estimate.layers.trace import Traced, layer_works
 from train_cli.on_meta import meta_micro_batch
@@ -310,5 +310,5 @@ def _line(one: int, two: int, samples: float) -> int:
 def with_tables(plan: Plan, tables: Mapping[str, Any]) -> Plan:
     """Returns a plan with whole tables changed, which have no place; None removes one. Checked with the same plugins."""
     kept = {key: value for key, value in plan.document.tables.items() if key not in tables}
-    given = {key: document.plain(value) for key, value in tables.items() if value is not None}
-    return resolve(replace(plan.document, tables={**kept, **given}), plan.loader)
+    given = {key: document.to_plain_data(value) for key, value in tables.items() if value is not None}
+    return resolve_plan(replace(plan.document, tables={**kept, **given}), plan.loader)

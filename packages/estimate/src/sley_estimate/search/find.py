@@ -23,7 +23,7 @@ import numpy as np
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan
-from sley_core.process import uncollected
+from sley_core.process import disable_gc
 from sley_estimate.bytes.fake_tensors import Recipes
 from sley_estimate.bytes.stages import can_fork, first_draft, forked, representatives, take_steps
 from sley_estimate.layers.prices import Source
@@ -179,7 +179,7 @@ def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, many:
     numbers, seconds, sizes = array("q"), array("d"), array("d")
     least, smallest = math.inf, dict[int, Rough]()
     fits_here = False
-    with uncollected():
+    with disable_gc():
         for number, layout in enumerate(space.every()):
             result.num_layouts = number + 1
             # Whether `every` has the same layout with optimizer states on the device.

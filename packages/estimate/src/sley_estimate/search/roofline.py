@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sley_core.actions.simulate import Costs, simulate
-from sley_core.assemble import DTYPES, draft_model, dtypes
+from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, SleyError
-from sley_core.plan.check import MOST_FORWARDS
+from sley_core.plan.check import MAX_FORWARDS
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, steps_on_host
@@ -91,11 +91,11 @@ class Roofline:
     def __init__(self, plan: Plan, world: int, machine: MachineFile, choices: Choices) -> None:
         self.plan, self.world, self.machine = plan, world, machine
         self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        self.model = draft_model(plan, self.dataset.info)
+        self.model = build_meta_model(plan, self.dataset.info)
         self._variants = LayerVariants(plan, self.model, self.dataset)
         self._nearest = NearestLayers(self._variants, machine, choices)
         self._costs = count_layer_parameters(self.model)
-        self._working, self._wide = (dtype.itemsize for dtype in dtypes(plan))
+        self._working, self._wide = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient = DTYPES[plan.precision.gradients].itemsize
         self._num_states = count_states(plan)
         self._known: dict[Hashable, Any] = {}
@@ -107,7 +107,7 @@ class Roofline:
     def of(self, layout: Layout) -> Rough:
         """Returns the estimate of a layout. Raises SleyError for one that cannot be assembled or priced."""
         cut, micros = self._cut(layout), layout.micros(self.plan, self.world)
-        if micros * len(cut.route) > MOST_FORWARDS:
+        if micros * len(cut.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
         choices = layout.activations, layout.weights, layout.attention
         key = "micro-batch", id(cut), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
@@ -151,7 +151,7 @@ class Roofline:
                 # Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence.
                 whole = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
                 plan = partial(whole.plan, self.plan, layout.sp)
-                self._once(("slices", id(layout.attention)), lambda: draft_model(plan(), self.dataset.info))
+                self._once(("slices", id(layout.attention)), lambda: build_meta_model(plan(), self.dataset.info))
             works = self._variants.works(variant)
             rows = []
             copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, direction_of, select_actions
-from sley_core.assemble import DTYPES, Draft, dtypes
+from sley_core.assemble import DTYPES, Draft, weight_dtypes
 from sley_core.engine.stage import Lists
 from sley_core.errors import PlanError, SleyError
-from sley_core.optim.shared import in_training, skips_on_device
-from sley_core.plan.load import with_values
+from sley_core.optim.shared import set_training_mode, skips_on_device
+from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes
@@ -269,7 +269,7 @@ class PlanSeconds:
 def on_machine(plan: Plan, machine: MachineFile) -> Plan:
     """Returns `plan` with the machine's kind of device as `run.device`."""
     kind = machine.device.kind
-    return plan if plan.run.device == kind else with_values(plan, {("run", "device"): kind})
+    return plan if plan.run.device == kind else replace_values(plan, {("run", "device"): kind})
 
 
 def estimate_both(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> tuple[list[RankBytes], PlanSeconds]:
@@ -346,7 +346,7 @@ def moved_by_update(plan: Plan, num_states: int) -> int:
     """Returns the bytes that norm, clipping and update move per element, with masters' working copies."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
-    working, stepped = dtypes(plan)
+    working, stepped = weight_dtypes(plan)
     copy = working.itemsize if stepped != working else 0
     gradients = DTYPES[plan.precision.gradients]
     widened = 2 * stepped.itemsize if gradients != stepped else 0
@@ -359,7 +359,7 @@ def count_states(plan: Plan) -> int:
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:
-        optimizer: Any = in_training(plan.optimizer.build([{"params": [weight]}], torch.device("cpu")))
+        optimizer: Any = set_training_mode(plan.optimizer.build([{"params": [weight]}], torch.device("cpu")))
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
     except Exception as error:

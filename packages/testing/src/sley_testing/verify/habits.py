@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sley_core
 from sley_core.engine.call import tensors_in
-from sley_core.generators import comparable_state, own_generators
+from sley_core.generators import comparable_state, module_generators
 from sley_core.model.tensors import fingerprint
 from sley_core.optim.shared import has_modes
 from sley_testing.plain import PlainLoop
@@ -139,7 +139,7 @@ class HabitLoop(PlainLoop):
         if any(one.is_inference() for one in tensors_in([output])):
             self._note(name, "runs under `inference_mode`: its output has no version counter")
         kinds = [kind for kind, was, now in zip(("", "random", "numpy"), state, drew, strict=True) if kind and was != now]
-        own = own_generators(module, name)
+        own = module_generators(module, name)
         kinds += sorted({f"{type(one).__module__.split('.')[0]}'s {type(one).__name__} of its own" for one in own})
         if kinds:
             self._note(name, f"draws from {', '.join(kinds)}: a run seeds that for each layer and micro-batch")

@@ -18,7 +18,7 @@ from torch import nn
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError, UsageError
-from sley_core.generators import IN_USE
+from sley_core.generators import GENERATOR_LOCK
 from sley_core.model.buffers import train
 from sley_core.model.layers import as_model
 from sley_core.optim.build import scale_learning_rate
@@ -101,7 +101,7 @@ def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
 
     @contextmanager
     def seeded(name: str, step: int, micro: int) -> Iterator[None]:
-        with IN_USE:
+        with GENERATOR_LOCK:
             seeds.seed_layer(layers[name], MicroStep(0, micro, Phase.TRAIN, step - 1, micro))
             yield
 
