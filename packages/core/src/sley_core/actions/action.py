@@ -31,7 +31,7 @@ from sley_core.errors import PlanError
 
 
 class Kind(StrEnum):
-    """Says what an action does.
+    """The type of an action.
 
     FORWARD, BACKWARD: of one chunk on one micro-batch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
     backward (arXiv 2401.10241). CHUNK_DONE is written by `lower`: all gradients of this chunk are complete now.
@@ -45,14 +45,14 @@ class Kind(StrEnum):
 
     @property
     def makes_gradients(self) -> bool:
-        """Whether a gradient may have changed after such an action."""
+        """Whether an action of this type may change a gradient."""
         return self in _GRADIENT_KINDS
 
 
 _GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 
 SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
-"""The actions that take the gradient of a chunk's output and make that of its input."""
+"""The actions that turn the gradient of a chunk's output into the gradient of its input."""
 
 
 class Action(NamedTuple):
@@ -110,13 +110,13 @@ Lowered = tuple[Step, ...]
 
 
 def sequential(num_micros: int) -> list[Action]:
-    """Returns the list without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one micro-batch is in flight at a time."""
+    """Returns the actions without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one micro-batch is in flight at a time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, 0, micro) for micro in range(num_micros) for kind in kinds]
 
 
 def forward_only(actions: Iterable[Action]) -> list[Action]:
-    """Returns the list of an evaluation: the forwards of a training list, in their order, which cannot deadlock."""
+    """Returns the forwards of a training list in their order, which cannot deadlock, for an evaluation."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
@@ -134,7 +134,7 @@ _ACTIONS = {
 
 
 def in_words(entry: str) -> str:
-    """Returns an entry of a list as a person reads it: `F0.3` is the forward of chunk 0 on micro-batch 3."""
+    """Returns a readable text for an action: `F0.3` is the forward of chunk 0 on micro-batch 3."""
     match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
     if match is None:
         return entry
@@ -144,7 +144,7 @@ def in_words(entry: str) -> str:
 
 
 class Delivery(NamedTuple):
-    """Names a value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
+    """Names a value that crosses a boundary: its flow, the position of the receiving chunk, and its micro-batch."""
 
     flow: Flow
     position: int
@@ -152,7 +152,7 @@ class Delivery(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """Position of the chunk that makes the value."""
+        """Position of the chunk that computes the value."""
         return self.position + (-1 if self.flow == "forward" else 1)
 
 
@@ -209,7 +209,7 @@ class Placement:
         return self._positions[stage][chunk]
 
     def positions(self, stage: int) -> Sequence[int]:
-        """Returns the positions of a stage's chunks along the model, by the number of the chunk."""
+        """Returns the positions of a stage's chunks along the model, indexed by chunk."""
         return self._positions[stage]
 
     def holder(self, position: int) -> StageChunk:
@@ -218,17 +218,17 @@ class Placement:
         return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk whose output this one takes, maybe of the same stage; None at the first position."""
+        """Returns the chunk whose output is this chunk's input, maybe on the same stage; None at the first position."""
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 
     def next(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk that takes this chunk's output, and gives it the gradient of that; None at the last position."""
+        """Returns the chunk whose input is this chunk's output, maybe on the same stage; None at the last position."""
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
     def input_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` of the chunk at `position` waits for, from its stage or another; None if none."""
+        """Returns the value that `action` needs from the chunk before or after `position`; None if it needs none."""
         if action.kind is Kind.FORWARD and position > 0:
             return Delivery("forward", position, action.micro)
         if action.kind in SENDS_GRADIENT and position + 1 < self.num_positions:
@@ -236,7 +236,7 @@ class Placement:
         return None
 
     def output_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` of the chunk at `position` makes for a neighbouring chunk; None if it makes none."""
+        """Returns the value that `action` at `position` computes for a neighbouring chunk; None if there is none."""
         if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
             return Delivery("forward", position + 1, action.micro)
         if action.kind in SENDS_GRADIENT and position > 0:
@@ -262,7 +262,7 @@ class Placement:
 
 
 Placing = Callable[[int, int], Placement]
-"""`(stages, chunks) -> the placement of so many`: pure. Raises PlanError for numbers that it cannot place."""
+"""`(stages, chunks) -> placement`, a pure function. Raises PlanError for numbers that it cannot place."""
 
 
 def loop(stages: int, chunks: int = 1) -> Placement:
@@ -278,7 +278,7 @@ def v(stages: int, chunks: int = 2) -> Placement:
 
 
 def placement_error(fault: str) -> PlanError:
-    """Returns the PlanError of an invalid placement. fault: the words for what is wrong."""
+    """Returns the PlanError of an invalid placement. fault: the description of the fault, which starts with a verb."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))
 
 
@@ -298,7 +298,7 @@ class Schedule:
     place: Placing = loop
 
     def placement(self, stages: int) -> Placement:
-        """Returns the placement for `stages`; PlanError "placement-wrong" if a stage does not hold `chunks` positions."""
+        """Returns the placement for `stages`. Raises PlanError "placement-wrong" unless each stage holds `chunks` positions."""
         placement: Any = self.place(stages, self.chunks)
         if not isinstance(placement, Placement):
             raise placement_error(f"is a `{type(placement).__name__}`, not a `Placement`")
@@ -310,7 +310,7 @@ class Schedule:
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
         """Returns every stage's compute actions in a training step; `lower` takes them with `placement(stages)`.
 
-        Raises PlanError "schedule-wrong" for what is not a sequence of actions for each stage.
+        Raises PlanError "schedule-wrong" if the generator does not return a sequence of actions for each stage.
         """
         lists: Any = self.generate(stages, self.chunks, micros)
         if not isinstance(lists, Sequence):

@@ -25,14 +25,14 @@ COLUMNS_PER_ACTION = 3
 """Columns of the shortest action where the width allows it: room for a label of two characters."""
 
 CUT = " / "
-"""Stands for the middle of a step that is too long."""
+"""Marks the omitted middle of a long step."""
 
 LEAST_ROOM = 16
-"""Columns below which nothing is cut out: too little would be left to read."""
+"""Rows with fewer columns are not shortened: too little would be left to read."""
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Returns rows of at most `width` columns, one per stage, or with three chunks or more per chunk; and a legend."""
+    """Returns a text drawing with a legend: one row per stage, or one per chunk if a stage has three chunks or more."""
     chunks = 1 + max((span.action.chunk for span in timeline.spans), default=0)
     own_rows: list[int | None] = [None] if chunks <= 2 else list(range(chunks))
     rows = [(stage, chunk) for stage in range(timeline.stages) for chunk in own_rows]
@@ -62,8 +62,9 @@ def _row_label(stage: int, chunk: int | None) -> str:
 
 
 def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """Returns the scale that fits into `room` columns, or that of a drawing whose middle must be cut out. The shortest action
-    gets a whole number of columns if it gets any, so that equal actions look equal.
+    """Returns the number of columns per second; a drawing that is still wider than `room` loses its middle.
+
+    The shortest action gets a whole number of columns if it gets any, so that equal actions look equal.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:
@@ -85,7 +86,7 @@ def _draw_row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -
 
 
 def _shorten(row: str, room: int) -> str:
-    """Returns `row` with its middle cut out as far as it is longer than `room`."""
+    """Returns `row` without its middle, so that it fits into `room` columns."""
     if len(row) <= room:
         return row
     tail = (room - len(CUT)) // 2

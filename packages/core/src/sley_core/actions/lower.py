@@ -51,7 +51,7 @@ NEEDS = {
     Kind.INPUT_GRADIENT: Kind.FORWARD,
     Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
 }
-"""What must have happened to the same chunk and micro-batch first."""
+"""The action of the same chunk and micro-batch that must come first."""
 
 EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
 """A backward is whole or split."""
@@ -69,7 +69,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 
 
 def _check_order(actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool) -> set[Action]:
-    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that is not possible there."""
+    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first impossible action."""
     seen: set[Action] = set()
     for at, action in enumerate(actions):
         fault = _find_fault(action, seen, stage, placement, micros, training)
@@ -80,7 +80,7 @@ def _check_order(actions: Sequence[Action], stage: int, placement: Placement, mi
 
 
 def _find_fault(action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool) -> str | None:
-    """Returns what is wrong with `action` after the actions `seen`; None if nothing is."""
+    """Returns a description of the fault of `action` after the actions `seen`; None if it is valid."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDS:
         return "is not a compute action"
@@ -100,7 +100,7 @@ def _find_fault(action: Action, seen: set[Action], stage: int, placement: Placem
 
 
 def _find_local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
-    """Returns what is wrong if `action` needs a value from another chunk of its own stage that was not made yet; else None."""
+    """Returns a fault if `action` needs a value that another chunk of its stage has not computed yet; None otherwise."""
     if action.kind is Kind.FORWARD:
         neighbour, kinds = placement.previous(stage, action.chunk), frozenset({Kind.FORWARD})
     elif action.kind in SENDS_GRADIENT:
@@ -116,7 +116,7 @@ def _find_local_fault(action: Action, seen: set[Action], stage: int, placement: 
 
 
 def _missing_actions(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
-    """Yields the actions that a complete list would have besides those `seen`."""
+    """Yields the actions of a complete list that are not in `seen`."""
     for chunk in range(chunks):
         for micro in range(micros):
             if (Kind.FORWARD, chunk, micro) not in seen:
@@ -143,7 +143,7 @@ link but in the processes at its ends (docs/adr/0014).
 
 
 def build_send(action: Action, output: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
-    """Returns the send that must follow `action`, which makes `output`; None if there is no neighbour on another stage."""
+    """Returns the send of `output`, the result of `action`; None if no other stage needs it."""
     if output is None:
         return None
     peer = placement.holder(output.position)
@@ -153,9 +153,10 @@ def build_send(action: Action, output: Delivery | None, stage: int, placement: P
 
 
 def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
-    """Returns the global order of all transfers, the same for all stages: by the time at which they are sent, then by their
-    place along the flow, so that a stage posts the receive of what its neighbour is about to send before it sends its own
-    value.
+    """Returns the index of each transfer in the global order, the same for all stages.
+
+    The order is by send time, then by position along the flow: so a stage posts a receive before it sends its own value to the
+    neighbour that is about to send.
     """
 
     def place(delivery: Delivery) -> tuple[float, Flow, int, int]:
@@ -166,7 +167,7 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
 
 
 class _Issue(NamedTuple):
-    """One end of a transfer in one stage's list: `action` is the number of the action that makes it or takes it.
+    """One end of a transfer in one stage's list. action: the index of the action that computes or uses the value.
 
     post: the entry to place; None for a send, whose place is fixed. latest: the number of the first action that takes a
     later transfer, or `action` if that is smaller.
@@ -186,8 +187,8 @@ def schedule_posts(
     order: Mapping[Delivery, int],
     ahead: int,
 ) -> dict[int, list[Transfer]]:
-    """Returns the posts of `stage`, by the number of the action in its list before which they stand. outputs: what each action
-    makes for a neighbouring chunk. order: of all transfers. ahead: by how many actions, where the order allows that.
+    """Returns the posts of `stage` by the index of the action that they precede. outputs: the value that each action computes
+    for a neighbouring chunk. order: the index of each transfer. ahead: the number of actions between post and use, if possible.
     """
     issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
@@ -213,11 +214,10 @@ def schedule_posts(
 
 
 def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
-    """Returns each post among `issues` (one direction of one stage, in order) with the number of the action that it
-    precedes.
+    """Returns each post in `issues`, which are sorted and of one direction, with the index of the action that it precedes.
 
-    From the end: a post is `ahead` actions before its taker, but not behind its latest place nor behind anything that
-    follows it in its direction. From the start: nor before anything that precedes it.
+    The backward pass over the issues puts a post `ahead` actions before its use, but not after its latest index nor after a
+    later issue. The forward pass keeps it from overtaking an earlier issue.
     """
     wanted: list[int] = []
     following = max((issue.action for issue in issues), default=0)
@@ -239,8 +239,8 @@ def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transf
 def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[Lowered]:
     """Returns one lowered list per stage. Pure: every rank computes all of them and gets the same result.
 
-    lists: each stage's compute actions over its chunks and `micros` micro-batches. training: whether every forward must
-    have its backward, full or split; if False there must be none.
+    lists: each stage's compute actions over its chunks and `micros` micro-batches. training: whether every forward must have a
+    full or split backward; if False, no forward may have one.
 
     An action is followed by the send of its result, then by posts, then by CHUNK_DONE if it was its chunk's last
     gradient action. Raises PlanError: "schedule-wrong" with the first bad action and its place, "schedule-deadlock"
@@ -263,7 +263,7 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
 
 
 def _insert_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
-    """Returns the actions, each followed by its entry of `sends`: the send of its result if another stage needs it."""
+    """Returns the actions, each followed by its send in `sends` if there is one."""
     steps: list[Step] = []
     for action, send in zip(actions, sends, strict=True):
         steps += (action,) if send is None else (action, send)
@@ -278,7 +278,7 @@ def _lower_stage(
     placement: Placement,
     order: dict[Delivery, int],
 ) -> Lowered:
-    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: of all transfers, the same on all stages."""
+    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: the index of each transfer."""
     posts = schedule_posts(actions, outputs, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind.makes_gradients}
     steps: list[Step] = [*posts.get(0, ())]

@@ -1,4 +1,4 @@
-"""Runs the lists of all stages in simulated time, until every list is at its end or no stage can go on.
+"""Runs the lists of all stages in simulated time, until every list is done or no stage can go on.
 
 A stage does one action at a time, in the order of its list. An action waits for its inputs; a send or a post does not wait. A
 sent value travels once its receive is posted, one after another per sender and receiver, while both stages go on computing. The
@@ -93,7 +93,7 @@ class Machine:
         return True
 
     def _record_transfer(self, stage: int, step: Transfer) -> None:
-        """Records one end of a transfer; once both ends are there, computes when the value arrives."""
+        """Records one end of a transfer, and the arrival of the value once both ends are recorded."""
         if step.op == "post":
             delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
             channel = step.peer, stage
@@ -110,7 +110,7 @@ class Machine:
             self._record_arrival(delivery, end_s)
 
     def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
-        """Returns in words where `stage` is blocked, and which stage's action it waits for."""
+        """Returns a text with the action at which `stage` is blocked, and the action that it waits for."""
         before = select_actions(self.lists[stage][: self._at[stage]])
         action = self.lists[stage][self._at[stage]]
         source = self.placement.holder(delivery.origin)
@@ -129,7 +129,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Holds the peaks of one stage; each may be reached at another time.
+    """Holds the peak counts and bytes of one stage. Each peak may be at a different time.
 
     pairs: (chunk, micro-batch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph. receives:
     buffers of receives. num_bytes: graphs, queues and buffers together.
@@ -171,7 +171,7 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
 
 
 def _count_changes(kind: Kind) -> tuple[int, int]:
-    """Returns by how much an action of this kind changes the number of (graphs, queues)."""
+    """Returns the change in the numbers of graphs and queues by an action of this type."""
     match kind:
         case Kind.FORWARD:
             return 1, 0
@@ -191,7 +191,7 @@ def _takes_received_value(action: Action, stage: int, position: int, placement: 
 
 
 def _boundary_bytes(forward: bool, position: int, costs: Costs) -> int:
-    """Returns the bytes of a value from the neighbour: from the position before if `forward`, else from the one after."""
+    """Returns the bytes of a received value: from the position before if `forward`, else from the position after."""
     return costs.boundary_bytes[position - 1 if forward else position]
 
 
@@ -219,7 +219,7 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
 
 
 class TimedAction(NamedTuple):
-    """`action` of `stage` ran from `start_s` to `end_s`, in seconds after the step began."""
+    """An action of a stage with its start and end, in seconds after the start of the step."""
 
     stage: int
     action: Action
@@ -229,7 +229,7 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step on `stages` stages, by stage and then by start. The spans of a stage do not overlap.
+    """The timed actions of one step, sorted by stage and then by start. The spans of a stage do not overlap.
 
     end_s: when the step is over, if sums and an update follow the last action. computing_s: seconds for which each stage
     computes, if not all of its spans and nothing else.
@@ -242,7 +242,7 @@ class Timeline:
 
     @classmethod
     def of(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
-        """Returns a timeline of spans given in any order."""
+        """Returns a timeline of `spans`, which may have any order."""
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 
     def stage_spans(self, stage: int) -> tuple[TimedAction, ...]:
@@ -250,7 +250,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start of the step to its end, or to that of its last action, on whichever stage."""
+        """Seconds from the start of the step to its end, or to the end of the last action on any stage."""
         return max((self.end_s, *(span.end_s for span in self.spans)))
 
     def idle(self, stage: int) -> float:

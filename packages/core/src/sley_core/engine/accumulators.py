@@ -14,7 +14,7 @@ from sley_core.errors import RunError
 
 
 class State(Enum):
-    """Says how far a gradient has come in this step; see the diagram of `Accumulator`."""
+    """The state of a gradient within a step; see the diagram of `Accumulator`."""
 
     OPEN = "contributions may come"
     COMPLETE = "nothing more is expected; it waits for those before it in the order"
@@ -101,7 +101,7 @@ class Accumulator:
         """
 
     def end_contributions(self) -> None:
-        """Learns that the running action adds nothing more."""
+        """Marks the end of the running action's contributions."""
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
@@ -111,7 +111,10 @@ class Accumulator:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Takes `parameter.grad`, set by a backward: the whole sum if the view was lent. Raises RunError `sparse-gradient`."""
+        """Accumulates `parameter.grad` of a backward, which is the whole sum if the view was lent.
+
+        Raises RunError `sparse-gradient` if it is sparse.
+        """
         gradient = self.parameter.grad
         assert gradient is not None, self.param
         if gradient is not self.view:
@@ -124,12 +127,12 @@ class Accumulator:
 
     @property
     def is_assigned(self) -> bool:
-        """Whether a backward of a user's own assigned `parameter.grad`, and no hook has taken it."""
+        """Whether a user's own backward assigned `parameter.grad` without a hook call."""
         gradient = self.parameter.grad
         return gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right; without a temporary tensor if all have the same dtype."""
+        """Adds left^T right, without a temporary tensor if all dtypes are equal."""
         if left.dtype != self.dtype:
             self.accumulate(left.t() @ right)
         elif self.contributions:
@@ -138,7 +141,7 @@ class Accumulator:
             torch.mm(left.t(), right, out=self.view)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds each of `rows` at its index along dim 0; the first call of a step zeroes the view before."""
+        """Adds each of `rows` at its index along dim 0. The first call of a step zeroes the view first."""
         if not self.contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
@@ -149,11 +152,11 @@ class Accumulator:
             self.view.zero_()
 
     def sum(self) -> Tensor | None:
-        """Returns the sum of this step so far, None if there is no contribution."""
+        """Returns the sum of this step so far; None without a contribution."""
         return self.view if self.contributions else None
 
     def pause(self) -> None:
-        """Ends a call of the step that other calls follow."""
+        """Ends a call of the step that is not its last one."""
         self.state = State.PAUSED
 
     def resume(self) -> bool:
@@ -168,12 +171,12 @@ class Accumulator:
             self.state = State.COMPLETE
 
     def record_passes(self) -> None:
-        """Notes, at the end of a step, in how many passes the gradient came, or that the number varies."""
+        """Records the number of passes of this step, or that the number varies between steps."""
         if self.expected_passes is not None and self.passes:
             self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
 
     def _accumulate_owned(self, gradient: Tensor) -> None:
-        """Adds `gradient` as `accumulate` does, but may keep the tensor itself: the caller must not use it again."""
+        """Adds `gradient`, and may keep the tensor: the caller must not use it again."""
         self.accumulate(gradient)
 
 
@@ -181,7 +184,7 @@ class LooseAccumulator(Accumulator):
     """Adds up a gradient that no handler reduces: `view` is autograd's own tensor, or a new one in each step."""
 
     def __init__(self, param: Param, empty: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
-        """empty: of the store's dtype, without elements."""
+        """empty: a tensor of the store's dtype without elements."""
         self._empty = empty
         super().__init__(param, empty, expected_passes, has_products=has_products)
 
@@ -238,7 +241,7 @@ class UnwatchedAccumulator(LooseAccumulator):
         return None if self.parameter.grad is None else _require_dense(self.parameter.grad, self.param)
 
     def pause(self) -> None:
-        """Leaves the sum in `parameter.grad`, whose version tells whether anything else is added."""
+        """Keeps the sum in `parameter.grad` and records its version, to detect other writes."""
         super().pause()
         summed = self.parameter.grad
         self._paused = summed, 0 if summed is None else summed._version
@@ -251,7 +254,7 @@ class UnwatchedAccumulator(LooseAccumulator):
 
 
 def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
-    """Marks gradients that came in a backward within the backward of their action. tasks: action and autograd's graph task."""
+    """Marks gradients that a nested backward accumulated. tasks: the action and autograd's graph task of each gradient."""
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))

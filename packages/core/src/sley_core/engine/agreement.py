@@ -60,7 +60,8 @@ View = tuple[Any, int]
 
 class Agreement:
     """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`.
-    store: whose trained parameters are compared, or None. first: called once, after the first check has passed.
+
+    store: the gradient store, whose trained parameters are compared, or None. first: called once, after the first passed check.
     """
 
     def __init__(self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None) -> None:
@@ -79,8 +80,7 @@ class Agreement:
         self._pending: Pending | None = None
 
     def begin(self, what: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
-        """Starts the comparison: one asynchronous all-reduce over all ranks on the host. Every rank calls it, and `check` after
-        it.
+        """Starts one asynchronous all-reduce over all ranks on the host. Every rank calls it, and then `check`.
 
         what: the name, for the error, of the work that begins. refusal: why this rank cannot; if any rank has one, `check`
         raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
@@ -109,8 +109,8 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight` and `counts`. Raises RunError on all ranks alike: `ranks-differ`, or some rank's
-        refusal.
+        """Waits for the sum, and sets `weight` and `counts`. Raises the same RunError on all ranks: `ranks-differ`, or the
+        refusal of the first rank that has one.
         """
         if self._pending is None:
             if self._refusal is not None:
@@ -163,7 +163,7 @@ class Agreement:
         return dict.fromkeys(axes, (described, number))
 
     def _mismatch_error(self) -> RunError:
-        """Returns the error `ranks-differ` from all ranks' views. A blocking collective on `control`: all saw the same sum."""
+        """Returns the error `ranks-differ` for all ranks' views; a blocking collective on `control`."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = self._everyone.gather_objects(own, what="what ranks do differently")
@@ -237,7 +237,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Returns in words which parts differ, the first of them with both values."""
+    """Returns a text that names the differing parts with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     texts = [f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]]
     more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
@@ -245,7 +245,7 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 
 Exchanges = dict[str, Exchanged]
-"""A summary of a rank's exchanges without marks, by the label of the group."""
+"""A summary of a rank's exchanges without marks, by group label."""
 
 _NOTHING = ((), 0, 0, "")
 
@@ -267,16 +267,18 @@ def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
-    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group have exchanged the same: in each
-    group one rank adds size - 1 times a hash of its number, and the others subtract theirs.
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group made the same exchanges.
+
+    In each group one rank adds size - 1 times a hash of its number, and the others subtract their hashes.
     """
     noted = ((group, group.log.exchanged(group.ranks)) for group in groups)
     return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
 
 
 def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunError:
-    """Returns the error `ranks-differ` of ranks that are known to differ, the same on all: it names the first group in which
-    they exchanged other numbers, and who. A blocking collective on `control`. own: this rank's counts.
+    """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ.
+
+    A blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
     """
     views = control.gather_objects(own, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}

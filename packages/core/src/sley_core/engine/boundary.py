@@ -30,11 +30,11 @@ from torch.utils._pytree import SUPPORTED_NODES
 from sley_core.errors import RunError
 
 Context = Any
-"""The data that a type needs besides its parts, as JSON: names of fields, keys."""
+"""The data besides its parts that rebuild a container, as JSON: field names or keys."""
 
 
 def type_name(kind: type) -> str | None:
-    """Returns the name by which `find_type` finds `kind`; None if it does not, as for a class defined in a function."""
+    """Returns the name of `kind` for `find_type`; None if it has none, as a class that is defined in a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     return name if find_type(name) is kind else None
 
@@ -72,7 +72,7 @@ def split_container(value: Any) -> tuple[Context, list[Any]] | None:
 
 
 def rebuild_container(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
-    """Rebuilds a `kind` from its `parts`, without initialisers of dataclasses or named tuples: they ran where it was made."""
+    """Rebuilds a container of type `kind` from its `parts`, without calling initialisers of dataclasses or named tuples."""
     if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
         return kind(parts)
     if issubclass(kind, tuple):
@@ -95,7 +95,7 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of containers and objects around the same tensors and modules; what refuses is returned as it is."""
+    """Copies containers and objects, but not their tensors and modules. A value that refuses a copy is returned unchanged."""
     known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
@@ -123,7 +123,7 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
 _FUNCTIONS = FunctionType, BuiltinFunctionType, MethodType
 _PLAIN = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
 _WHOLE = Tensor, nn.Module, type, ModuleType, *_FUNCTIONS, *_PLAIN
-"""Types that are never copied, nor looked into."""
+"""Types whose values are neither copied nor searched."""
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -150,10 +150,10 @@ _FIRST = 4
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor: its dtype and shape, and flags that may vary between micro-batches.
+    """Describes one tensor: its dtype and shape, and flags that may vary between micro-batches.
 
-    has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf that is the same tensor; a
-    gradient comes back for that one only. overlaps: it arrives as a copy, but shared memory with another leaf.
+    has_gradient: whether the receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor; only
+    that leaf gets a gradient. overlaps: whether the tensor shared memory with another leaf before it was copied.
     """
 
     dtype: torch.dtype
@@ -191,7 +191,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """A value at a boundary: its leaves in order, and the structure of the containers around them."""
+    """Describes a value at a boundary: its leaves in order, and the structure of its containers."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
@@ -202,12 +202,13 @@ class Description:
 
     @property
     def gradients(self) -> Description:
-        """The description of the gradients that come back: one for each leaf that has one, in order."""
+        """The description of the gradients that the receiver sends back, in the order of the leaves."""
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
-        """Returns the description with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches: for
-        an output that is about to be copied, so that its tensors no longer share memory on the other side.
+        """Returns the description with `overlaps` set on each leaf that shares memory with another one in `tensors`.
+
+        For an output that is about to be copied: on the receiving stage the tensors no longer share memory.
         """
         spans = {at: _address_range(tensors[at]) for at, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
@@ -237,13 +238,13 @@ class Description:
 
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
-    """Returns the tensors of `value` and its structure. layer: whose output it is, for the error `boundary-type`."""
+    """Returns the tensors of `value` and its structure. layer: the layer that returned it, for the error `boundary-type`."""
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Rebuilds the value that `flatten` took apart. Raises RunError `boundary-type` for a type that nothing has imported."""
+    """Rebuilds the value from the results of `flatten`. Raises RunError `boundary-type` for a type that is not imported."""
     if structure is None:
         return None
     if isinstance(structure, int):

@@ -77,7 +77,7 @@ def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) 
 
 
 def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns a contiguous view of `flat`, [numel], for each of `shapes`, which begins at that element of `starts`."""
+    """Returns a contiguous view of `flat` [numel] for each of `shapes`; `starts` has the index of its first element."""
     before, numel = int(flat.storage_offset()), flat.numel()
     views = []
     for start, shape in zip(starts, shapes, strict=True):
@@ -95,7 +95,7 @@ at multiples of 256 bytes in every format of two bytes or more.
 
 
 class ElementRange(NamedTuple):
-    """Names the elements `first` to `last` (exclusive) of a flattened parameter, as this rank holds it."""
+    """Names the elements from `first` to before `last` of this rank's flattened parameter."""
 
     first: int
     last: int
@@ -105,8 +105,9 @@ class ElementRange(NamedTuple):
         return self.last - self.first
 
     def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape in which the elements are stepped: `whole` if these are all of its elements, else flat with leading
-        dims of size 1. The number of dims stays: an optimizer may treat matrices otherwise than vectors.
+        """Returns the shape that the optimizer steps: `whole` for all elements, else flat with leading dims of size 1.
+
+        The number of dims stays: an optimizer may treat matrices and vectors differently.
         """
         if self.numel == prod(whole):
             return tuple(whole)
@@ -136,7 +137,7 @@ WHOLE = BufferShard("", 1, 0)
 
 
 class Layout(NamedTuple):
-    """Says how a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
+    """The layout of gradients that a reducer needs: the buffers, and the order in which parameters are reported ready.
 
     buffers: lists of parameters of one family. order: the same parameters; not their concatenation if buffers of several reduce
     groups are filled side by side. Equal on all ranks of every reduce group. loose: parameters of `order` in no buffer, because
@@ -169,7 +170,7 @@ class NormGroup(NamedTuple):
 
 
 Planner = Callable[[list[Param]], Layout]
-"""Lays out the given parameters, which come in reverse order of use."""
+"""Returns the layout of parameters, which are in reverse order of use."""
 
 
 def loose(params: list[Param]) -> Layout:
@@ -178,7 +179,7 @@ def loose(params: list[Param]) -> Layout:
 
 
 def by_reduce_group(params: list[Param]) -> Layout:
-    """Returns a layout with one buffer for each family of parameters, in the order given."""
+    """Returns a layout with one buffer per parameter family, in the order of `params`."""
     families: dict[tuple[object, ...], list[Param]] = {}
     for param in params:
         families.setdefault(param.family, []).append(param)
@@ -186,8 +187,8 @@ def by_reduce_group(params: list[Param]) -> Layout:
 
 
 class GradientBuffer(FlatBuffer):
-    """Holds the gradients of some parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets;
-    None for all of it. is_whole: false once a reducer has begun to sum a buffer that is sharded.
+    """Holds the gradients of parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets; None
+    for the whole buffer. is_whole: whether no reducer has begun to sum a sharded buffer.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -214,7 +215,7 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def ranges(self) -> dict[Param, ElementRange]:
-        """The elements of each parameter that lie in this rank's part; may be none."""
+        """The elements of each parameter in this rank's part, maybe none."""
         ranges = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             first = min(max(self._begin - start, 0), param.numel)
@@ -226,7 +227,7 @@ class GradientBuffer(FlatBuffer):
         return self.part_views(self.own)
 
     def part_views(self, memory: Tensor) -> dict[Param, Tensor]:
-        """Returns such a view of `memory`, as long as `own`, for each parameter, at its place in this part."""
+        """Returns the view of each parameter's elements in `memory`, which has the length of `own`."""
         views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]
@@ -258,8 +259,9 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """Holds the memory of all buffers of a layout in one tensor, which the next layout takes over if it has the same size:
-    memory that is freed and allocated anew would be page-faulted in again, and malloc would leave a gap.
+    """Holds the memory of all buffers of a layout in one tensor, which the next layout of the same size reuses.
+
+    Freed and newly allocated memory would cause page faults, and malloc would leave a gap.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -275,12 +277,12 @@ class GradientMemory:
         self._num_freed = free(self._data)
 
     def build(self) -> None:
-        """Allocates the memory of all buffers again, zeroed: padding too, since norms run over it."""
+        """Allocates the memory of all buffers again, zeroed with its padding, since norms include that."""
         grow(self._data, self._num_freed)
         self._data.zero_()
 
     def buffers(self, layout: Layout) -> list[GradientBuffer]:
-        """Returns the buffers of `layout`, zeroed, without empty ones. Buffers of the previous layout must not be used."""
+        """Returns the zeroed, non-empty buffers of `layout`. The previous layout's buffers must not be used any more."""
         shards = layout.shards or [None] * len(layout.buffers)
         lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}

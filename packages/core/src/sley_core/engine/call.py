@@ -62,13 +62,13 @@ class Recompute(ActivationPolicy):
         self._num_steps = 0
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Counts the steps: inputs are looked at bit by bit in the first one."""
+        """Counts the steps, since the bits of inputs are compared only in the first one."""
         self._num_steps += phase is Phase.TRAIN
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns the output of `layer`, called through torch's checkpoint if `names` has it. Raises `recompute-in-place`."""
+        """Calls `layer`, through torch's checkpoint if `names` has it. Raises RunError `recompute-in-place`."""
         if name not in self.names:
             return layer(*args, **fields)
         kept = copied((args, dict(fields)))
@@ -89,12 +89,12 @@ class Recompute(ActivationPolicy):
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's first run and of its recomputation, made once per call: here empty ones."""
+        """Returns the contexts of a layer's forward and of its recomputation, here empty ones; called once per layer call."""
         return nullcontext(), nullcontext()
 
 
 class _Inputs:
-    """The versions of all tensors that layer `name` is given, without these. with_bits: their bits too."""
+    """Holds the versions of a layer's input tensors, but not the tensors. with_bits: whether to compare their bits too."""
 
     def __init__(self, name: str, inputs: Any, *, with_bits: bool) -> None:
         self.name = name
@@ -117,7 +117,7 @@ class _Inputs:
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields the tensors in `values`, nested containers and objects included, each once. seen: the values so far, by id."""
+    """Yields each tensor in `values` and in nested containers and objects once. visited: the visited values by id."""
     visited = {} if visited is None else visited
     for value in values:
         if id(value) in visited:
@@ -134,7 +134,10 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks, a fraction of all, rounded half up; first and last layer are none."""
+    """Builds `core.recompute` for a fraction of the blocks, the first ones, rounded half up.
+
+    The first and the last layer are no blocks.
+    """
     blocks = layer_names[1:-1]
     # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
     share = Decimal(str(config.fraction)) * len(blocks)
@@ -193,11 +196,11 @@ class LayerCaller:
         return output
 
     def seed_loss(self, micro: MicroStep) -> None:
-        """Seeds torch's generators for a loss of whole sequences, alike on all ranks that have slices of them."""
+        """Seeds torch's generators for a loss of whole sequences, with one seed on all ranks that share the sequences."""
         self.device.seed((derive(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
     def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Calls the layer through the policy; a second run of it, the recomputation, is reported to the scheduler hooks."""
+        """Calls the layer through the policy, and reports its recomputation to the scheduler hooks."""
         runs = 0
 
         def run(*args: Any, **fields: Any) -> Any:
@@ -213,7 +216,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Waits for the layer's weights, seeds the generators, and calls it; recomputation does so with the same seed."""
+        """Waits for the layer's weights, seeds the generators, and calls the layer; recomputation uses the same seed."""
         self.step_progress.calls(layer.name)
         self.waits.wait_for(layer.name)
         is_new = layer.name not in self._own
@@ -262,7 +265,7 @@ class LayerCaller:
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Hashes once per layer and step: a hash takes as long as a call."""
+        """Returns the seed of a call. It hashes once per layer and step, since a hash takes as long as a layer call."""
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
@@ -271,7 +274,7 @@ class LayerCaller:
 
 
 def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
-    """Calls the method `event` of each scheduler hook. An exception gets a note that says which hook raised it."""
+    """Calls the method `event` of each scheduler hook. A note on an exception names the hook that raised it."""
     for hook in hooks:
         try:
             getattr(hook, event)(*arguments)
@@ -281,7 +284,7 @@ def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
 
 
 def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
-    """Returns a text that identifies a call of a layer: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
+    """Returns a text that identifies a layer call: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
 
     def shape(value: Any) -> str:
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
@@ -294,7 +297,7 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
-    """Makes calls of `layers` go through torch.compile until `undo` closes, which restores each module's former call."""
+    """Compiles the calls of `layers` with torch.compile until `undo` closes and restores each module's former call."""
     varlen()  # imported now: compiled code cannot import it
     for layer in layers:
         attributes, compiled = vars(layer.module), "_compiled_call_impl"  # where `nn.Module.compile` stores the call

@@ -61,13 +61,13 @@ class WeightQueue:
             self._open = None
 
     def put(self, work: Work, param: Param | None = None) -> None:
-        """Queues `work`, which holds a linear's input and output gradient. parameter: the parameter of it, for `on_last`."""
+        """Queues `work`, which holds a linear's input and output gradient. param: the linear's weight, for `on_last`."""
         assert self._open is not None, "no I is running"
         self._queued[self._open].append((work, param))
 
     @torch.no_grad()
     def run(self, place: Place) -> None:
-        """Runs the work that I of `place` queued, and frees each piece's tensors before the next piece."""
+        """Runs the work that the I of `place` queued, and frees each product's tensors before the next one."""
         queued = self._queued.pop(place)
         left = Counter(param for _, param in queued)
         queued.reverse()
@@ -89,7 +89,7 @@ _OWN = 2
 
 
 class Handover:
-    """Is the sink of one linear: multiplies at once, or queues while an I is collecting. parameter: the weight's, for
+    """The sink of one linear's weight gradient: multiplies at once, or queues while an I is collecting. param: the weight, for
     `on_last`.
 
     Between I and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
@@ -103,7 +103,7 @@ class Handover:
         self._copies: bool | None = None
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: what `shares` says of the base of `rows`."""
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: whether `shares` is true of their gradient."""
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return
@@ -112,7 +112,7 @@ class Handover:
         self.queue.put(work, self.param)
 
     def shares(self, gradient: Tensor) -> bool:
-        """Returns whether somebody else has the memory of `gradient`, to be queued; asked before any view of it is made."""
+        """Returns whether other tensors share the memory of a queued `gradient`; called before any view of it exists."""
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
@@ -120,7 +120,7 @@ class Handover:
         return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN
 
     def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
-        """Multiplies, or raises RunError `gradient-written` if what is multiplied is no longer what I queued."""
+        """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written since the I queued it."""
         if copied is not None and self._copies is None:
             now, then = sum_of_bits(rows), sum_of_bits(copied)
             self._copies = now is not None and then is not None and not torch.equal(now, then)
@@ -137,13 +137,13 @@ class Handover:
 
 
 BiasSink = Callable[[Tensor], None]
-"""Takes g [n, out] and adds the sum of its rows to a bias's gradient [out]."""
+"""Adds the sum of the rows of g [n, out] to a bias's gradient [out]."""
 
 
 class DirectLinear(torch.autograd.Function):
-    """Computes `F.linear` with a backward that gives the weight's gradient to `sink` instead of to autograd, if it would be
-    added to `grad`; `autograd.grad` of the weight gets it from autograd. bias_sink: the same for the bias; if None, autograd
-    gets that.
+    """Computes `F.linear`. Its backward passes the weight's gradient to `sink` if autograd would add it to `grad`.
+
+    `autograd.grad` of the weight still gets it from autograd. bias_sink: the same for the bias; None leaves it to autograd.
     """
 
     @staticmethod
@@ -181,7 +181,7 @@ def no_view(result: Tensor) -> Tensor:
 
 
 class Asked(Enum):
-    """Says what the running backward does with the gradient of a weight."""
+    """The use of a weight's gradient by the running backward."""
 
     NOTHING = "autograd.grad of something else"
     SUM = "backward: added to what is there"
@@ -189,8 +189,8 @@ class Asked(Enum):
 
     @classmethod
     def of(cls, ctx: Any, place: int = 1) -> Asked:
-        """Returns what the running backward wants of a weight's gradient. Asked in every backward: a forward may itself call
-        `autograd.grad`. place: index of the weight, a leaf, among the inputs of the function whose backward this is.
+        """Returns the use of a weight's gradient by the running backward; every backward calls it, since a forward may call
+        `autograd.grad`. place: the index of the weight, a leaf, among the inputs of the autograd function.
         """
         accumulation = ctx.next_functions[place][0]
         if accumulation is None:
@@ -230,7 +230,7 @@ def _is_special_input(input: Tensor) -> bool:
 
 
 def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
-    """Patches plain layers of `parts` to add their weight gradients to the store themselves; returns a function that undoes it.
+    """Patches plain layers of `parts` to add their weight gradients to the store directly; returns a function that undoes it.
 
     Linears do so if the plan says so, and weight and store have the same dtype: one call cannot accumulate a bf16 product into
     fp32 on every device. splits: whether backwards are split: then all linears do, and the queue takes the products while an I
@@ -281,7 +281,7 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class DirectEmbedding(torch.autograd.Function):
-    """Computes `F.embedding` with a backward that gives the gradient's rows to `sink`, if it would accumulate them."""
+    """Computes `F.embedding`. Its backward passes the gradient's rows to `sink` if autograd would add them to `grad`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Handover) -> Tensor:
@@ -306,12 +306,12 @@ class DirectEmbedding(torch.autograd.Function):
 
 
 def zero_padding_rows(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
-    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, whose row is not trained."""
+    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, whose embedding is not trained."""
     return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
-    """Runs the forward of `embedding` while a run is open. weight: the one that the store knows; autograd handles others."""
+    """Runs the forward of `embedding` while a run is open. weight: the store's weight; autograd handles any other."""
     table = embedding.weight
     is_own = table is weight and table.requires_grad and not table._backward_hooks
     if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

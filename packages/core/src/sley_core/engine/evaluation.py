@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is counted of the model's output in an evaluation.
+    """The metrics of the model's output in an evaluation.
 
     labels: of the loss, a cross-entropy of token ids, whose next tokens are counted; None for other losses and data. own: the
     user's function, None without one. whole: gathers whole sequences for it.
@@ -53,15 +53,15 @@ class Metrics:
         return ["accuracy"] if self.labels is not None else []
 
     def accuracy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns how many labels [...] have the highest of `logits` [..., classes], and how many count."""
+        """Returns the number of labels [...] with the highest of `logits` [..., classes], and the number of counted labels."""
         assert self.labels is not None
         counts = (labels >= 0) & (labels != self.labels.ignore_index)
         return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
 
 
 class Tally:
-    """Adds up what `metrics` count in the micro-batches of one evaluation on this rank. problem: what is wrong with what the
-    user's function gives, "" for nothing: all ranks raise it once they know.
+    """Sums the counts of `metrics` over the micro-batches of one evaluation on this rank. problem: the fault of the results of
+    the user's function, "" without one; all ranks raise it after the exchange.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -71,7 +71,7 @@ class Tally:
         self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
 
     def begin(self, like: Tensor) -> None:
-        """Begins a batch. like: its loss, float64, a scalar or one for each micro-batch."""
+        """Begins a batch. like: the batch's loss, float64, a scalar or one per micro-batch."""
         self._batches.append((torch.zeros_like(like), {}))
 
     def reads(self, field: str) -> bool:
@@ -154,7 +154,7 @@ def _items(pair: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class EvaluationFeed:
-    """The samples of one set, the same in each evaluation.
+    """Yields the samples of one evaluation set, the same in each evaluation.
 
     feed: gives this rank's rows, from `first` on, of batches of `batch_size`. num_samples: how many count, over all ranks. A
     batch may have more: the feed begins again where the data end. has_source: whether batches need a field `source`, which says
@@ -179,8 +179,9 @@ class EvaluationFeed:
 
 
 def evaluation_batch_size(num_samples: int, global_size: int, unit: int) -> int:
-    """Returns the size of the batches that have `num_samples` in as few batches as possible, of at most `global_size`, with as
-    few samples beyond them: a multiple of `unit`, as `global_size` is.
+    """Returns the batch size, a multiple of `unit`, that splits `num_samples` into the fewest batches with the least padding.
+
+    global_size: the largest allowed size, a multiple of `unit`.
     """
     num_batches = -(-num_samples // global_size)
     return -(-num_samples // (num_batches * unit)) * unit

@@ -160,7 +160,7 @@ class Executor:
         return total
 
     def _begin(self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], outputs: dict[int, Any] | None) -> Tensor:
-        """Discards the rest of a failed list, and announces `actions` to weights, policy and link. Returns the total, zero."""
+        """Discards a failed list, and announces `actions` to weights, policy and link. Returns the loss total, zero."""
         self.left_in_flight = True
         self._outputs = outputs
         self._tally = self._num_counted = None
@@ -197,7 +197,7 @@ class Executor:
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
-        """Runs the chunk's forward, then the loss or the next chunk's input. Keeps the graph edges for the backward."""
+        """Runs the chunk's forward, and computes the loss or passes on the output. Keeps the edges for the backward."""
         if micro.micro not in self._micros:
             given = batch[micro.micro].items()
             self._micros[micro.micro] = {name: self.device.move(value) for name, value in given if name in self._reads}
@@ -235,7 +235,7 @@ class Executor:
             place += flight.loss.detach()
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
-        """Lets `tally` count a micro-batch, before the loss, which may write in place."""
+        """Counts the metrics of a micro-batch before the loss, which may write in place."""
         self.caller.acquire_generators("the metrics")
         try:
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
@@ -273,7 +273,7 @@ class Executor:
         return loss
 
     def _backward(self, micro: MicroStep, flight: InFlight, weight: BatchWeight | None) -> None:
-        """Runs the chunk's backward from the loss or the next chunk's gradients; input gradients go to the previous chunk."""
+        """Runs the chunk's backward from the loss or the output gradients, and passes input gradients to the previous chunk."""
         if flight.loss is not None:
             assert weight is not None, "the loss without its weight"
             gradients = [weight.inverse(flight.loss)]
@@ -291,9 +291,10 @@ class Executor:
 
 @torch.no_grad()
 def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
-    """Returns the model's output for the program; whole logits if ranks share the classes, by a collective of them. copies: its
-    tensors, since the loss may write in place. Raises RunError `boundary-type` for a type that cannot be taken apart. layer:
-    the model's last.
+    """Returns the model's output without its graph; a collective that returns full logits if ranks share the classes.
+
+    layer: the name of the model's last layer. copies: whether to copy tensors, since the loss may write in place. Raises
+    RunError `boundary-type` for an unknown container type.
     """
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
@@ -302,14 +303,14 @@ def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
 
 
 def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
-    """Returns the names of the batch fields that these layers and the loss read; all of them if the loss has no `fields`."""
+    """Returns the names of the batch fields that the layers and the loss read; all of them if the loss has no `fields`."""
     by_layers = {name for layers in chunks for layer in layers for name in layer.fields}
     by_loss = () if loss is None else getattr(loss, "fields", None)
     return frozenset(by_layers | set(fields if by_loss is None else by_loss))
 
 
 class Input:
-    """One input tensor of a chunk until the chunk takes it, and then its gradient, once the backward has reached it."""
+    """Holds one input tensor of a chunk until the forward, and its gradient after the backward."""
 
     __slots__ = ("device", "gradient", "leaf", "tensor")
 
@@ -320,7 +321,7 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Returns the tensor, and drops the reference; called once. If it needs a gradient, the graph ends here."""
+        """Returns the tensor and drops the reference; called once. The graph of a tensor with a gradient starts here."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
@@ -330,7 +331,7 @@ class Input:
         return entered
 
     def pop_gradient(self) -> Tensor:
-        """Returns the gradient, and drops the reference; zeros if the backward did not reach the input."""
+        """Returns the gradient and drops the reference; zeros if the backward did not reach the input."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -338,7 +339,7 @@ class Input:
 
 
 class _GraphStart(torch.autograd.Function):
-    """The root of a chunk's graph: gives the input tensor a history that ends here.
+    """The root of a chunk's graph, from which the history of an input tensor starts.
 
     A leaf would not do, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
     view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same stage that
@@ -364,10 +365,10 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """The values of one chunk and one micro-batch between forward and backward.
+    """Holds the values of one chunk and one micro-batch between forward and backward.
 
-    inputs: the received tensors. description: of them; None on the first chunk. loss: the sum over the micro-batch, on the last
-    chunk. edges: on other chunks, of the outputs that have a gradient.
+    inputs: the received tensors. description: the description of the inputs; None on the first chunk. loss: the sum over the
+    micro-batch, on the last chunk. edges: the graph edges of outputs with a gradient, on other chunks.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -377,7 +378,7 @@ class InFlight:
     _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def enter(self, description: Description, tensors: Sequence[Tensor]) -> Any:
-        """Returns the value to call the chunk with, rebuilt from the received `tensors`; its graph begins there."""
+        """Returns the chunk's input, rebuilt from the received `tensors`, from which its graph starts."""
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
         entered: list[Tensor] = []
@@ -389,9 +390,7 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_inputs_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that overlapped with another where it was
-        made.
-        """
+        """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another on its stage."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
             raise RunError(
@@ -424,7 +423,7 @@ class InFlight:
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
-    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last, for an error."""
+    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last layer, for an error."""
     tensors, structure = flatten(value, layer)
     firsts: dict[int, int] = {}
     leaves = []
@@ -437,7 +436,7 @@ def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
 
 
 def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Returns the gradient edge of each of `tensors` that will receive a gradient: there the backward of an output starts."""
+    """Returns the gradient edge of each tensor that will receive a gradient, from which the backward starts."""
     return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 
@@ -447,7 +446,7 @@ Spot = tuple[Flow, int, int]
 
 
 class Crossing:
-    """Moves values over the boundaries of one stage's chunks. link: None if there is only one stage."""
+    """Moves values over the boundaries of one stage's chunks. link: the stage link; None with only one stage."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -461,7 +460,7 @@ class Crossing:
         self._local: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a list of actions; discards a failed one's values. keys: per micro-batch, all that determines its shapes."""
+        """Starts a list of actions, and discards a failed one. keys: per micro-batch, all values that determine its shapes."""
         if self._outgoing or self._local:
             self.abort("the step before did not end")
         self._keys = keys
@@ -478,7 +477,7 @@ class Crossing:
             self.link.send(step, description, tensors, self._keys[step.micro])
 
     def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns the input of `chunk`: the previous chunk's output, or the gradients of its own. Waits for the link."""
+        """Waits for and returns the previous chunk's output, or the gradients of this chunk's output."""
         spot = (flow, chunk, micro)
         if spot in self._local:
             return self._local.pop(spot)
@@ -487,7 +486,7 @@ class Crossing:
         return self.link.take(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Keeps a value for the neighbour of `chunk`. If that is on another stage, the list's next entry, a send, sends it."""
+        """Stores a value for the neighbour of `chunk`. If that is on another stage, the next entry of the list sends it."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._local[flow, peer.chunk, micro] = payload
@@ -495,20 +494,20 @@ class Crossing:
             self._outgoing[flow, chunk, micro] = payload
 
     def end(self) -> None:
-        """Waits until everything is sent."""
+        """Waits until all sends are done."""
         assert not self._outgoing, f"made and never sent: {list(self._outgoing)}"
         if self.link is not None:
             self.link.drain()
 
     def abort(self, why: str) -> None:
-        """Discards all values in flight after a failure, without waiting for peers. why: for the peers' error messages."""
+        """Discards all values in flight after a failure, without waiting. why: the reason, for the peers' error messages."""
         self._outgoing.clear()
         self._local.clear()
         if self.link is not None:
             self.link.abort(why)
 
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
-        """Returns the chunk, and its stage, from which values of `flow` come into `chunk`."""
+        """Returns the chunk and stage that send values of `flow` to `chunk`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"

@@ -87,7 +87,7 @@ class GradientStore:
 
     @property
     def params(self) -> list[Param]:
-        """The parameters that have a gradient, in the order in which they are reported ready."""
+        """The parameters with a gradient, in the order of their reports."""
         return [accumulator.param for accumulator in self._order]
 
     @property
@@ -109,34 +109,34 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns this rank's part of the gradient, a view: all of it, or the elements of `elements`, in its shape."""
+        """Returns a view of this rank's part of the gradient: the full gradient, or its `elements`."""
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
     def parts(self, params: Sequence[Param]) -> list[Tensor | None]:
-        """Returns `part` of each of `params`, None for a frozen one; one call, since every step reads all of them."""
+        """Returns the `part` of each of `params`; None for a frozen parameter."""
         self._check_not_freed()
         parts, whole = self._parts, self._accumulators
         return [parts[param] if param in parts else whole[param].view if param in whole else None for param in params]
 
     def elements(self, param: Param) -> ElementRange | None:
-        """Returns which elements of its gradient this rank gets, maybe none; None if each rank gets the whole gradient."""
+        """Returns the elements of the gradient that this rank gets, maybe none; None if each rank gets the full gradient."""
         return self._buffer_of[param].ranges[param] if param in self._parts else None
 
     def num_shards(self, param: Param) -> int:
-        """Returns how many ranks of the reduce group share one copy of the reduced gradient; 1 if each has all of it."""
+        """Returns the number of ranks that share one copy of the reduced gradient; 1 if each rank has the full gradient."""
         return self._buffer_of[param].num_shards if param in self._buffer_of else 1
 
     def buffer_of(self, param: Param) -> GradientBuffer | None:
-        """Returns the buffer in which the gradient lies; None if nobody reduces it."""
+        """Returns the buffer that holds the gradient; None if no reducer reduces it."""
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the sums that a reducer of fixed order combines: one per node of each use, the gradient's view first."""
+        """Returns the sums that a reducer with a fixed order adds: one per use and node, first the gradient's view."""
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
-        """Yields all gradients in as few tensors as possible: this rank's part of each buffer, then lists of the others."""
+        """Yields all gradients in few tensors: this rank's part of each buffer, then lists of gradients outside the buffers."""
         for buffer in self.buffers:
             yield NormGroup([buffer.own], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
@@ -155,7 +155,7 @@ class GradientStore:
         return buffers + sum(one.view.nbytes for one in self._loose) + sum(one.nbytes for one in self.reduction.partial_sums())
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and view of each gradient, whether or not it has memory, and partial sums."""
+        """Yields the name and view of each gradient, even without memory, and each partial sum."""
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 
@@ -168,13 +168,13 @@ class GradientStore:
         self._accumulators[param].check_open(self.state)
 
     def expect_products(self, param: Param) -> None:
-        """Records that from now on `param` gets contributions by `add_product` and the like, besides any from autograd."""
+        """Records that `param` gets contributions from `add_product` or the other `add` methods besides autograd."""
         self._products.add(param)
         if param in self._accumulators:
             self._accumulators[param].has_products = True
 
     def count_pass(self, param: Param) -> None:
-        """Counts a pass: the running action has contributed to `param`, perhaps for the last time. May report it ready."""
+        """Counts a pass after a contribution of the running action to `param`, and may report it ready."""
         self._count_pass(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor) -> None:
@@ -193,7 +193,7 @@ class GradientStore:
         self.count_pass(param)
 
     def add_micros(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions by the global number of their micro-batch, those of other ranks too, for a fixed order."""
+        """Adds contributions by global micro-batch number, also of other ranks' micro-batches, for a fixed order of sums."""
         for micro, gradient in gradients.items():
             self.put(param, gradient, layer, micro)
         self.count_pass(param)
@@ -314,7 +314,7 @@ class GradientStore:
             accumulator.reset()
 
     def pause(self) -> None:
-        """Ends a call of the step that other calls follow, which add to the same gradients; nothing is reported."""
+        """Ends a call of the step that is not its last one. Later calls add to the same gradients; nothing is reported."""
         for accumulator in self._order:
             self._accumulate_assigned(accumulator)
             accumulator.pause()
@@ -344,7 +344,7 @@ class GradientStore:
             torch._foreach_mul_(sums, factor)
 
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action of this step: parameters without a contribution are zero, all are reported."""
+        """Ends the chunk's last gradient action: zeroes gradients without a contribution, and reports all of the chunk."""
         if not self.state.is_last:
             return
         done, are_all_complete = self.state.done, True
@@ -387,7 +387,7 @@ class GradientStore:
         return accumulator
 
     def _record_passes(self) -> None:
-        """Notes, once all gradients are complete, how often and in which backward each one came."""
+        """Records the number and the backward of each gradient's passes, once all gradients are complete."""
         for accumulator in self._order:
             accumulator.record_passes()
         if not self._learned and self._tasks:
@@ -396,7 +396,7 @@ class GradientStore:
         self._learned = True
 
     def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
-        """Takes autograd's gradient; the post-accumulate hook, called once per backward after every use of the parameter in it.
+        """Accumulates autograd's gradient; the post-accumulate hook, which autograd calls once per backward and parameter.
 
         Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if everything was added
         elsewhere, and another than the view if a backward of a user's own assigned it. Raises RunError `sparse-gradient`, and
@@ -415,8 +415,9 @@ class GradientStore:
         self._count_pass(accumulator)
 
     def _accumulate_assigned(self, accumulator: Accumulator) -> None:
-        """Takes a gradient that a backward assigned without a hook being called, as for a weight that is not in the graph.
-        Raises RunError `gradient-assigned` if it comes too late, or if nobody knows of which micro-batch it is.
+        """Accumulates a gradient that a backward assigned without a hook call, as for a weight outside the graph.
+
+        Raises RunError `gradient-assigned` if it comes too late, or if sums have a fixed order.
         """
         if not accumulator.is_assigned:
             return
@@ -434,7 +435,7 @@ class GradientStore:
         accumulator.expected_passes = None  # it is complete at the end of the chunk only
 
     def _count_pass(self, accumulator: Accumulator) -> None:
-        """Counts one pass if no later action can add to the gradient; reports it if it is complete and next."""
+        """Counts a pass if no later action can add to the gradient, and reports the gradient if it is complete and next."""
         accumulator.end_contributions()
         if not accumulator.watches_autograd or not (self.state.is_last and self.state.is_last_of_list(accumulator.chunks)):
             return
@@ -445,7 +446,7 @@ class GradientStore:
             self._report()
 
     def _report(self) -> None:
-        """Reports complete parameters up to the first open one, in the store's order, whatever order autograd had."""
+        """Reports complete parameters up to the first open one, in the store's order."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             accumulator = self._order[self._next]
             accumulator.finalize()

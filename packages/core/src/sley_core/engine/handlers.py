@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Each(GradientHandler):
-    """Sums each parameter over its reduce group, in the store's order; parameters whose group has one rank are left alone."""
+    """Sums each gradient over its reduce group, in the store's order, unless the group has one rank."""
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
@@ -33,7 +33,7 @@ class Each(GradientHandler):
         self._sums: Sums | None = None
 
     def attach(self, parts: Parts) -> None:
-        """If sums have a fixed order, lays the store out with one buffer per reduced parameter."""
+        """Lays the store out with one buffer per reduced parameter if sums have a fixed order."""
         self._store = parts.store
         self._groups = parts.groups
         self._sums = parts.store.reduction.sums(parts.store, self._sent)

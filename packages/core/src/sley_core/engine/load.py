@@ -30,7 +30,7 @@ _SHOWN = 4
 
 
 class LoadedWeights(NamedTuple):
-    """Lists what was not loaded: parameters of the model that the state lacks, and names that the model lacks."""
+    """Lists the model's parameters that the state lacks (missing), and the state's names that the model lacks (unknown)."""
 
     missing: list[str]
     unknown: list[str]
@@ -38,7 +38,7 @@ class LoadedWeights(NamedTuple):
 
 @dataclass
 class _Report:
-    """Holds what one rank found. sums: the checksum of each value that it holds, by name."""
+    """Holds one rank's faults, unknown names, and checksums of its values by name."""
 
     wrong: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """Names of a whole model. first: the registry's name for each of a parameter. buffers: and of extra states."""
+    """Names of a full model. first: the registry's name by parameter name. buffers: names of buffers and extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]
@@ -92,7 +92,7 @@ class _Loader:
         self.taken: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair; with `writes`, writes it while there is no fault. Keeps faults for `exchange_reports`."""
+        """Checks every pair, and with `writes` also writes it until the first fault. `exchange_reports` raises the faults."""
         try:
             for name, value in pairs:
                 self._check_value(name, value)
@@ -103,7 +103,7 @@ class _Loader:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Copies `value` into the weight (its shard, if sharded) or buffer of this name, if this rank holds it."""
+        """Copies `value` into this rank's weight, weight shard or buffer of this name, if there is one."""
         param, buffer = self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
         if param is not None:
             own = value.detach() if param.shard is None else param.shard.cut(value.detach())
@@ -114,7 +114,7 @@ class _Loader:
             set_extra_state(self.extra[name], value)
 
     def exchange_reports(self, strict: bool) -> LoadedWeights:
-        """Exchanges reports over all ranks; returns what is missing or unknown. Raises RunError on all ranks alike."""
+        """Exchanges reports over all ranks; returns missing and unknown names. Raises the same RunError on all ranks."""
         control = self.control
         missing = [name for name in self.params if name not in self.taken]
         if strict:

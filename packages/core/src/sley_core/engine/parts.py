@@ -40,7 +40,7 @@ class Waits:
         self._waits.setdefault(name, []).append((wait, is_due))
 
     def wait_for(self, name: str) -> bool:
-        """Calls the due callbacks of layer `name`; returns whether there were any."""
+        """Calls the due callbacks of layer `name`; returns whether it called any."""
         has_waited = False
         for wait, is_due in self._waits.get(name, ()):
             if is_due is None or is_due():
@@ -49,7 +49,7 @@ class Waits:
         return has_waited
 
     def is_due(self, name: str) -> bool:
-        """Returns whether the next use of the weights of layer `name` would call anything."""
+        """Returns whether layer `name` has a due callback."""
         return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
 
 
@@ -79,7 +79,7 @@ Of = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """The numbers that plugins add to the rows. names: of all ranks, in one order on all, once they have agreed."""
+    """The numbers that plugins add to the rows. names: the names of all ranks, in one order, valid after `agree`."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def needs_whole_sequences(plan: Plan) -> bool:
-    """Returns whether the plan's loss asks for whole sequences, by its table or by its record."""
+    """Returns whether the plan's loss needs full sequences, by its table or by its record."""
     loss = plan.loss
     sequence = loss.record.sequence if isinstance(loss.record, LossRecord) else loss.config.sequence
     return bool(sequence == "whole")
@@ -84,7 +84,7 @@ WINDOW = 16
 
 
 class PositionAdditivity:
-    """Checks `loss` at each forward until one has shown that it is a sum. fields: the data's declaration."""
+    """Checks that `loss` is a sum over positions, in each forward until a check succeeds. fields: the data's declaration."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
@@ -172,7 +172,7 @@ class AttentionRecorder:
         self._next = 0
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns `attention()`, a context of `tensors` [b, s, ...], positions at dim 1; in the second run the first one's."""
+        """Returns `attention()`, the context of `tensors` [b, s, ...]; in the second run, the recorded context."""
         if not self.is_second:
             context = attention()
             state = _generator(context.device).get_state()
@@ -185,7 +185,7 @@ class AttentionRecorder:
         return context.clone()
 
     def perturb(self, tensor: Tensor) -> None:
-        """Writes other values to two positions of `tensor`, if it has this slice's positions at `dim`."""
+        """Overwrites two positions of `tensor` if its `dim` has this slice's positions."""
         if tensor.ndim <= self.dim or tensor.shape[self.dim] != self.length:
             return
         for place in (tensor.select(self.dim, 0), tensor.select(self.dim, self.length - 2)):
@@ -198,7 +198,7 @@ class AttentionRecorder:
                 place.copy_(torch.where(place == least, most, least))
 
     def has_difference(self, before: Tensor, after: Tensor, dim: int) -> bool:
-        """Returns whether two tensors with this slice's positions at `dim` differ where the input does not."""
+        """Returns whether two tensors with this slice's positions at `dim` differ at positions with equal inputs."""
         if before.shape != after.shape or before.ndim <= dim or before.shape[dim] != self.length:
             return False
         spans = (1, self.length - 3), (self.length - 1, 1)
@@ -230,7 +230,7 @@ def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tens
 
 
 class PositionProbe:
-    """Asks each layer once. fields: the data's declaration of a slice, of `length` positions. apart: patterns not to ask."""
+    """Probes each layer once. fields: the declaration of a slice of `length` positions. apart: patterns of skipped layers."""
 
     def __init__(self, fields: Mapping[str, Field], length: int, apart: Sequence[str]) -> None:
         dims = [field.sequence_dim for field in fields.values() if field.sequence_dim is not None]
@@ -240,14 +240,14 @@ class PositionProbe:
         self._asked: set[str] = set()
 
     def should_probe(self, layer: Layer, micro: MicroStep) -> bool:
-        """Returns whether `layer` is to be asked at this call; the same on all ranks that have its positions."""
+        """Returns whether to probe `layer` in this call; the same on all ranks that share its sequences."""
         if micro.phase is not Phase.TRAIN or layer.name in self._asked or self.length < 3:
             return False
         self._asked.add(layer.name)
         return not any(fnmatchcase(layer.name, pattern) for pattern in self.apart)
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
-        """Returns `first(args, fields)`, the output. second: the same, without a policy. Raises RunError "sequence-mixing"."""
+        """Returns `first(args, fields)`. second: the same call without a policy. Raises RunError "sequence-mixing"."""
         positions = AttentionRecorder(self.dim, self.length)
         inputs = args, dict(fields)
         others = copied(inputs, {id(one): one.detach().clone() for one in tensors_in(inputs)})

@@ -50,7 +50,7 @@ class Sums(Protocol):
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
     def trim(self) -> int:
-        """Frees, between two steps, what the next sums can allocate again; returns the number of bytes."""
+        """Frees memory between two steps that the next sums can allocate again; returns its bytes."""
         return 0
 
 
@@ -78,7 +78,7 @@ class Totals:
             groups["all"].all_reduce(self._norm, "max", what="the gradient norm").wait()
 
     def terms(self) -> Tensor:
-        """Returns what is to be summed over all ranks: float64 [n], n the same on all."""
+        """Returns the terms to sum over all ranks: float64 [n], n the same on all ranks."""
         return torch.stack([self._loss, self._norm])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Totals:
 
 
 class Reduction:
-    """Adds terms in the order in which they come.
+    """Adds terms in their order of arrival.
 
     fixed_order: whether the order is the same in every layout. Then losses and their weights are kept apart by micro-batch, and
     code that adds gradients names the layer and the micro-batch. micro_axes: the axes whose ranks run as many micro-batches as
@@ -110,30 +110,30 @@ class Reduction:
         """Raises UsageError if a step cannot be several calls."""
 
     def num_sums(self, param: Param) -> int:
-        """Returns how many sums of each gradient a rank hands to the reducer, besides those of micro-batches."""
+        """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of micro-batches."""
         return 1
 
     def accumulator(
         self, param: Param, view: Tensor | None, empty: Tensor, expected_passes: int | None, *, has_products: bool
     ) -> Accumulator:
-        """Returns the accumulator of `param` in `view`; None if nobody reduces it. empty: of the store's dtype, no elements."""
+        """Returns the accumulator of `param`. view: its part of a buffer; None without a reducer. empty: an empty tensor."""
         if view is None:
             return LooseAccumulator(param, empty, expected_passes, has_products=has_products)
         return Accumulator(param, view, expected_passes, has_products=has_products)
 
     def partial_sums(self) -> Sequence[Tensor]:
-        """Returns the memory of this step besides the gradients."""
+        """Returns this step's tensors besides the gradients."""
         return ()
 
     def clear(self) -> None:
-        """Frees that memory."""
+        """Frees the memory of `partial_sums`."""
 
     def concurrent_micros(self, group: Group) -> range | None:
         """Returns the micro-batches that the ranks of `group` run now, if their gradients must be added one by one."""
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums | None:
-        """Returns how a reducer must sum buffers over ranks; None if it may sum in any order. lane: of the groups."""
+        """Returns the sums over ranks that a reducer must use; None if any order is right. lane: the lane of the groups."""
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:
@@ -144,7 +144,7 @@ class Reduction:
         return [sum(weights)]
 
     def weight_of(self, terms: Sequence[float]) -> float:
-        """Returns the loss weight whose summed terms these are."""
+        """Returns the loss weight from the sum of all ranks' terms."""
         return terms[0]
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:

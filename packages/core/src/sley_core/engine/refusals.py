@@ -43,7 +43,7 @@ class _UnreadableTensor:
 
 
 class UnregisteredParameter(_UnreadableTensor, nn.Parameter):
-    """A parameter that no layer of this rank registers."""
+    """A parameter that is registered in no layer of this rank."""
 
 
 class ComputedTensor(_UnreadableTensor, Tensor):

@@ -26,7 +26,7 @@ NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.R
 
 @dataclass(frozen=True)
 class Holder:
-    """A place that holds a parameter: attribute `attribute` of `module`, which belongs to model chunk `chunk`."""
+    """A module attribute that holds a parameter. chunk: the model chunk of the module."""
 
     module: nn.Module
     attribute: str
@@ -181,18 +181,18 @@ class ParameterRegistry:
 
 
 class TrainedSet:
-    """Remembers which parameters of `registry` were trained when this was made."""
+    """A snapshot of the trained parameters of `registry`."""
 
     def __init__(self, registry: ParameterRegistry) -> None:
         self._parameters = [(param.name, param.parameter, param.trainable) for param in registry]
 
     def first_change(self) -> str:
-        """Returns the name of the first parameter that was frozen or unfrozen since then; "" if none was."""
+        """Returns the name of the first parameter that was frozen or unfrozen since the snapshot; "" without a change."""
         return next((name for name, parameter, then in self._parameters if parameter.requires_grad != then), "")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Returns whether `module` normalises: one of torch's classes, or named so (`LlamaRMSNorm`, `MyLayerNorm`)."""
+    """Returns whether `module` is a norm, by torch's classes or by its class name (`LlamaRMSNorm`, `MyLayerNorm`)."""
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")
 
 
@@ -227,7 +227,7 @@ def _index_parameters(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict
 
 
 def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:
-    """Yields each parameter's full name and holder, once per place that holds it."""
+    """Yields the full name and the holder of each parameter, once per holder."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             del parameter

@@ -35,7 +35,7 @@ SHOWN = 3
 
 
 class CopyComparison:
-    """Compares weights and buffers of which several ranks have copies. per_rank_buffers: patterns of those that may differ."""
+    """Compares the copies of weights and buffers on several ranks. per_rank_buffers: patterns of buffers that may differ."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -75,7 +75,7 @@ class CopyComparison:
 
 
 def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields name, value and axis of each value that the ranks of that axis hold copies of, in the same order on all ranks."""
+    """Yields the name, value and axis of each value with copies on the axis's ranks, in the same order on all ranks."""
     for param in sorted(parts.registry, key=lambda param: param.name):
         for axis in (param.reduce_group, param.tie_group):
             if axis is not None and parts.groups[axis].size > 1 and param.numel:
@@ -107,7 +107,7 @@ LOOK_EVERY = 256
 
 
 class _Place(NamedTuple):
-    """Where a module holds a parameter or buffer. name: its own; values: the module's dict, in which it is `key`."""
+    """The location of a parameter or buffer `name`: entry `key` of the module's dict `values`."""
 
     name: str
     module: nn.Module
@@ -117,7 +117,7 @@ class _Place(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """What a layer held before a call. prints: hashes of values, on the device, if they are compared."""
+    """The state of a layer before a call. prints: hashes of values, on the device; None if values are not compared."""
 
     tensors: list[Tensor | None]
     versions: list[int]
@@ -125,7 +125,7 @@ class _LayerSnapshot(NamedTuple):
 
 
 class WriteWatch:
-    """Refuses layers that write buffers, or their own weights where that is not what one process does."""
+    """Refuses layers that write buffers, or write weights in a way that one process would not."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self._is_alone = parts.groups["stage"].size == 1
@@ -137,7 +137,7 @@ class WriteWatch:
         self._writers: dict[str, str] = {}
 
     def before(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
-        """Notes what `layer` holds; returns None if this call is not watched."""
+        """Returns a snapshot of `layer`; None if this call is not watched."""
         is_new = layer.name not in self._places
         if is_new:
             self._places[layer.name] = list(self._watched_places(layer))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 KEY = "_extra_state"
-"""How its name ends, as in torch's state dict."""
+"""The suffix of an extra state's name, as in torch's state dict."""
 
 
 def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.Module]]:
@@ -59,7 +59,7 @@ def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.
 
 
 def extra_state(name: str, module: nn.Module) -> Tensor:
-    """Returns the extra state of `module`, uint8 [bytes], on the host. Raises RunError `extra-state` if it is no plain data."""
+    """Returns the extra state of `module`, uint8 [bytes] on the host. Raises RunError `extra-state` unless it is plain data."""
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
@@ -84,7 +84,7 @@ Precision = Literal["working", "full"]
 """working: the weights in the dtype of the forward. full: as the optimizer steps them, at least fp32."""
 
 _BITS = {4: torch.int32, 8: torch.int64}
-"""The integer dtype of as many bytes: adding zeros to its values keeps every bit."""
+"""The integer dtype by bytes per element: adding zeros to its values keeps every bit."""
 
 
 class _Source(NamedTuple):
@@ -202,7 +202,7 @@ class WeightSaver:
     def _write(
         self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path, facts: Mapping[str, str]
     ) -> str:
-        """Writes this rank's files; returns the failure, or "". After one it still takes part in every exchange."""
+        """Writes this rank's files; returns the failure or "". A rank that failed still takes part in every exchange."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(mine[source.spec.name], []).append(source.spec)
@@ -224,7 +224,7 @@ class WeightSaver:
         return failed
 
     def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
-        """Returns the whole tensor on the rank that writes it, None on others. A collective of the stage: all call it alike."""
+        """Returns the full tensor on the rank that writes it, None on others; a collective of the stage."""
         if source.param is None:
             return source.buffer if self._writes else None
         value = self._master_shard(source.param) if precision == "full" else source.param.parameter.detach()
@@ -239,7 +239,7 @@ class WeightSaver:
         return whole if self._writes else None
 
     def _master_shard(self, param: Param) -> Tensor:
-        """Returns the master of this rank's shard of `param`; parts that ranks step are summed over the reduce group."""
+        """Returns the full master of this rank's shard of `param`, from the parts that the ranks of its reduce group step."""
         parameter, wide = param.parameter, self._masters.wide
         stepped, shard = self._stepped.get(param), self._shards.get(param)
         if shard is None:

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param
 
 AXIS = "wp"
-"""The axis over which weights are cut."""
+"""The axis over which weights are sharded."""
 
 REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
 
 FEW = 0.01
-"""The share of a model's parameters that may stay unsharded without a note; norms and biases are less."""
+"""The share of a model's parameters that may stay unsharded without a note. Norms and biases stay below it."""
 
 NAMED = 3
-"""How many of the unsharded kinds are named in that note."""
+"""The number of unsharded module types that the note names."""
 
 Place = tuple[nn.Module, str]
 
@@ -143,7 +143,7 @@ def describe_unsharded(layers: Iterable[Layer], shards: Shards) -> list[str]:
 
 
 def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
-    """Replaces the parameters of `layers` by shards on meta, as `HostModel.place` does with values; for a fake world."""
+    """Replaces the parameters of `layers` with their shards on meta, for a fake world."""
     cut: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():
@@ -195,7 +195,7 @@ LIKE_FUNCTIONS = {
     *(torch.rand_like, torch.randn_like, torch.randint_like),
     *(T.new_empty, T.new_zeros, T.new_ones, T.new_full),
 }
-"""Functions that make another tensor of the first one's shape, type or device."""
+"""Functions that create a tensor with the shape, dtype or device of their first argument."""
 
 AS_SECOND = {T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as}
 """Functions that use only the shape, dtype or device of tensors other than the first."""
@@ -271,7 +271,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's
-        """Refuses any operation that got past `__torch_function__`."""
+        """Refuses all operations that `__torch_function__` did not handle."""
         raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 
     def _read_error(self, what: str) -> Exception:
@@ -283,7 +283,7 @@ class StandIn(nn.Parameter):
 
 
 def close_stand_ins(params: Iterable[Param]) -> None:
-    """Marks the stand-ins of `params` as closed: their errors say that the run is over. Modules keep them."""
+    """Marks the stand-ins of `params` as closed, so that their errors name the closed run. Modules keep the stand-ins."""
     for param in params:
         parameter = param.holders[0].module._parameters.get(param.holders[0].attribute)
         if isinstance(parameter, StandIn):
@@ -291,7 +291,7 @@ def close_stand_ins(params: Iterable[Param]) -> None:
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
-    """Yields the stand-ins in `value` and in the lists, tuples and dicts within it."""
+    """Yields the stand-ins in `value` and in its nested lists, tuples and dicts."""
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, list | tuple | dict):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def split_by_source(
     batch: Mapping[str, Tensor], fields: Mapping[str, Field], names: Sequence[str]
 ) -> Iterator[tuple[int, Batch]]:
-    """Yields each source that has samples in `batch`, on the host, with these samples. Raises RunError "data-source"."""
+    """Yields each source in `batch`, which is on the host, with its samples. Raises RunError "data-source"."""
     sources = batch[SOURCE]
     for source in sorted(set(sources.tolist())):
         if not 0 <= source < len(names):
@@ -42,7 +42,7 @@ def split_by_source(
 
 
 class SourceSums:
-    """The sums of one step, on this rank.
+    """Holds the loss sums of each source in one step on this rank.
 
     names: of the sources. fields: the data's declaration of a batch. weighs: whether this rank computes the loss, and it counts
     here; weighs_whole: of whole sequences.
@@ -70,7 +70,7 @@ class SourceSums:
         self._losses = torch.zeros(0)
 
     def begin(self, batch: StepBatch, *, is_first: bool) -> None:
-        """Begins a call of the step, and weighs its samples. is_first: of the step."""
+        """Begins a call of the step, and weighs its samples. is_first: whether it is the step's first call."""
         if is_first:
             shape = (batch.num_micros,) if self._reduction.fixed_order else ()
             self._weights = [[] for _ in self.names]
@@ -108,7 +108,7 @@ class SourceSums:
         return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
 
     def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
-        """Returns the labels, those of other rows ignored."""
+        """Returns the labels with those of other rows ignored."""
         shape = [1] * labels.ndim
         shape[self._fields[name].batch_dim] = len(rows)
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORED)
@@ -128,7 +128,7 @@ class SourceSums:
         return unflatten([tensor.index_select(dim, at) for tensor in tensors], structure), fields
 
     def terms(self) -> Tensor:
-        """Returns what is to be summed over all ranks: float64 [n], on the device."""
+        """Returns the terms to sum over all ranks: float64 [n] on the device."""
         terms = [term for weights in self._weights for term in self._reduction.weight_terms(weights)]
         on_device = self._device.move(torch.tensor(terms, dtype=torch.float64))
         return torch.cat([on_device, *(self._reduction.loss_terms([losses]) for losses in self._losses)])

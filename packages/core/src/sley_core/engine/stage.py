@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 Generate = Callable[[int], Sequence[Sequence[Action]]]
-"""Returns every stage's compute actions for a number of micro-batches."""
+"""Returns every stage's compute actions for a given number of micro-batches."""
 
 
 class Lists:
@@ -113,7 +113,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
 
 
 def build_lists(plan: Plan, topology: Topology, stage: int) -> Lists:
-    """Returns the lists of a stage, by its number; those of a plan without a pipeline are of one stage."""
+    """Returns the lists of stage `stage`; a plan without a pipeline has one stage."""
     if plan.pipeline is None:  # forward and backward of one micro-batch after the other
         return Lists(lambda micros: [sequential(micros)], loop(1), 0)
     schedule = plan.pipeline.build()
@@ -122,7 +122,7 @@ def build_lists(plan: Plan, topology: Topology, stage: int) -> Lists:
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """Returns the groups that sum ties: for each tie and place in a stage, that rank of all stages with a copy."""
+    """Returns the groups that sum ties: for each tie and rank offset, the ranks at that offset in the stages of the tie."""
     size = topology.ranks_per_stage
     return [
         GroupEntry(tie_axis(stages), DEFAULT_LANE, tuple(number * size + place for number in stages))
@@ -132,7 +132,7 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
 
 
 def count_layer_parameters(model: Model) -> list[float]:
-    """Returns the number of parameters of each layer; a tied parameter counts in each layer that holds it."""
+    """Returns the number of parameters of each layer; a tied parameter counts in each of its layers."""
     return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
 
 

@@ -34,7 +34,7 @@ MOST_SHAPES = 16
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: returns all ranks' weight, in the first backward. scale: fp16's."""
+    """The divisor of every gradient. total: returns all ranks' weight, in the first backward. scale: the fp16 loss scale."""
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -85,8 +85,8 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class BatchCounts(NamedTuple):
-    """What a batch has. trained_tokens: those whose label is not ignored. positions: at which the model computes. pairs: of
-    positions in one sequence, or in one document of it, the sum of the squares of their lengths.
+    """The counts of a batch. trained_tokens: tokens with a label that is not ignored. positions: positions that the model
+    computes. pairs: pairs of positions in one sequence or document, the sum of their squared lengths.
     """
 
     samples: float = 0.0
@@ -152,7 +152,7 @@ class BatchSplitter:
         self._additive = None if self.loss is None else WeightAdditivity(self.loss, fields)
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
-        """Checks and cuts the samples that a program gives a step.
+        """Checks and splits the samples that a program passes to a step.
 
         Raises RunError "batch-fields" for anything but a batch or a list of them, and for fields other than the declared
         ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and the errors of `split_feed`.
@@ -188,7 +188,7 @@ class BatchSplitter:
         return replace(split, weights=weights, num_counted=num_counted)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and cuts samples, as `names`, to predict: a field that no layer `reads` may be missing."""
+        """Checks and splits samples for a prediction. reads: the fields that layers read; other fields may be missing."""
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         fields = {name: field for name, field in self.info.fields.items() if name in names or name in reads}
         slices = Slices(fields, self.slices.num_slices, self.slices.index)
@@ -198,7 +198,7 @@ class BatchSplitter:
         return count_micros(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """Takes this rank's slices, checks weights, cuts micro-batches. counts: of micro-batches in each piece of `whole`."""
+        """Slices `whole`, checks weights, and cuts micro-batches. counts: the numbers of micro-batches of the pieces."""
         own = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else own
         if self._additive is not None:
@@ -217,7 +217,7 @@ def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], co
 
 
 def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
-    """Returns `batch` if it is a list of micro-batches; else raises RunError "batch-fields"."""
+    """Returns `batch`. Raises RunError "batch-fields" unless it is a list of micro-batches."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
     kind = f"a {type(batch).__name__}"
@@ -266,7 +266,7 @@ class ModelOutputs:
 
 
 def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
-    """Returns the tensors of all ranks of `group` joined along `dim`; blocks. A backward gives each rank its own part."""
+    """Returns the tensors of all ranks of `group`, concatenated along `dim`; blocks. The backward returns each rank's part."""
     joined: Tensor = _Gathered.apply(tensor, dim, group, what)  # type: ignore[no-untyped-call]  # torch's
     return joined
 
@@ -285,14 +285,14 @@ class _Gathered(torch.autograd.Function):
 
 
 def dim_and_size(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
-    """Returns the dim of samples or of positions, and its length, by the first field of the batch that has one."""
+    """Returns the dim of samples or positions, and its size, from the first field of the batch that has it."""
     dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
     return dim, micro[name].shape[dim]
 
 
 def whole(output: Any, positions: Spot, sp: Group) -> Any:
-    """Returns the output of whole sequences; a collective of `sp` for each tensor, in the order of the output."""
+    """Returns the output of full sequences; one collective of `sp` per tensor, in the order of the output."""
     tensors, structure = flatten(output)
     for tensor in tensors:
         if not _has_dim(tensor, positions):

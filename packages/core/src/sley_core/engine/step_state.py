@@ -21,7 +21,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A call's place, per rank; `global_micro` is the same in every layout. layer: for a reported recomputation."""
+    """Identifies a call. global_micro: the same in every layout. layer: the layer of a reported recomputation."""
 
     chunk: int
     micro: int
@@ -32,7 +32,7 @@ class MicroStep:
 
 
 class StepState:
-    """This rank's place in its list of actions.
+    """This rank's position in its list of actions.
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
@@ -83,20 +83,20 @@ class StepState:
         self._was_taken, self._ask_taken = taken, None
 
     def defer_was_taken(self, ask: Callable[[], bool]) -> None:
-        """Makes `was_taken` the result of `ask`, called once and only when it is read, since that may wait for the device."""
+        """Sets `was_taken` to the result of `ask`, called when it is first read, since the call may wait for the device."""
         self._ask_taken = ask
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
         return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)
 
     def enter(self, action: Action) -> None:
-        """Marks `action` as running; decides whether it is its chunk's last gradient action."""
+        """Marks `action` as running, and records whether it is its chunk's last gradient action."""
         self.action = action
         is_last = self._last.get(action.chunk) == action
         self._settled = self.done | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
-        """Marks `action` as over, and calls `after_first` after the first one."""
+        """Marks `action` as done, and calls `after_first` after the first action."""
         if self._last.get(action.chunk) == action:
             self.done |= {action.chunk}
         self.action = None
@@ -106,5 +106,5 @@ class StepState:
             after()
 
     def is_last_of_list(self, chunks: frozenset[int]) -> bool:
-        """Returns whether the running action is the last of its list that can add to a gradient of all `chunks`."""
+        """Returns whether no later action of the list can add to a gradient that `chunks` share."""
         return self._settled is not None and chunks <= self._settled

@@ -46,8 +46,8 @@ NO_METRICS = Metrics()
 class CallSums:
     """The sums of a step's calls before its last one.
 
-    loss: of this rank, float64 on the device. total: the weight of their samples, of all ranks. divisor: of their gradients,
-    until the last call knows the weight of all. num_micros: of all ranks.
+    loss: this rank's loss, float64 on the device. total: the weight of the samples of all ranks. divisor: the divisor of the
+    gradients until the last call knows the full weight. num_micros: the number of micro-batches of all ranks.
     """
 
     loss: Tensor
@@ -303,7 +303,7 @@ class Stepper:
         return steps
 
     def close(self) -> None:
-        """Detaches everything from the model, once; continues if one part fails to detach. No step may follow."""
+        """Detaches all parts from the model, even if one of them fails to detach. No step may follow."""
         self.is_closed = True
         self.undo.close()
 

@@ -107,12 +107,12 @@ class StepResult:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the step was not taken because of an error; a skip by fp16's loss scale is none."""
+        """Whether an error prevented the step; a skip by the fp16 loss scale is no error."""
         return self.ranks_differ or (not self.skipped and not (self.is_finite and self.weight > 0))
 
     @property
     def is_skippable(self) -> bool:
-        """Whether only a loss or gradient norm that is not finite stopped the step, which `on_nan = "skip"` allows."""
+        """Whether only a non-finite loss or gradient norm prevented the step, which `on_nan = "skip"` allows."""
         return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
 
 
@@ -127,7 +127,7 @@ class PendingTotals:
         self.ended = device.moment()
 
     def read(self) -> StepResult:
-        """Returns the totals on the host; waits for their copy, and for nothing later on the device."""
+        """Waits for the copy of the totals, but for no later work on the device, and returns them."""
         self._device.wait_until(self.ended)
         scale = self._totals.loss_scale
         loss, grad_norm, weight, stops, saves, differs, *more = self._totals.read(self._device)
@@ -180,7 +180,7 @@ class LossScale:
 
 
 class Skips:
-    """Counts skipped steps. most: allowed in a row. num_skipped: all so far. num_in_a_row: up to the last one settled."""
+    """Counts skipped steps. most: the limit in a row. num_skipped: the total. num_in_a_row: up to the last settled step."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -189,12 +189,12 @@ class Skips:
         self._unread: PendingTotals | None = None
 
     def follow(self, totals: PendingTotals) -> None:
-        """Remembers the totals of the step that was launched last; the previous one must be settled."""
+        """Records the totals of the last step; the step before must be settled."""
         assert self._unread is None, "a step was launched before the one before it was counted"
         self._unread = totals
 
     def settle(self, totals: PendingTotals | None = None) -> None:
-        """Counts the last step, once, or only if its totals are `totals`; waits for them, and for nothing later."""
+        """Waits for the last step's totals and counts it once. totals: count only if these are the last step's totals."""
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
@@ -271,7 +271,7 @@ def refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
-    """Returns in words which losses are not finite, which gradient of the last bad stage went bad first, and their samples."""
+    """Returns a text that names the ranks with a non-finite loss, the first non-finite gradient, and their samples."""
     bad = [rank for rank, one in enumerate(reports) if not math.isfinite(one.loss)]
     text = ""
     if bad:
@@ -289,7 +289,7 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
 
 
 def _describe_samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
-    """Returns in words the first samples that `ranks` had in the step; "" if none is known."""
+    """Returns a text with the first samples of `ranks` in the step; "" if the samples are unknown."""
     numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:
         return ""

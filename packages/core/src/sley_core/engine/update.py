@@ -95,7 +95,7 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step, for parameters without one of their own in the plan, or as a program changed it."""
+        """The last step's learning rate of parameters without their own rate in the plan; includes changes by the program."""
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
@@ -166,13 +166,13 @@ class Update:
             self._publish_weights()
 
     def _publish_weights(self) -> None:
-        """Lets all ranks have the weights of the present masters."""
+        """Updates the weights of all ranks from the masters."""
         self.masters.write_back(are_sent=False)
         self.masters.weights.settle()
 
     @contextmanager
     def seeded(self, step: int) -> Iterator[None]:
-        """Lets an optimizer that draws, in any step, get the same numbers on every rank, from the run's seed and the step."""
+        """Seeds an optimizer's random numbers from the run's seed and the step, the same on every rank."""
         if self.traits is TORCH_TRAITS:
             yield
             return
@@ -183,7 +183,7 @@ class Update:
             yield
 
     def _add_unfrozen_params(self) -> None:
-        """Adds parameters that were unfrozen since the last step to the optimizer, with the plan's options for their names."""
+        """Adds parameters that were unfrozen since the last step to the optimizer, with the plan's options."""
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
@@ -240,7 +240,7 @@ MASTER = "master"
 
 
 class ParamState(NamedTuple):
-    """Holds a tensor that this rank keeps for the parameter `name` of the registry.
+    """A master or optimizer state of the registry's parameter `name` on this rank.
 
     elements: those of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
     `master`, or the optimizer's own key, such as `exp_avg`, for a nested state its path (`factors.0`); a counter, such as
@@ -254,7 +254,7 @@ class ParamState(NamedTuple):
 
 
 def states_of(update: Update) -> Iterator[ParamState]:
-    """Yields masters and optimizer states of this rank, live tensors; no states if the optimizer has not made them yet."""
+    """Yields this rank's masters and optimizer states, as live tensors; no states before the optimizer created them."""
     for stepped in update.masters.stepped:
         if update.masters.has_master(stepped):
             yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
@@ -263,12 +263,12 @@ def states_of(update: Update) -> Iterator[ParamState]:
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of what the optimizer keeps for one parameter, nested ones too; nothing before its first step."""
+    """Yields the name and tensor of each optimizer state of one parameter, also nested; none before its first step."""
     return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
 
 
 def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields path and tensor of tensors in nested dicts, lists and tuples; the path is as `factors.0`, "" for a bare tensor."""
+    """Yields the path and tensor of tensors in nested dicts, lists and tuples: `factors.0`, or "" for a bare tensor."""
     for path, value in tree_flatten_with_path(nested)[0]:
         if isinstance(value, Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
@@ -310,7 +310,7 @@ def step_buckets(
 
 
 class _BucketGroups:
-    """The groups of an optimizer, to step only the parameters of one bucket at a time."""
+    """Restricts an optimizer's groups to the parameters of one bucket at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -322,7 +322,7 @@ class _BucketGroups:
             group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
 
     def new_group_options(self) -> Shared:
-        """Returns the options of groups that a step has made, of parameters from other groups."""
+        """Returns the options of groups that a step created from parameters of other groups."""
         number = len(self._whole)
         new = self._optimizer.param_groups[number:]
         moved = {id(parameter) for group in new for parameter in group["params"]}

@@ -124,7 +124,7 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_places(self) -> None:
-        """Moves the values of parameters that a program pointed elsewhere (`parameter.data = `) back to their places."""
+        """Moves parameters whose `.data` a program replaced back to their places."""
         for parameter, place in self.moved_parameters():
             value = parameter.detach()
             parameter.data = place
@@ -138,12 +138,12 @@ class WeightStore:
                 yield parameter, place
 
     def add_completion(self, completion: Completion) -> None:
-        """Registers what fetches the parts that other ranks step; called by what is attached before masters are made."""
+        """Registers a completion, which fetches the parts that other ranks step; called before masters are created."""
         self._completions.append(completion)
 
     @property
     def arrive_late(self) -> bool:
-        """Whether weights may still be in flight when a step returns; the same on all ranks."""
+        """Whether weights may be in flight after a step returns; the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
@@ -160,7 +160,7 @@ class WeightStore:
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """Returns a context manager that waits for complete weights if its block raises, if the other ranks still answer."""
+        """Returns a context manager that waits for complete weights if its block raises and the other ranks still answer."""
         try:
             yield
         except BaseException:
@@ -175,7 +175,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """Holds the parameter that the optimizer steps for one parameter; its gradient is the store's `part`.
+    """The tensor that the optimizer steps for one parameter; its gradient is the store's `part`.
 
     original: the working weight that the parameter's modules hold; the same object if it is stepped itself. elements: those
     that are stepped here, if other ranks step the others; `parameter` has their shape then.
@@ -192,7 +192,7 @@ class Stepped:
 
     @property
     def working(self) -> Tensor:
-        """The elements of the working weight that `parameter` stands for, a view of the same shape."""
+        """The elements of the working weight behind `parameter`, a view of the same shape."""
         return _elements(self.original.detach(), self.elements)
 
     @property
@@ -223,7 +223,7 @@ class _Master:
 
 @dataclass(eq=False)
 class Masters:
-    """Holds what the optimizer steps for each parameter, in the order in which parameters were added.
+    """Holds the tensors that the optimizer steps, in the order of `add` calls.
 
     weights: the store of the working weights, with their dtype. store: says which elements this rank steps. wide: dtype of what
     is stepped. If it is that of the weights, the parameters themselves, or views of them, are stepped. Else parameters are
@@ -246,7 +246,7 @@ class Masters:
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
-        """Takes charge of `params`, narrowing their parameters if needed; returns what the optimizer steps on this rank."""
+        """Adds `params`, narrowed to the working dtype if needed; returns the tensors that the optimizer steps on this rank."""
         narrow = [param for param in params if self.weights.dtype_of(param) != self.wide or self.home is not None]
         masters = self._wide_copies(narrow)
         added = []
@@ -281,7 +281,7 @@ class Masters:
         return id(stepped.original) in self._masters
 
     def set_gradients(self) -> None:
-        """Calls `follow`, and sets `grad` of what is stepped to the store's, None for a frozen one; not with a `home`."""
+        """Calls `follow`, and without a `home` sets the `grad` of stepped tensors from the store, None for frozen ones."""
         self.follow()
         if self.home is not None:
             return
@@ -307,7 +307,7 @@ class Masters:
 
     @torch.no_grad()
     def _copy_back(self) -> None:
-        """Copies parameters that the optimizer has pointed elsewhere (`p.data = `) to where masters and weights are read."""
+        """Copies parameters whose `.data` the optimizer replaced back into masters and weights."""
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
                 continue
@@ -336,7 +336,7 @@ class Masters:
 
     @property
     def have_outside_writes(self) -> bool:
-        """Whether a program wrote to weights since masters last followed them; works while memory is away."""
+        """Whether a program wrote to weights since the last `follow`; also while memory is offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(one.synced != one.state for one in self._masters.values())
 
@@ -359,7 +359,7 @@ class Masters:
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _wide_copies(self, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Returns copies of `params` in the wide dtype, as they are stepped: in one new flat buffer, and one per cut buffer."""
+        """Returns wide copies of `params` for the optimizer: in one new flat buffer, and one per sharded buffer."""
         if not params:
             return {}
         device = self.home or params[0].parameter.device

@@ -28,8 +28,8 @@ MAX_UNDER_WAY = 2
 
 
 class TreeSums(Sums):
-    """Sums buffers of `store` over their groups; of a sharded buffer, this rank's part. sent: counts bytes. lane: of the
-    groups. Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
+    """Sums buffers of `store` over their groups; of a sharded buffer, only this rank's part. sent: the counter of sent bytes.
+    lane: the lane of the groups. Each start advances the earlier sums, in the same order on all ranks of their groups.
     """
 
     def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, lane: str) -> None:
@@ -59,7 +59,7 @@ class TreeSums(Sums):
 
 
 class _TreeSum:
-    """Sums one buffer: the exchange starts when it is made; `join` and `finish` follow."""
+    """Sums one buffer. The constructor starts the exchange; `join` and `finish` follow."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange and adds the rows in the tree's order; starts to gather the sum of a whole buffer."""
+        """Waits for the exchange, adds the rows in the tree's order, and starts to gather the sum of an unsharded buffer."""
         if self._is_joined:
             return
         self._is_joined = True

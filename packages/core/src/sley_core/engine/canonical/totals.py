@@ -35,7 +35,7 @@ _BASE = 2.0**24
 
 
 def weight_digits(weights: Iterable[float]) -> list[float]:
-    """Returns the summed digits of `weights` [NUM_DIGITS], to be added over ranks; one that is not finite is in the first."""
+    """Returns the summed digits of `weights` [NUM_DIGITS], to be added over ranks. The first digit has non-finite weights."""
     sums = [0.0] * NUM_DIGITS
     for weight in weights:
         if not math.isfinite(weight):
@@ -50,7 +50,7 @@ def weight_digits(weights: Iterable[float]) -> list[float]:
 
 
 def weight_of(digits: Sequence[float]) -> float:
-    """Returns the weight whose digits' sum is `digits`."""
+    """Returns the weight from the sum of its digits over ranks."""
     total = 0.0
     for digit in reversed(digits):
         total = total / _BASE + digit
@@ -75,7 +75,7 @@ _HALF = 26
 
 
 def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest |g|, a float64 scalar; 0 if there is none, inf if an element is not finite."""
+    """Returns the largest |g|, a float64 scalar; 0 without tensors, inf if an element is not finite."""
     most = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         most = torch.maximum(most, torch.linalg.vector_norm(tensor, math.inf).double())
@@ -83,7 +83,7 @@ def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
-    """Returns the sums of the digits of |g|^kind in units of `most`, the largest |g| of all: float64 [6], whole numbers."""
+    """Returns the digit sums of |g|^kind in units of `most`, the largest |g| of all: float64 [6] with integer values."""
     shrink = _power_of_two(-_exponent(most))
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=most.device)
     for tensor in tensors:

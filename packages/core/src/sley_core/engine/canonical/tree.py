@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """Names the micro-batches from `first` to before `last`, summed by one addition of the tree, or one leaf."""
+    """A node of the tree: the sum of the micro-batches from `first` to before `last`."""
 
     first: int
     last: int
 
     @property
     def children(self) -> tuple[Node, Node]:
-        """The two nodes whose sum it is; must not be a leaf."""
+        """The two nodes whose sum this node is. It must not be a leaf."""
         length = self.last - self.first
         assert length > 1, f"{self} is a leaf"
         middle = self.first + (1 << ((length - 1).bit_length() - 1))
@@ -82,7 +82,7 @@ def parent(node: Node, other: Node) -> Node:
 
 
 def cover(first: int, last: int, num_leaves: int) -> list[Node]:
-    """Returns the fewest nodes, in order, that make up the leaves from `first` to before `last`."""
+    """Returns the smallest list of nodes, in order, that covers the leaves from `first` to before `last`."""
     nodes: list[Node] = []
     while first < last:
         node = leaf(first)
@@ -94,14 +94,14 @@ def cover(first: int, last: int, num_leaves: int) -> list[Node]:
 
 
 def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
-    """Returns the first leaf, and the one after the last, of member `coord` of a group of `size` ranks that has all leaves."""
+    """Returns the range of leaves of rank `coord` in a group of `size` ranks that share all leaves."""
     assert num_leaves % size == 0, f"{num_leaves} micro-batches over {size} ranks"
     each = num_leaves // size
     return coord * each, (coord + 1) * each
 
 
 class SumMemory:
-    """Lends memory for partial sums of all gradients within one step. made: all tensors allocated since `clear`."""
+    """Allocates and reuses the memory of partial sums within one step. created: all tensors allocated since `clear`."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
@@ -137,11 +137,11 @@ class PartialSums:
 
     @property
     def nodes(self) -> list[tuple[int, Node]]:
-        """The sums that are held, as (use of the parameter, node)."""
+        """The (parameter use, node) pairs of the sums."""
         return sorted(self._held)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Takes over the sum of `node`, and its memory, and adds it to its sibling if that is there, and so on up the tree."""
+        """Stores the sum of `node` and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
         while True:
             other = sibling(node, self.num_leaves)
             there = self._held.pop((use, other), None) if other is not None else None
@@ -164,7 +164,7 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Returns the sum, in the memory of either (of `home`, if it is one of them): a + b is b + a, bit for bit."""
+        """Adds in place, into `home` if it is an operand: a + b is b + a, bit for bit."""
         if other is self.home:
             total, other = other, total
         total.add_(other)
@@ -174,14 +174,14 @@ class PartialSums:
 
 
 class TreeLeaf(NamedTuple):
-    """Names what is summed apart: the index of the layer that used the parameter, among this rank's, and the micro-batch."""
+    """A leaf of the tree: the index of the layer that used the parameter, among this rank's layers, and the micro-batch."""
 
     use: int
     micro: int
 
 
 class CanonicalReduction(Reduction):
-    """Adds in the order of one tree over the micro-batches of `state`'s step, numbered by the ranks of `groups`.
+    """Sums in the order of one tree over all micro-batches of the step, numbered by the ranks of `groups`.
 
     spares: memory of partial sums, of all gradients of the run. The data gives each `dp` rank a contiguous run of the global
     batch, in the order of the ranks, and `wp` ranks are neighbours: so the ranks of every reduce group have contiguous runs.
@@ -212,7 +212,7 @@ class CanonicalReduction(Reduction):
         return cover(first, last, self.num_leaves)
 
     def place_losses(self, losses: Tensor) -> Tensor:
-        """Returns [all micro-batches] with this rank's `losses`, and zeros for those of others: ranks' sums are then exact."""
+        """Returns [all micro-batches] with this rank's `losses` and zeros elsewhere, so that sums over ranks are exact."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -252,7 +252,7 @@ class CanonicalReduction(Reduction):
         self.sum_memory.clear()
 
     def concurrent_micros(self, group: Group) -> range:
-        """Returns the micro-batch that each rank of `group`, neighbours along `dp` that take the same actions, runs now."""
+        """Returns the micro-batch that each rank of `group` runs now: neighbours along `dp` run the same actions."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -314,7 +314,7 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Opens the leaf of the next contribution, and closes the last. Raises RunError `canonical-again` for a closed leaf."""
+        """Closes the last leaf and opens the next one. Raises RunError `canonical-again` if that was closed before."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}: which of them?"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
@@ -366,7 +366,7 @@ class CanonicalAccumulator(Accumulator):
         add_at(self._sum, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Makes `rows` from the partial sums. No contribution may follow."""
+        """Builds `rows` from the partial sums. No contribution may follow."""
         self._close_leaf()
         home = self._home_view()
         sums = self._new_partial_sums() if self._sums is None else self._sums
@@ -413,7 +413,7 @@ class CanonicalAccumulator(Accumulator):
 
 
 def sum_uses(sums: list[Tensor]) -> Tensor:
-    """Adds the sums of a parameter's uses, in the order of the layers, into the first, and returns that."""
+    """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
     first, *others = sums
     for other in others:
         first.add_(other)
