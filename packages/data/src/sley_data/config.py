@@ -1,4 +1,4 @@
-"""The tables of `data.text`, `data.chat`, `data.tokens` and `data.mixture`; options that exclude each other are an error."""
+"""The plan tables of `data.text`, `data.chat`, `data.tokens` and `data.mixture`; they reject conflicting options."""
 
 from __future__ import annotations
 
@@ -13,92 +13,92 @@ from pydantic import PrivateAttr, model_validator
 from sley_core.api.plan import Array, DataConfig, NonNegative, PartTable, PlanPath, PlanPattern, Positive, PositiveFloat, Words
 
 Documents = Literal["pack", "cut", "pad"]
-"""How documents become samples of equal length.
+"""The way in which documents become samples of equal length.
 
-pack: documents lie end to end and keep their boundaries: `cu_seqlens`, positions that restart, no label across.
-cut: documents lie end to end as one long text, boundaries forgotten.
-pad: a document starts a sample of its own, the last of its samples is filled up with ignored labels.
+pack: concatenates documents and keeps their boundaries: `cu_seqlens`, positions that restart, no label across a boundary.
+cut: concatenates documents into one long text without boundaries.
+pad: starts a new sample with each document, and pads the document's last sample with ignored labels.
 """
 
 NUM_BYTES = 256
-"""Token ids of text without a tokenizer."""
+"""The number of token ids of text without a tokenizer."""
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
-"""Bytes of a token in a token file."""
+"""The size of a token in a token file in bytes."""
 
 
-def _share(chosen: dict[str, Any]) -> float:
-    return 0.0 if chosen.get("held_out_files") else 0.02
+def _default_held_out(values: dict[str, Any]) -> float:
+    return 0.0 if values.get("held_out_files") else 0.02
 
 
 class DocumentsConfig(DataConfig):
-    """The table of a data set of documents, some of which are held out."""
+    """The table of a data set of documents with a held-out share."""
 
-    _others: tuple[Any, ...] = PrivateAttr(())
+    _sibling_tables: tuple[Any, ...] = PrivateAttr(())
 
-    def beside(self, others: Iterable[DataConfig]) -> Self:
-        """Returns this table as that of a source of a mixture: what `others` of its kind hold out is not trained on either."""
+    def with_siblings(self, tables: Iterable[DataConfig]) -> Self:
+        """Returns a copy for a mixture source, which also excludes the held-out documents of the `tables` of the same type."""
         copy = self.model_copy()
-        copy._others = tuple(other for other in others if type(other) is type(self))
+        copy._sibling_tables = tuple(table for table in tables if type(table) is type(self))
         return copy
 
     @property
     def all_sources(self) -> tuple[Self, ...]:
-        """This table, and those of a mixture's other sources of its kind."""
-        return (self, *self._others)
+        """This table and the tables of the mixture's other sources of the same type."""
+        return (self, *self._sibling_tables)
 
     @property
     def largest_share(self) -> float:
         """The share of documents that no source trains on."""
         tables: tuple[Any, ...] = self.all_sources
-        share: float = max(each.held_out for each in tables)
+        share: float = max(table.held_out for table in tables)
         return share
 
 
 class TextConfig(DocumentsConfig):
-    """Text files as tokens: bytes, or those of a tokenizer."""
+    """Text files. The tokens are bytes or come from a tokenizer."""
 
     source: Literal["python-stdlib"] | None = None
-    """Text that every machine has: the source files of the running Python's standard library."""
+    """A text that every machine has: the source files of Python's standard library."""
 
     files: Array[PlanPattern] = ()
-    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once. Files of gzip, bzip2, xz
-    and zstd are decompressed. `hf://datasets/OWNER/NAME/PATTERN` names files on a hub, downloaded once (`sley-data[hub]`).
+    """Text files, as paths or patterns such as `corpus/**/*.txt`. Each file is read once. Files in gzip, bzip2, xz and zstd are
+    decompressed. Files with names `hf://datasets/OWNER/NAME/PATTERN` are downloaded from the hub once (`sley-data[hub]`).
     """
 
     sequence: Positive
-    """Tokens per sample."""
+    """The number of tokens per sample."""
 
     documents: Documents = "pack"
-    """How documents become samples: "pack" keeps their boundaries, "cut" forgets them, "pad" fills each up."""
+    """How documents become samples: "pack" keeps boundaries, "cut" ignores them, "pad" pads each document."""
 
     separator: Annotated[str, Limits(min_length=1)] | None = None
-    """The text at which a file is split into documents; without it each file is one document. `\\n` matches `\\r\\n`, too."""
+    """The text that splits a file into documents. Without it, each file is one document. `\\n` also matches `\\r\\n`."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
-    """Set if files have rows, as JSON lines, a JSON array, Parquet or Arrow: the key, or column, of a document's text."""
+    """The key or column of a document's text, for files with rows: JSON lines, a JSON array, Parquet or Arrow."""
 
     tokenizer: PlanPath | None = None
-    """A Hugging Face `tokenizer.json`, or its folder (needs `sley-data[tokenizers]`); without it tokens are bytes."""
+    """A Hugging Face `tokenizer.json` or its folder (needs `sley-data[tokenizers]`). Without it, tokens are bytes."""
 
     end_of_document: Annotated[str, Limits(min_length=1)] | None = None
-    """A token of the tokenizer to put after every document."""
+    """A token of the tokenizer to add after every document."""
 
     held_out_files: Array[PlanPattern] = ()
-    """Text files to evaluate on, instead of a share of `files`; a document that is in both is not trained on."""
+    """Text files for evaluation, instead of a share of `files`. A document that is in both is excluded from training."""
 
-    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
-    """The share of documents, chosen by their content, that are never trained on, with or without `[evaluation]`; left out,
-    0.02, or nothing if there are `held_out_files`. Copies of a document are all on one side.
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_default_held_out)
+    """The share of documents that are never used for training, with or without `[evaluation]`. A document's content decides
+    whether it is held out, so copies stay together. The default is 0.02, or 0 with `held_out_files`.
     """
 
     cache: Literal["auto", "none"] | PlanPath = "auto"
-    """Where the tokens of a tokenizer are kept for the next start: a folder; "auto" is `sley/data` under `$XDG_CACHE_HOME` or
-    `~/.cache`. They are made once on each host.
+    """The cache folder for the tokens of a tokenizer, which are computed once on each host. "auto" is `sley/data` in
+    `$XDG_CACHE_HOME` or `~/.cache`.
     """
 
     @model_validator(mode="after")
-    def _possible(self) -> TextConfig:
+    def _check_options(self) -> TextConfig:
         """Raises ValueError for options that exclude or need each other."""
         if self.source is None and not self.files:
             raise ValueError("one of `source` and `files` is needed")
@@ -111,51 +111,51 @@ class TextConfig(DocumentsConfig):
         if self.field is not None and self.source is not None:
             raise ValueError("`field` is a key of rows, and `source` has none; name `files`")
         if self.end_of_document is not None and self.tokenizer is None:
-            raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; give `tokenizer` too")
+            raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; set `tokenizer` too")
         return self
 
 
 class ChatConfig(DocumentsConfig):
-    """Conversations as tokens, by the chat template of a tokenizer; the loss is that of what the assistant says."""
+    """Conversations, rendered with a chat template and tokenized. The loss covers the assistant's tokens."""
 
     files: Array[PlanPattern]
-    """Files of conversations, as paths or patterns: JSON lines, JSON, Parquet or Arrow, or a folder that `save_to_disk` of
-    `datasets` has written. A row has `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`.
+    """Conversation files, as paths or patterns: JSON lines, JSON, Parquet or Arrow, or a folder from `save_to_disk` of
+    `datasets`. A row has `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
     """
 
     tokenizer: PlanPath
     """The folder of a Hugging Face tokenizer, with its chat template (needs `sley-data[chat]`)."""
 
     template: PlanPath | None = None
-    """A file with a chat template in Jinja, in place of the tokenizer's."""
+    """A file with a Jinja chat template that replaces the tokenizer's template."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
     """The key of a row's messages, if it is neither `messages` nor `conversations`."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What has labels: "assistant" all turns of the assistant, each with its end-of-turn token, "last" its last turn, "all"
-    every token. Of `prompt` and `completion` only turns of the completion are trained on.
+    """The tokens with labels: "assistant" for all assistant turns with their end-of-turn tokens, "last" for the last assistant
+    turn, "all" for every token. In rows with `prompt` and `completion`, only completion turns have labels.
     """
 
     sequence: Positive
-    """Tokens per sample; conversations are packed into samples, and none crosses from one into the next."""
+    """The number of tokens per sample. A sample packs whole conversations."""
 
     too_long: Literal["drop", "cut", "refuse"] = "drop"
-    """What becomes of a conversation of more than `sequence` tokens; how many there are is said."""
+    """The treatment of conversations with more than `sequence` tokens. A note reports their number."""
 
     held_out_files: Array[PlanPattern] = ()
-    """Files of conversations to evaluate on; a conversation that is in both is not trained on."""
+    """Conversation files for evaluation. A conversation that is in both is excluded from training."""
 
-    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
-    """The share of conversations, chosen by their content, that are never trained on; left out, 0.02, or nothing if there
-    are `held_out_files`.
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_default_held_out)
+    """The share of conversations that are never used for training; their content decides. The default is 0.02, or 0 with
+    `held_out_files`.
     """
 
     cache: Literal["auto", "none"] | PlanPath = "auto"
-    """Where the tokens are kept for the next start, as in `data.text`."""
+    """The cache folder for the tokens, as in `data.text`."""
 
     @model_validator(mode="after")
-    def _possible(self) -> ChatConfig:
+    def _check_options(self) -> ChatConfig:
         """Raises ValueError for options that exclude each other."""
         if not self.files:
             raise ValueError("`files` names no file")
@@ -165,33 +165,33 @@ class ChatConfig(DocumentsConfig):
 
 
 class TokensConfig(DataConfig):
-    """Token files, mapped and never copied: raw little-endian integers, as nanoGPT writes them, or Megatron's with an index."""
+    """Memory-mapped token files: raw little-endian integers, as from nanoGPT, or Megatron files with an index."""
 
     files: Array[PlanPattern]
-    """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order. A file beside which
-    there is one of the same name with `.idx` is Megatron's, and its index counts for types and documents.
+    """Token files, as paths or patterns such as `train-*.bin`, which form one stream in this order. If a file has an index with
+    the same name and the suffix `.idx`, as Megatron files do, the index defines the dtype and the documents.
     """
 
     held_out_files: Array[PlanPattern] = ()
-    """Token files to evaluate on; tokens that are in `files` too are refused."""
+    """Token files for evaluation. Files that share tokens with `files` are an error."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """The type of the tokens in files without an index."""
+    """The token dtype of files without an index."""
 
     vocab_size: Positive
-    """Token ids in the files are below this."""
+    """The size of the vocabulary. All token ids in the files must be smaller."""
 
     sequence: Positive
-    """Tokens per sample."""
+    """The number of tokens per sample."""
 
     documents: Documents = "cut"
-    """How documents become samples: "cut" forgets their boundaries; "pack" and "pad" need `end_of_document`, or an index."""
+    """How documents become samples: "cut" ignores boundaries; "pack" and "pad" need `end_of_document` or an index."""
 
     end_of_document: NonNegative | None = None
-    """The token id that ends every document in files without an index."""
+    """The token id at the end of every document, in files without an index."""
 
     @model_validator(mode="after")
-    def _possible(self) -> TokensConfig:
+    def _check_options(self) -> TokensConfig:
         """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
         if not self.files:
             raise ValueError("`files` names no file")
@@ -203,45 +203,45 @@ class TokensConfig(DataConfig):
 
 
 class SourceTable(PartTable):
-    """One source of a mixture: a data set of any kind, with its own keys."""
+    """A mixture source: a data set of any type, with its own keys."""
 
     kind: ClassVar = "datasets"
     shared: ClassVar = ("sequence",)
 
     name: Annotated[str, Limits(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), Words("letters, digits, `.`, `_` and `-`")]
-    """Its name, in `metrics.jsonl` too: `loss/NAME`, `share/NAME`."""
+    """The name of the source, also in the metrics `loss/NAME` and `share/NAME`."""
 
     weight: PositiveFloat | None = None
-    """Its share of the samples, relative to the weights of the others; they need not add up to 1."""
+    """The relative share of the samples. The weights of all sources need not add up to 1."""
 
     epochs: PositiveFloat | None = None
-    """How often it is seen in one epoch of the mixture, in place of `weight`; 0.5 is half of it."""
+    """The number of passes over the source in one epoch of the mixture, instead of `weight`; 0.5 for half of the source."""
 
 
 class MixtureConfig(DataConfig):
-    """Several sources as one data set, each sample from one of them; any 1,000 samples have the shares of the plan, within 1 %.
-    Which sample comes when depends on the seed alone: not on the layout, on `global_size`, or on where a run was resumed.
+    """A data set of several sources. Each sample is from one source; any 1,000 samples have the plan's shares, within 1 %.
+    The order of the samples depends only on the seed, not on the layout, `global_size`, or the step of a resume.
     """
 
     sequence: Positive | None = None
-    """Tokens per sample, for all sources."""
+    """The number of tokens per sample, for all sources."""
 
     exhausted: Literal["repeat", "end", "refuse"] = "repeat"
-    """What happens when a source with a `weight` has been seen once: "repeat" begins it again in another order, "end" ends the
-    epoch, and all sources begin again, "refuse" is an error, if possible before the first step.
+    """The action at the end of a source with a `weight`: "repeat" repeats the source in another order, "end" starts a new epoch
+    of all sources, and "refuse" raises an error, if possible before the first step.
     """
 
     sources: Annotated[Array[SourceTable], Limits(min_length=1)]
-    """The sources, `[[data.sources]]`; their samples must have the same fields and the same token ids. A document that one of
-    them holds out is trained on in none, and the largest `held_out` share is that of all sources of the same kind.
+    """The sources, `[[data.sources]]`. Their samples must have the same fields and the same token ids. No source trains on a
+    document that another source holds out, and the largest `held_out` share applies to all sources of the same type.
     """
 
     @model_validator(mode="after")
-    def _possible(self) -> MixtureConfig:
-        """Raises ValueError for two sources of one name, and unless all have a weight, or all have epochs."""
-        twice = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
-        if twice:
-            raise ValueError(f"two sources have the name `{twice[0]}`")
+    def _check_options(self) -> MixtureConfig:
+        """Raises ValueError if two sources have the same name, or if not all sources have a weight or all have epochs."""
+        duplicates = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
+        if duplicates:
+            raise ValueError(f"two sources have the name `{duplicates[0]}`")
         for source in self.sources:
             if (source.weight is None) == (source.epochs is None):
                 has = "neither `weight` nor `epochs`" if source.weight is None else "both `weight` and `epochs`"
@@ -253,7 +253,7 @@ class MixtureConfig(DataConfig):
         return self
 
     def whole(self) -> MixtureConfig:
-        """Raises ValueError: sources hold out together, and none of them alone can be taken whole."""
+        """Raises ValueError, since a mixture cannot include the held-out documents of its sources."""
         raise ValueError("a mixture has no table of all samples; make each source a set of its own")
 
     @property
@@ -262,6 +262,6 @@ class MixtureConfig(DataConfig):
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer of the sources, which have the same token ids; None if no table names it."""
-        known = (getattr(source.component.config, "tokenizer", None) for source in self.sources)
-        return next((path for path in known if path is not None), None)
+        """The tokenizer of the sources, which share their token ids; None if no source's table names it."""
+        paths = (getattr(source.component.config, "tokenizer", None) for source in self.sources)
+        return next((path for path in paths if path is not None), None)

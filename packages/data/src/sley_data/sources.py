@@ -42,7 +42,7 @@ def component_of(config: MixtureConfig, number: int) -> Component:
     if not isinstance(component.config, DocumentsConfig):
         return component
     others = (source.component.config for source in config.sources if source.component is not component)
-    return replace(component, config=component.config.beside(others))
+    return replace(component, config=component.config.with_siblings(others))
 
 
 def path_of(number: int, path: KeyPath) -> KeyPath:

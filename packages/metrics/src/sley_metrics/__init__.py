@@ -1,1 +1,1 @@
-"""Metrics writers for TensorBoard and for Weights & Biases, for Sley."""
+"""Sley's metrics writers for TensorBoard and Weights & Biases."""

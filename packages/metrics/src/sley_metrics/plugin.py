@@ -24,5 +24,5 @@ def sley_records() -> list[MetricsWriterRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a writer that needs a package, and for one that is listed twice."""
+    """Yields a problem for each writer whose package is not installed or that the plan lists twice."""
     yield from check_metrics(plan)

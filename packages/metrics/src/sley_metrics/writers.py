@@ -14,7 +14,7 @@ from sley_metrics.config import TensorboardConfig, WandbConfig
 
 
 class TensorboardWriter(MetricsWriter):
-    """The writer `metrics.tensorboard`: each number of a row is a point of the curve of its name, at the row's step."""
+    """The writer `metrics.tensorboard`. Each number of a row becomes a point of the curve with its name, at the row's step."""
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
@@ -22,31 +22,31 @@ class TensorboardWriter(MetricsWriter):
         self._writer = self._open()
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues one point per number except `step`; a thread of TensorBoard's writes them."""
+        """Queues a point for each number of the row except `step`. A TensorBoard thread writes the points."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
 
     def rewind(self, step: int) -> None:
-        """Begins another file, which tells TensorBoard to show no earlier point of later steps."""
+        """Starts a new file that makes TensorBoard hide the earlier points of the steps after `step`."""
         self._writer.close()
         self._writer = self._open(step + 1)
 
     def close(self) -> None:
-        """Closes the writer; on return every point is in the file."""
+        """Writes all points to the file and closes it."""
         self._writer.close()
 
     def _open(self, purge_step: int | None = None) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # needs an extra, which `metrics.wandb` does without
+        from torch.utils.tensorboard import SummaryWriter  # imported here, since `metrics.wandb` does not need this extra
 
         return SummaryWriter(self._folder, flush_secs=self._flush_s, purge_step=purge_step)
 
 
 class WandbWriter(MetricsWriter):
-    """The writer `metrics.wandb`: each number of a row is a point of the curve of its name, at the row's step.
+    """The writer `metrics.wandb`. Each number of a row becomes a point of the curve with its name, at the row's step.
 
-    Weights & Biases cannot take rows back, so after `rewind` the rows go to another run of the same group. The resolved plan is
-    the config of each run there. It begins with the first row, so a run of Sley without a step leaves none.
+    Weights & Biases cannot delete rows, so `rewind` starts a new W&B run in the same group. The resolved plan is the config of
+    each W&B run. The first row starts the W&B run, so a run of Sley without a step creates none.
     """
 
     def __init__(self, config: WandbConfig, folder: Path) -> None:
@@ -55,25 +55,26 @@ class WandbWriter(MetricsWriter):
         self._run: Any = None
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues the row's numbers; a process of the package's own sends or keeps them. Raises RunError "metrics-wandb" if the
-        run there cannot begin, as without a key.
+        """Queues the row's numbers. A process of the package `wandb` sends or stores them.
+
+        Raises RunError `metrics-wandb` if the W&B run cannot start, for example without an API key.
         """
-        self._run = self._run or self._begin()
+        self._run = self._run or self._start_run()
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
 
     def rewind(self, step: int) -> None:
-        """Ends the run there, if one has begun; the next row begins another."""
+        """Ends the W&B run, if there is one. The next row starts a new one."""
         self.close()
 
     def close(self) -> None:
-        """Ends the run there; the package's own process may write its last rows a moment later. A second call does nothing."""
+        """Ends the W&B run. The process of `wandb` may still write the last rows. A second call does nothing."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
 
-    def _begin(self) -> Any:
-        """Starts a run of Weights & Biases and returns it; raises RunError "metrics-wandb" if that fails."""
-        wandb: Any = import_module("wandb")  # an extra, which `metrics.tensorboard` does without
+    def _start_run(self) -> Any:
+        """Starts a W&B run and returns it. Raises RunError `metrics-wandb` if W&B reports an error."""
+        wandb: Any = import_module("wandb")  # imported here, since `metrics.tensorboard` does not need this extra
         plan = self._folder / "plan.toml"
         try:
             return wandb.init(
@@ -87,5 +88,5 @@ class WandbWriter(MetricsWriter):
                 config=tomllib.loads(plan.read_text("utf-8")) if plan.exists() else {},
             )
         except wandb.Error as error:
-            hint = 'see `wandb login`; `mode = "offline"` keeps the rows in files, which `wandb sync` sends later'
-            raise RunError("metrics-wandb", f"Weights & Biases cannot begin: {error}", hint=hint) from error
+            hint = 'run `wandb login`, or set `mode = "offline"` to store the rows in files for `wandb sync`'
+            raise RunError("metrics-wandb", f"Weights & Biases cannot start a run: {error}", hint=hint) from error
