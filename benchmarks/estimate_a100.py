@@ -32,10 +32,10 @@ from sley_core.model.layers import Layer
 from sley_core.protocols import Loss
 from sley_estimate.layers.operators import LayerWork
 from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.layers.trace import trace
+from sley_estimate.layers.trace import trace_layer
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.lanes import Await, Begin, Compute, Exchange
-from sley_estimate.step.links import collective, message
+from sley_estimate.step.links import collective_cost, message_cost
 from sley_estimate.testing import plain_step
 from sley_pp.schedules import one_f_one_b
 
@@ -141,7 +141,7 @@ def works(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[Lay
     for name, module in zip(("embedding", "block", "head"), modules, strict=True):
         layer = Layer(name, module, ("tokens", "positions") if name == "embedding" else ())
         loss = TokenLoss() if name == "head" else None
-        work, value = trace(layer, value, fields, policy, loss, torch.float16, torch.float16)
+        work, value = trace_layer(layer, value, fields, policy, loss, torch.float16, torch.float16)
         found.append(work)
     return found[0], found[1], found[2]
 
@@ -196,7 +196,7 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
     @cache
     def seconds(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[LayerSeconds, ...]:
         found = works(hidden, heads, sequence, micro_batch)
-        return tuple(LayerSeconds.counted(work, machine.device) for work in found)
+        return tuple(LayerSeconds.from_operators(work, machine.device) for work in found)
 
     def predict(row: GPTRow) -> float:
         shape = row.hidden, row.heads, row.sequence, row.micro_batch
@@ -208,9 +208,10 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
         numbers[0] += first.num_parameters
         numbers[-1] += last.num_parameters if row.pp > 1 else 0  # head and embedding are one weight
         ranks = [range(stage * row.dp, (stage + 1) * row.dp) for stage in range(row.pp)]
-        sums = [collective("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)]
+        sums = [collective_cost("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)]
         between = [
-            message(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links) for stage in range(row.pp - 1)
+            message_cost(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
+            for stage in range(row.pp - 1)
         ]
         behind = {}
         for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):

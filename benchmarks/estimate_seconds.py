@@ -23,7 +23,7 @@ from protocol import parser
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.calibrate.layers import measure
+from sley_estimate.calibrate.layers import measure_machine
 from sley_estimate.machine import MachineFile
 from sley_estimate.step.estimate import estimate_seconds
 from sley_testing.ranks import Ranks
@@ -113,7 +113,7 @@ def layouts() -> Iterator[Layout]:
 def measured(layout: Layout) -> MachineFile | None:
     """This machine with the layers of a layout, as `train-cli calibrate` measures it; None on all but rank 0."""
     with World.join("cpu") as world:
-        measured = measure(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120, budget_s=0)
+        measured = measure_machine(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120, budget_s=0)
         return measured and measured[0]
 
 

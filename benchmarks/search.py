@@ -21,8 +21,8 @@ import numpy as np
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.commands.search import BUDGET_S
 from sley_estimate.machine import machine_from_dict
-from sley_estimate.search.find import find
-from sley_estimate.search.layouts import Layouts, choices_of
+from sley_estimate.search.find import search_layouts
+from sley_estimate.search.layouts import Layouts, list_choices
 from train_cli.surroundings import num_cores
 
 GIB = 1 << 30
@@ -92,14 +92,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_of(MODELS[model], Path(folder))
             began, used = time.perf_counter(), cpu_s()
-            space = Layouts(plan, given.world, choices_of(plan))
+            space = Layouts(plan, given.world, list_choices(plan))
             machine, verify = machine_of(device), not given.rough
-            found = find(space, machine, memory=80 * GIB, verify=verify, cores=num_cores(), budget_s=given.budget)
+            found = search_layouts(space, machine, memory=80 * GIB, verify=verify, cores=num_cores(), budget_s=given.budget)
             clock_s, used = time.perf_counter() - began, cpu_s() - used
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")
         print(f"  {found.num_layouts:,} layouts, {found.too_large:,} too large, {found.num_exact} by their own steps")
         for one in (*found.fastest[:2], *found.front[:2]):
-            print(f"    {one.takes.seconds:8.4g} s {one.takes.num_bytes / GIB:6.1f} GiB  {one.layout}")
+            print(f"    {one.estimate.seconds:8.4g} s {one.estimate.num_bytes / GIB:6.1f} GiB  {one.layout}")
     print(f"target: {TARGET_S:.0f} s on two cores")
 
 

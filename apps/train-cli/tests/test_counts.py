@@ -153,7 +153,7 @@ def test_an_estimate_of_few_micro_batches_has_as_many_messages_in_flight(texts: 
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch={"global_size": 16, "micro_size": 1})
     plan = plan_from_dict(tables, texts)
     few = rank_bytes(plan, 1, 2)
-    monkeypatch.setattr(steps, "fewest_micros", lambda _, of_micros: of_micros)
+    monkeypatch.setattr(steps, "peak_preserving_micros", lambda _, of_micros: of_micros)
     every = rank_bytes(plan, 1, 2)
     assert few.num_micros < every.num_micros
     assert few.states == every.states

@@ -12,9 +12,9 @@ import pytest
 import tomli_w
 
 from sley_core.errors import UsageError
-from sley_estimate.commands.estimate import num_bytes
+from sley_estimate.commands.estimate import parse_size
 from sley_estimate.machine import load_machine
-from sley_estimate.testing import shortly, small_machine
+from sley_estimate.testing import short_calibration, small_machine
 from train_cli.main import main
 
 pytestmark = pytest.mark.timeout(180)
@@ -85,14 +85,14 @@ def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..
 @pytest.mark.parametrize("text", ["100", "0KiB", "KiB", "-1KiB", "1kib", "1 PiB"])
 def test_what_is_no_size_is_told_the_units(text: str) -> None:
     with pytest.raises(UsageError, match="KiB") as raised:
-        num_bytes(text)
+        parse_size(text)
     assert raised.value.diagnostics[0].code == "memory-size"
 
 
 # -- calibrate ---------------------------------------------------------------------------------------------------------
 
 
-@shortly()
+@short_calibration()
 def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, plan: Path, folder: Path) -> None:
     result = cli("calibrate", "--out", "machine.toml", "--plan", plan)
     assert (result.code, result.out) == (0, "")
@@ -112,7 +112,7 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert "all 3 layers were computed from their operators" in other.out
 
 
-@shortly()
+@short_calibration()
 def test_a_file_that_is_there_is_replaced_only_if_asked(cli: Cli, folder: Path) -> None:
     (folder / "machine.toml").write_text("mine")
     result = cli("calibrate", "--out", "machine.toml")
@@ -138,7 +138,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_measured(cli: Cli, f
     assert not (folder / "machine.toml").exists()
 
 
-@shortly()
+@short_calibration()
 def calibrated(arguments: list[str]) -> int:
     """The exit code of a rank's command."""
     return main(["calibrate", *arguments])

@@ -25,11 +25,11 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import rank as steps
 from sley_estimate.bytes import stages
-from sley_estimate.bytes.fake_tensors import Recipes
+from sley_estimate.bytes.fake_tensors import OpResultCache
 from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.rank import RankBytes, fake_run, rank_bytes
-from sley_estimate.bytes.stages import can_fork, first_draft, forked, stage_bytes, stage_kinds
-from sley_estimate.step.estimate import records_of
+from sley_estimate.bytes.stages import build_first_draft, can_fork, run_forked, stage_bytes, stage_memory_keys
+from sley_estimate.step.estimate import record_stages
 from sley_estimate.step.record import RankRecord
 from sley_models import llama
 from sley_testing.live_bytes import RealBytes, real_bytes
@@ -118,7 +118,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     errors = []
     for (table, key), value in real[0].found.items():
         tables = changed(tables, **{f"{table}__{key}": value})
-    recipes = Recipes()
+    recipes = OpResultCache()
     for rank, one in enumerate(real):
         estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), recipes)
         errors.append((estimated.peak - estimated.batch - one.peak) / one.peak)
@@ -209,7 +209,7 @@ def without(owner: str) -> Patch:
 
         def left_out(run: Any, ledger: Ledger, on_host: Collection[str]) -> None:
             own(run, ledger, on_host)
-            for piece in ledger.pieces:
+            for piece in ledger.allocations:
                 piece.num_bytes = 0 if piece.owner == owner else piece.num_bytes
 
         patch.setattr(steps, "_set_owners", left_out)
@@ -222,7 +222,9 @@ def without_transients(patch: pytest.MonkeyPatch) -> None:
     peak = Ledger.peak
 
     def of_what_stays(ledger: Ledger) -> tuple[int, int]:
-        ledger.pieces = [piece for piece in ledger.pieces if steps.kind_of_piece(piece) != "temporary buffers" or piece.owner]
+        ledger.allocations = [
+            piece for piece in ledger.allocations if steps.classify_allocation(piece) != "temporary buffers" or piece.owner
+        ]
         return peak(ledger)
 
     patch.setattr(Ledger, "peak", of_what_stays)
@@ -234,7 +236,7 @@ def without_scratch(patch: pytest.MonkeyPatch) -> None:
 
 def without_one_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """One fewer is in flight than the schedule says."""
-    patch.setattr(steps, "fewest_micros", lambda *_: 1)
+    patch.setattr(steps, "peak_preserving_micros", lambda *_: 1)
 
 
 OF_SHARDS: dict[str, Patch] = {"tie": without_ties, "padding": without_padding}
@@ -295,7 +297,7 @@ def kinds(tables: Tables, folder: Path) -> list[int]:
     """The number of the first stage that is like it, of each stage."""
     plan = plan_from_dict(tables, folder)
     with World.fake(0, WORLD) as world:
-        found = stage_kinds(plan, plan.topology(WORLD), build_draft(plan, world))
+        found = stage_memory_keys(plan, plan.topology(WORLD), build_draft(plan, world))
     return [found.index(kind) for kind in found]
 
 
@@ -327,12 +329,12 @@ def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
 def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
     plan = plan_from_dict(tables, folder)
     size = plan.world()
-    return list(records_of(plan, size, first_draft(plan, size), cores).ranks)
+    return list(record_stages(plan, size, build_first_draft(plan, size), cores).ranks)
 
 
 def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
     assert can_fork()
-    with patch.object(stages, "forked", wraps=forked) as used:
+    with patch.object(stages, "run_forked", wraps=run_forked) as used:
         plan = plan_from_dict(tables, folder)
         found = list(stage_bytes(plan, plan.world(), cores=2)), recorded(tables, folder, 2)
     assert used.call_count >= 4, "else nothing was done in a process of its own"
@@ -351,7 +353,7 @@ def failing() -> None:
 
 def test_what_a_process_raises_is_raised_here() -> None:
     with pytest.raises(RunError, match="it cannot be called"):
-        list(forked([failing], 2, LIMIT_S))
+        list(run_forked([failing], 2, LIMIT_S))
 
 
 def waiting() -> None:
@@ -361,7 +363,7 @@ def waiting() -> None:
 def test_a_process_that_does_not_end_is_ended() -> None:
     began, before = time.monotonic(), set(multiprocessing.active_children())
     with pytest.raises(RunError, match=r"estimate-late.*not done after 0.3 s"):
-        list(forked([int, waiting], 2, limit_s=0.3))
+        list(run_forked([int, waiting], 2, limit_s=0.3))
     assert time.monotonic() - began < 20
     assert set(multiprocessing.active_children()) <= before
 

@@ -21,7 +21,7 @@ from sley_core.engine.direct import WeightQueue
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
-from sley_estimate.calibrate.layers import measure
+from sley_estimate.calibrate.layers import measure_machine
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds
@@ -140,7 +140,7 @@ def measured(plan: dict[str, Any]) -> MachineFile | None:
         stack.enter_context(patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4)))
         stack.enter_context(patch.object(device, "WRITTEN_BYTES", {"cpu": 1}))
         stack.enter_context(patch.object(bench, "WeightQueue", Heard))
-        found = measure(world, plan_from_dict(plan), timeout_s=100)
+        found = measure_machine(world, plan_from_dict(plan), timeout_s=100)
         return found and found[0]
 
 

@@ -19,15 +19,15 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bytes.rank import rank_bytes
-from sley_estimate.bytes.stages import first_draft
+from sley_estimate.bytes.stages import build_first_draft
 from sley_estimate.calibrate.layers import measure_layers
 from sley_estimate.commands.estimate import seconds_lines
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
-from sley_estimate.step.estimate import estimate_seconds, records_of
-from sley_estimate.step.record import HOST, Awaited, Began, Computed, Earlier, RecordedStep, expanded
-from sley_estimate.testing import shortly, small_machine
+from sley_estimate.step.estimate import estimate_seconds, record_stages
+from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
+from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
 
@@ -88,41 +88,41 @@ def test_a_slow_link_is_waited_for(changes: dict[str, Any], lane: str) -> None:
 
 def test_a_gather_ahead_is_begun_before_the_layer_in_front_of_it_computes() -> None:
     plan = plan_of(**SHARDS)
-    step = records_of(plan, 2, first_draft(plan, 2)).ranks[0].step
+    step = record_stages(plan, 2, build_first_draft(plan, 2)).ranks[0].step
     words = next(words for action, words in step.actions if action.kind is Kind.FORWARD)
-    gathers = [at for at, word in enumerate(words) if isinstance(word, Began) and word.kind == "gather"]
-    waits = [at for at, word in enumerate(words) if isinstance(word, Awaited)]
+    gathers = [at for at, word in enumerate(words) if isinstance(word, BeginEvent) and word.kind == "gather"]
+    waits = [at for at, word in enumerate(words) if isinstance(word, WaitEvent)]
     assert gathers[1] < waits[0] < waits[1], words
-    assert any(isinstance(word, Computed) for word in words[gathers[1] : waits[1]])
+    assert any(isinstance(word, ComputeEvent) for word in words[gathers[1] : waits[1]])
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
-def work(number: int) -> Computed:
-    return Computed((Operator("add", number),))
+def work(number: int) -> ComputeEvent:
+    return ComputeEvent((Operator("add", number),))
 
 
 def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
     """Each forward waits for the gather that the one before it began, and begins that of the next."""
-    gather = Began("gather", "wp", "gather", 8)
-    wait = Awaited(Earlier(gather.queue, 1))
+    gather = BeginEvent("gather", "wp", "gather", 8)
+    wait = WaitEvent(ExchangeReference(gather.queue, 1))
     actions = []
     for micro in range(3):
         words = (wait, work(1), gather)
         actions += [(Action(F, 0, micro), words), (Action(B, 0, micro), (work(2),))]
     step = RecordedStep((gather,), actions, (wait, work(3)))
     longer = [Action(kind, 0, micro) for micro in range(6) for kind in (F, B)]
-    found = expanded(step, longer)
+    found = expand_step(step, longer)
     assert [action for action, _ in found.actions] == longer
-    assert [word for word in found.events if not isinstance(word, Computed)] == [gather, wait] * 7
-    assert sum(isinstance(word, Computed) for word in found.events) == 13
+    assert [word for word in found.events if not isinstance(word, ComputeEvent)] == [gather, wait] * 7
+    assert sum(isinstance(word, ComputeEvent) for word in found.events) == 13
 
 
 def test_layers_of_slices_take_what_was_timed_of_them() -> None:
     """Only what was timed alone is scaled with them: what they swap, and the update, stay."""
     plan = plan_of(**SLICES)
-    with shortly():
+    with short_calibration():
         tables = measure_layers(plan, Device(torch.device("cpu")))
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     times = ("forward", "backward", "input_gradient", "weight_gradient")
@@ -180,7 +180,7 @@ def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, r
     """By AdamW in fp32: the gradient is read twice, weight and two states are read and written."""
     staged = {"parallel": {"pp": 2, "dp": dp}, "pipeline": {"use": "pp.one_f_one_b"}}
     plan = plan_of(**FP32, **staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced)
-    parameters = {p for layer in first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
+    parameters = {p for layer in build_first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
     at_once = changed(MACHINE, links__ranks_per_host=4, device__launch_s=0.0)
     moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
     found = estimate_seconds(plan, 2 * dp, machine_from_dict(at_once)).step
@@ -204,7 +204,7 @@ def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handl
     with patch.object(estimate, "take_steps", wraps=estimate.take_steps) as looked:
         together = seconds(plan, 8, slow)
     assert len(looked.call_args.args[2]) < 4, "some stages are alike"
-    with patch.object(estimate, "representatives", lambda plan, topology, draft: [(one,) for one in range(topology.pp)]):
+    with patch.object(estimate, "representative_stages", lambda plan, topology, draft: [(one,) for one in range(topology.pp)]):
         assert together == pytest.approx(seconds(plan, 8, slow), rel=1e-9)
 
 
@@ -226,9 +226,9 @@ def foretold(folder: Path, changes: Tables, *, kind: str) -> dict[str, int]:
     """Bytes that a recorded step copies, each way."""
     found = {"to_host": 0, "to_device": 0}
     plan = plan_from_dict(changed(COPIED, **changes, run__device=kind), folder)
-    (recorded,) = records_of(plan, 1, first_draft(plan, 1)).ranks
+    (recorded,) = record_stages(plan, 1, build_first_draft(plan, 1)).ranks
     for word in recorded.step.events:
-        if isinstance(word, Began) and word.axis == HOST:
+        if isinstance(word, BeginEvent) and word.axis == HOST:
             found[word.kind] += word.num_bytes
     return found
 

@@ -25,12 +25,12 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import STEPS, rank_bytes
-from sley_estimate.calibrate.device import host_bandwidth, measure_device, measure_host
-from sley_estimate.calibrate.engine import measure_engine, seconds_of_steps
+from sley_estimate.calibrate.device import measure_device, measure_host, measure_host_bandwidth
+from sley_estimate.calibrate.engine import mean_step_s, measure_engine
 from sley_estimate.calibrate.layers import measure_layers
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds
-from sley_estimate.testing import shortly
+from sley_estimate.testing import short_calibration
 from sley_testing.live_bytes import Figure, memory_profile, note, peak_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
@@ -199,7 +199,7 @@ def machine_for(device: Device, plan: Plan, known: dict[str, Any]) -> MachineFil
     if device.is_async:
         now["engine"] = measure_engine(device, plan)
         if any(steps_on_host(manager.record) for manager in plan.offload):
-            now["host"] = known["host"] | {"memory_bandwidth": host_bandwidth(device)}
+            now["host"] = known["host"] | {"memory_bandwidth": measure_host_bandwidth(device)}
     return machine_from_dict(known | now)
 
 
@@ -216,7 +216,7 @@ def compare(
             states = dict(run.memory.bytes)
         for _ in range(num_rounds):
             seconds.append(estimate_seconds(plan, 1, machine_of(world.device)).step.seconds)
-            real_seconds.append(seconds_of_steps(run, num_steps))
+            real_seconds.append(mean_step_s(run, num_steps))
     num_bytes = estimated.peak - estimated.batch
     return Compared(name, num_bytes, peak[0], dict(estimated.states), states, seconds, real_seconds)
 
@@ -226,7 +226,7 @@ def compare(
 def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
     """Its bytes; its seconds say nothing, since calibration is short."""
     plan = plan_from_dict(tables(KINDS[name], "cpu", is_large=False))
-    with World.alone("cpu") as world, shortly():
+    with World.alone("cpu") as world, short_calibration():
         machine = machine_for(world.device, plan, measured_tables(world.device))
     found = compare(name, plan, lambda _: machine, num_steps=1, num_rounds=1)
     of_bytes, of_seconds = found.figures()

@@ -15,11 +15,11 @@ import tomli_w
 from sley_core.errors import SleyError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_estimate.bytes.rank import rank_bytes
-from sley_estimate.commands.estimate import shown
+from sley_estimate.commands.estimate import format_bytes
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
-from sley_estimate.search.find import exact, find
-from sley_estimate.search.layouts import Layout, Layouts, choices_of
+from sley_estimate.search.find import estimate_plan, search_layouts
+from sley_estimate.search.layouts import Layout, Layouts, list_choices
 from sley_estimate.search.roofline import Roofline
 from sley_estimate.testing import small_machine
 from sley_testing.plans import changed, small_plan
@@ -77,7 +77,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     told = json.loads(asked.out)
     assert f"{told['seconds']['step']:.4g} s" in rows_of(done.out)[0][1]
     fullest = max(stage["peak"] for stage in told["stages"])
-    assert f"{shown(fullest)}  pp" in rows_of(done.out)[0][1]
+    assert f"{format_bytes(fullest)}  pp" in rows_of(done.out)[0][1]
 
     compared = done.out.split("as it is")[1]
     assert "most bytes of a rank, in KiB" in compared
@@ -146,8 +146,8 @@ WORLD = 4
 
 
 def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Layout]:
-    space = Layouts(plan, world, choices_of(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
-    return list(space.every())
+    space = Layouts(plan, world, list_choices(plan), ("pp", "sp", "wp", "activations", "offload", *keep))
+    return list(space.all_layouts())
 
 
 @pytest.mark.sample(1)
@@ -166,13 +166,13 @@ def test_a_weight_that_layers_share_is_there_once(layout: dict[str, Any]) -> Non
     model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
     tables = small_plan(data=data, batch={"global_size": 8, "micro_size": 1}, **layout)
     plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
-    roofline = Roofline(plan, 2, machine_from_dict(small_machine()), choices_of(plan))
+    roofline = Roofline(plan, 2, machine_from_dict(small_machine()), list_choices(plan))
     layouts = layouts_of(plan, "micro_size", "schedule", world=2)
     reducers = {one.reducer.name for one in layouts if one.reducer}
     assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
     for one in layouts:
         held = max(rank_bytes(one.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
-        assert 0.6 * held < roofline.of(one).num_bytes <= held, one
+        assert 0.6 * held < roofline.estimate(one).num_bytes <= held, one
 
 
 def drawn(seed: int) -> tuple[Any, Any]:
@@ -198,17 +198,17 @@ def drawn(seed: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_search_finds_a_layout_within_two_percent_of_the_fastest(seed: int) -> None:
     plan, machine = drawn(seed)
-    space = Layouts(plan, WORLD, choices_of(plan), ["offload", random.Random(seed).choice(["micro_size", "sp", "pp"])])
-    found = find(space, machine, top=1, cores=num_cores())  # first: a backward here would leave it without processes
+    space = Layouts(plan, WORLD, list_choices(plan), ["offload", random.Random(seed).choice(["micro_size", "sp", "pp"])])
+    found = search_layouts(space, machine, top=1, cores=num_cores())  # first: a backward here would leave it without processes
     every = []
-    for layout in space.every():
+    for layout in space.all_layouts():
         try:
-            takes = exact(layout.plan(plan, WORLD), WORLD, machine)
+            takes = estimate_plan(layout.plan(plan, WORLD), WORLD, machine)
         except SleyError:
             continue
         assert takes is not None
         every.append((takes.seconds, str(layout)))
     best, chosen = min(every), found.fastest[0]
-    regret = chosen.takes.seconds / best[0] - 1
+    regret = chosen.estimate.seconds / best[0] - 1
     print(f"seed {seed}: {len(every)} layouts, regret {regret:.2%}; {chosen.layout}, and the fastest is {best[1]}")
     assert regret <= 0.02

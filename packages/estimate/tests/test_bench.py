@@ -21,7 +21,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.calibrate import bench as benches
 from sley_estimate.calibrate import device as devices
-from sley_estimate.calibrate.bench import HOST_CALLS, ROW, LayerBench
+from sley_estimate.calibrate.bench import NUM_HOST_CALLS, ROW_LENGTH, LayerBench
 from sley_estimate.layers.prices import LayerSeconds
 from sley_testing.plans import small_plan
 
@@ -106,11 +106,13 @@ def test_a_device_that_is_faster_than_its_host_is_waited_for_in_a_row(monkeypatc
     reads = count()  # a second from one reading of the clock to the next
     clock = SimpleNamespace(perf_counter=lambda: float(next(reads)))
     monkeypatch.setattr(benches, "time", clock)
-    monkeypatch.setattr(benches, "empty_backward_s", lambda device: 0.05)
+    monkeypatch.setattr(benches, "time_empty_backward", lambda device: 0.05)
     monkeypatch.setattr(benches, "HOST_S", 0.0)
     monkeypatch.setattr(devices, "WRITTEN_BYTES", {"cpu": 1})
     found, num_weights, times = additions("autograd", split=True, device=AtOnce(CPU.torch_device))
-    assert astuple(times) == pytest.approx((0.0,) * 4 + (1 / ROW, 1 / ROW - 0.05, 1 / ROW - 0.05, 1 / ROW))
-    assert times.whole_s == pytest.approx(2 / ROW - 0.05), "the slower counts"
-    assert len(found["addmm_"]) == num_weights * (1 + HOST_CALLS + REPETITIONS + ROW)
+    assert astuple(times) == pytest.approx(
+        (0.0,) * 4 + (1 / ROW_LENGTH, 1 / ROW_LENGTH - 0.05, 1 / ROW_LENGTH - 0.05, 1 / ROW_LENGTH)
+    )
+    assert times.whole_s == pytest.approx(2 / ROW_LENGTH - 0.05), "the slower counts"
+    assert len(found["addmm_"]) == num_weights * (1 + NUM_HOST_CALLS + REPETITIONS + ROW_LENGTH)
     assert len({tensor.data_ptr() for tensor in found["addmm_"]}) == num_weights

@@ -15,10 +15,10 @@ from sley_core.comm.groups import nothing
 from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
+from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import FakeTransport
 from sley_estimate.bytes.ledger import Ledger, StepPlace
-from sley_estimate.bytes.rank import limited, rank_bytes
+from sley_estimate.bytes.rank import rank_bytes, time_limit
 from sley_testing.live_bytes import real_bytes
 from sley_testing.plans import changed, small_plan
 
@@ -34,41 +34,41 @@ def test_aliases_count_once_and_memory_goes_with_the_last(ledger):
     with FakeTensors(ledger):
         whole = torch.empty(100)
         part = whole[10:20].view(2, 5)
-        assert ledger.now == 400
+        assert ledger.current_bytes == 400
         del whole
-        assert ledger.now == 400
+        assert ledger.current_bytes == 400
         del part
-    assert ledger.now == 0
+    assert ledger.current_bytes == 0
     assert ledger.peak()[0] == 400
 
 
 def test_memory_that_leaves_by_its_storage_is_gone_and_comes_back(ledger):
     tensors = FakeTensors(ledger)
-    with tensors.watched(), tensors:
+    with tensors.patch_torch(), tensors:
         one = torch.empty(100)
         one.untyped_storage().resize_(0)
-        assert ledger.now == 0
+        assert ledger.current_bytes == 0
         one.untyped_storage().resize_(400)
-        assert ledger.now == 400
-    assert [piece.num_bytes for piece in ledger.pieces] == [400, 400]
+        assert ledger.current_bytes == 400
+    assert [piece.num_bytes for piece in ledger.allocations] == [400, 400]
 
 
 def test_a_weak_reference_keeps_nothing(ledger):
     """Torch's own keeps the Python object of the storage, by which the ledger hears of its end."""
     tensors = FakeTensors(ledger)
-    with tensors.watched(), tensors:
+    with tensors.patch_torch(), tensors:
         one = torch.empty(100)
         reference = StorageWeakRef(one.untyped_storage())
         again = torch.empty(0).set_(one.untyped_storage())
         del one, again
         assert reference.expired()
         kept = torch.empty(1)
-        assert ledger.now == kept.nbytes
+        assert ledger.current_bytes == kept.nbytes
 
 
 def test_addresses_do_not_meet(ledger):
     tensors = FakeTensors(ledger)
-    with tensors.watched(), tensors:
+    with tensors.patch_torch(), tensors:
         one, two = torch.empty(100), torch.empty(7)
         spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (one, two))
         assert 0 < spans[0][0] < spans[0][1] <= spans[1][0]
@@ -78,7 +78,7 @@ def test_addresses_do_not_meet(ledger):
 
 def told(*, remembers: bool) -> list[tuple[int, int, int | None]]:
     ledger = Ledger(lambda: NOWHERE)
-    recipes = Recipes() if remembers else None
+    recipes = OpResultCache() if remembers else None
     tensors = FakeTensors(ledger, recipes)
     with tensors:
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
@@ -89,8 +89,8 @@ def told(*, remembers: bool) -> list[tuple[int, int, int | None]]:
             optimizer.step()
             optimizer.zero_grad()
     if recipes is not None:
-        assert recipes.num_used > 50
-    return [(piece.num_bytes, piece.born, piece.died) for piece in ledger.pieces]
+        assert recipes.num_hits > 50
+    return [(piece.num_bytes, piece.allocated_at, piece.freed_at) for piece in ledger.allocations]
 
 
 def test_what_is_remembered_is_what_torch_says():
@@ -193,7 +193,7 @@ def test_a_timer_that_is_due_before_stays():
     before = signal.signal(signal.SIGALRM, due)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
-        with pytest.raises(TimeoutError), limited(FOR_EVER_S):
+        with pytest.raises(TimeoutError), time_limit(FOR_EVER_S):
             threading.Event().wait(FOR_EVER_S)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -21,13 +21,19 @@ from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import layers as timed_layers
-from sley_estimate.calibrate.device import HostStepping, host_bandwidth, saturation
-from sley_estimate.calibrate.layers import measure, measure_layers, measure_variants, other_sizes, other_variants
-from sley_estimate.calibrate.links import FEW, MANY, measure_links, way
-from sley_estimate.layers.prices import priced_layers
+from sley_estimate.calibrate.device import HostOptimizerBench, fit_saturation, measure_host_bandwidth
+from sley_estimate.calibrate.layers import (
+    measure_layers,
+    measure_machine,
+    measure_variants,
+    micro_sizes_to_measure,
+    unmeasured_variants,
+)
+from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, measure_links
+from sley_estimate.layers.prices import price_layers
 from sley_estimate.machine import LinksTable, machine_from_dict
-from sley_estimate.step.links import collective, message
-from sley_estimate.testing import shortly
+from sley_estimate.step.links import collective_cost, message_cost
+from sley_estimate.testing import short_calibration
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import small_plan
 from train_cli.on_meta import meta_micro_batch
@@ -38,7 +44,7 @@ SIZES = (1e6, 1e7, 1e8, 1e9)
 
 
 def test_the_law_of_products_is_found_from_its_own_times() -> None:
-    found = saturation([(n, (n + 3e7) / 2e12) for n in SIZES])
+    found = fit_saturation([(n, (n + 3e7) / 2e12) for n in SIZES])
     assert found["flops_per_s"] == pytest.approx(2e12)
     assert found["half_flops"] == pytest.approx(3e7)
 
@@ -50,17 +56,17 @@ def test_latency_and_bandwidth_are_found_from_their_own_times(kind, rounds, size
     def seconds(num_bytes):
         return rounds * 2e-5 + share * num_bytes / 3e9
 
-    found = way(seconds(FEW), seconds(MANY), kind, size)
+    found = fit_link(seconds(SMALL_BYTES), seconds(LARGE_BYTES), kind, size)
     assert found == pytest.approx({"latency_s": 2e-5, "bandwidth": 3e9})
     same_host = {**found, "shared": False}
     table = LinksTable.model_validate({"ranks_per_host": size, "same_host": same_host})
-    num_bytes = 3 * MANY
-    cost = message(num_bytes, 0, 1, table) if kind == "send" else collective(kind, num_bytes, range(size), table)
+    num_bytes = 3 * LARGE_BYTES
+    cost = message_cost(num_bytes, 0, 1, table) if kind == "send" else collective_cost(kind, num_bytes, range(size), table)
     assert sum(cost) == pytest.approx(seconds(num_bytes)), "what estimates compute with it"
 
 
 def links_of(timeout_s):
-    with World.join("cpu") as world, shortly():
+    with World.join("cpu") as world, short_calibration():
         return measure_links(world, timeout_s)
 
 
@@ -79,9 +85,9 @@ def failure_of_one() -> str:
             raise MemoryError("too large")
         return measure_layers(plan, device), []
 
-    with World.join("cpu") as world, shortly(), patch.object(timed_layers, "measure_variants", fails_on_one):
+    with World.join("cpu") as world, short_calibration(), patch.object(timed_layers, "measure_variants", fails_on_one):
         with pytest.raises((MemoryError, RunError)) as raised:
-            measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
+            measure_machine(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
         return str(raised.value)
 
 
@@ -94,14 +100,14 @@ def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
 
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
-    with World.alone("cpu") as world, shortly():
+    with World.alone("cpu") as world, short_calibration():
         tables = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
     machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
     dataset = open_dataset(plan.data, DataContext(0, "train"))
     model = build_meta_model(plan, dataset.info)
-    priced = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+    priced = price_layers(plan, model, meta_micro_batch(plan, dataset), machine)
     assert [one.name for one in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert all(one.source == "measured" for one in priced)
     assert priced[1].seconds == priced[3].seconds
@@ -109,19 +115,19 @@ def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
 
 
 def variants_of(plan: Plan) -> list[tuple[str, int]]:
-    return [(str(one.policy), one.micro_size) for one in other_variants(plan)]
+    return [(str(one.policy), one.micro_size) for one in unmeasured_variants(plan)]
 
 
 @pytest.mark.parametrize(
     ("own", "most", "sizes"), [(1, 64, [4, 16]), (2, 8, [8, 1]), (3, 64, [8, 1, 32]), (16, 64, [64, 4]), (1, 1, [])]
 )
 def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, most: int, sizes: list[int]) -> None:
-    assert other_sizes(own, most) == sizes
+    assert micro_sizes_to_measure(own, most) == sizes
 
 
 def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, batch={"global_size": 4, "micro_size": 1}))
-    with World.alone("cpu") as world, shortly():
+    with World.alone("cpu") as world, short_calibration():
         tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
     assert left_out == []
     told = [(table["name"], table["micro_size"]) for table in tables if table["activations"] == "core.recompute"]
@@ -141,7 +147,7 @@ def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
         return timed(bench, layer, value, split=split)
 
     monkeypatch.setattr(timed_layers.LayerBench, "time", full)
-    with World.alone("cpu") as world, shortly():
+    with World.alone("cpu") as world, short_calibration():
         tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
     assert {table["micro_size"] for table in tables} == {1, 2}
     assert "`core.keep` on micro-batches of 8: its layers do not fit into memory" in left_out
@@ -151,8 +157,8 @@ def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
 def test_buckets_are_stepped_and_leave_whenever_copies_happen(order: int) -> None:
     """Gradients are there when they are stepped with, and each bucket leaves as it was rounded."""
     device = DrawnDevice(order=order)
-    with shortly(), device.watching():
-        stepping = HostStepping(device)
+    with short_calibration(), device.watching():
+        stepping = HostOptimizerBench(device)
         assert stepping.step() > 0
         first = [float(one.detach()[0]) for one in stepping.parameters]
         stepping.step()
@@ -161,12 +167,12 @@ def test_buckets_are_stepped_and_leave_whenever_copies_happen(order: int) -> Non
     for parameter in stepping.parameters:
         assert parameter.detach().unique().numel() == 1
         assert float(parameter.detach()[0]) < first[0]
-    assert stepping.sent.equal(stepping.parameters[-1].detach().bfloat16())
+    assert stepping.device_weights.equal(stepping.parameters[-1].detach().bfloat16())
 
 
 def test_the_bandwidth_is_one_that_machines_have() -> None:
-    with shortly():
-        assert 1e6 < host_bandwidth(DrawnDevice()) < 1e13
+    with short_calibration():
+        assert 1e6 < measure_host_bandwidth(DrawnDevice()) < 1e13
 
 
 OWN = Path(__file__).parent / "own"
@@ -187,7 +193,7 @@ def timed(attention: str) -> list[dict[str, Any]]:
     """The tables of a plan's layers, on one of three slices."""
     changes = {"parallel": {"sp": 3}, "sequence": {"use": f"asking.{attention}"}, "model__num_layers": 1}
     plan = plan_from_dict(small_plan(data={"use": "data.text", "source": "python-stdlib", "sequence": 24}, **changes))
-    with World.alone("cpu") as world, shortly():
+    with World.alone("cpu") as world, short_calibration():
         return measure_layers(plan, world.device)
 
 

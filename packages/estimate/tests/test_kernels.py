@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
+from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.ledger import Ledger, StepPlace
 from sley_estimate.bytes.rank import RankBytes, rank_bytes
-from sley_estimate.layers.operators import OperatorRecorder, as_on_cuda
+from sley_estimate.layers.operators import OperatorRecorder, imitate_cuda
 from sley_testing.live_bytes import memory_profile, peak_bytes
 from sley_testing.plans import changed, small_plan
 
@@ -50,8 +50,8 @@ def test_it_is_what_the_allocator_says(operate: Callable[..., Tensor], dtypes: l
     with memory_profile() as profile:
         operate(*given)
     ledger = Ledger(lambda: StepPlace(0, "", ""))
-    tensors = FakeTensors(ledger, Recipes())
-    fakes = [tensors.of(one) for one in given]
+    tensors = FakeTensors(ledger, OpResultCache())
+    fakes = [tensors.from_values(one) for one in given]
     for fake in fakes:
         fake.constant = None  # of no values, as activations are
     for _ in range(2):  # asked, and remembered
@@ -106,12 +106,12 @@ def test_documents_take_no_pairs_of_positions(texts):
 def kept(layer: Any, *given: torch.Tensor) -> int:
     """Bytes that a layer keeps beside what it was given and returns."""
     ledger = Ledger(lambda: StepPlace(0, "", ""))
-    with FakeTensors(ledger) as mode, as_on_cuda():
+    with FakeTensors(ledger) as mode, imitate_cuda():
         tensors = [mode.from_tensor(one).requires_grad_() for one in given]
         for one in tensors:
             ledger.ignore(one)
         output = layer(*tensors)
-        found = ledger.now - output.nbytes
+        found = ledger.current_bytes - output.nbytes
         output.sum().backward()
         assert [one.grad.shape for one in tensors] == [one.shape for one in tensors]
     return found
@@ -126,11 +126,11 @@ def test_dropout_keeps_a_byte_for_each_element_and_a_norm_a_number_for_each_row(
 
 def test_dropout_is_one_kernel_forward_and_one_backward():
     """Each reads one tensor and writes one, and the byte of each element."""
-    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))) as mode, as_on_cuda(seen.note):
+    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))) as mode, imitate_cuda(seen.record):
         x = mode.from_tensor(torch.empty(6, 32, dtype=torch.bfloat16)).requires_grad_()
         dropped = F.dropout(input=x, p=0.1)
         dropped.backward(torch.empty_like(dropped))
-    assert [(one.name, one.num_bytes) for one in seen.of("forward")] == [("dropout", 6 * 32 * (2 + 2 + 1))] * 2
+    assert [(one.name, one.num_bytes) for one in seen.operators("forward")] == [("dropout", 6 * 32 * (2 + 2 + 1))] * 2
 
 
 def test_a_norm_whose_weight_has_another_type_is_its_formula():
@@ -141,11 +141,11 @@ def test_a_norm_whose_weight_has_another_type_is_its_formula():
 
 def test_attention_over_documents_multiplies_as_with_their_mask():
     """All pairs of positions, forward, and two and a half times that in its backward."""
-    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))), as_on_cuda():
+    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))), imitate_cuda():
         q, k = (torch.empty(2, 16, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
         bounds = torch.empty(2, 3, dtype=torch.int64)
         Attention()(q, k, k, bounds).sum().backward()
-    forward, backward = (one for one in seen.of("forward") if one.flops)
+    forward, backward = (one for one in seen.operators("forward") if one.flops)
     assert forward.flops == 4 * 2 * 4 * 16 * 16 * 8
     assert backward.flops == 2.5 * forward.flops
     assert backward.num_bytes > forward.num_bytes > 2 * 16 * 4 * 8 * 2

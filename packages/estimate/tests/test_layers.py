@@ -21,11 +21,11 @@ from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.layers.operators import LayerWork, Operator
-from sley_estimate.layers.prices import LayerSeconds, PricedLayer, priced_layers, seconds_of
-from sley_estimate.layers.trace import trace
-from sley_estimate.layers.variants import COPY, grown, layer_keys, with_copies
+from sley_estimate.layers.prices import LayerSeconds, PricedLayer, operators_s, price_layers
+from sley_estimate.layers.trace import trace_layer
+from sley_estimate.layers.variants import COPY, add_copies, layer_keys, scale_work
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
-from sley_estimate.search.layouts import Layouts, choices_of
+from sley_estimate.search.layouts import Layouts, list_choices
 from sley_estimate.search.roofline import Roofline
 from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.testing import small_machine, timed_layers
@@ -55,11 +55,11 @@ def handed(requires_grad: bool = True) -> tuple:
 def work_of(module: nn.Module, policy=None, value=None, **more) -> LayerWork:
     layer = Layer("it", module, more.pop("names", ()))
     dtypes = torch.float32, torch.float32
-    return trace(layer, value or handed(), more.pop("fields", {}), policy or Keep(), None, *dtypes)[0]
+    return trace_layer(layer, value or handed(), more.pop("fields", {}), policy or Keep(), None, *dtypes)[0]
 
 
 def flops(work: LayerWork, phase: str) -> int:
-    return sum(one.flops for one in work.of(phase))
+    return sum(one.flops for one in work.operators(phase))
 
 
 def test_flops_are_those_that_torch_counts_of_a_real_call() -> None:
@@ -177,11 +177,11 @@ def test_what_is_not_known_to_be_plain_is_like_nothing_else() -> None:
             super().__init__()
             self.thing = object()
 
-    from sley_estimate.layers.variants import kind_of
+    from sley_estimate.layers.variants import module_signature
 
-    assert kind_of(Holding(), "a") != kind_of(Holding(), "b")
-    assert kind_of(Plainest(), "a") == kind_of(Plainest(), "b")
-    assert kind_of(Plainest(), "a") != kind_of(Plainest(bias=False), "a")
+    assert module_signature(Holding(), "a") != module_signature(Holding(), "b")
+    assert module_signature(Plainest(), "a") == module_signature(Plainest(), "b")
+    assert module_signature(Plainest(), "a") != module_signature(Plainest(bias=False), "a")
 
 
 def device(kind: str) -> DeviceTable:
@@ -192,9 +192,9 @@ def device(kind: str) -> DeviceTable:
 def test_seconds_of_operators_by_hand() -> None:
     """3 ms of memory, 2 ms of products (1e9 FLOPs, as many lost), and two starts of 1 ms each."""
     operators = [Operator("a", 30_000_000), Operator("b", 10, 1_000_000_000, "fp32")]
-    assert seconds_of(operators, device("cpu")) == pytest.approx(7e-3)
-    assert seconds_of(operators, device("cuda")) == pytest.approx(5e-3), "starts are hidden"
-    assert seconds_of([Operator("c", 10)] * 9, device("cuda")) == pytest.approx(9e-3), "the host is slower"
+    assert operators_s(operators, device("cpu")) == pytest.approx(7e-3)
+    assert operators_s(operators, device("cuda")) == pytest.approx(5e-3), "starts are hidden"
+    assert operators_s([Operator("c", 10)] * 9, device("cuda")) == pytest.approx(9e-3), "the host is slower"
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
@@ -222,7 +222,7 @@ def work(samples: int, *, copies: int = 0) -> LayerWork:
 @pytest.mark.parametrize("samples", [0.25, 0.5, 3])
 def test_a_weight_is_read_whole_for_a_share_of_a_sample(samples: float) -> None:
     """A layer that copied on two samples and not on one was taken for a share of its work, its weights' bytes included."""
-    found = grown(work(1), work(2, copies=1), samples)
+    found = scale_work(work(1), work(2, copies=1), samples)
     by_name = {one.name: one for one in found.forward}
     assert by_name["mm"].num_bytes == WEIGHT + 40 * samples
     assert by_name["mm"].flops == 500 * samples
@@ -232,9 +232,9 @@ def test_a_weight_is_read_whole_for_a_share_of_a_sample(samples: float) -> None:
 
 
 def test_a_swapped_attention_copies_what_it_reads_and_writes_there_and_back() -> None:
-    plain, copied = work(2), with_copies(work(2))
+    plain, copied = work(2), add_copies(work(2))
     for phase in ("forward", "backward", "input_gradient"):
-        more = sum(one.num_bytes for one in copied.of(phase)) - sum(one.num_bytes for one in plain.of(phase))
+        more = sum(one.num_bytes for one in copied.operators(phase)) - sum(one.num_bytes for one in plain.operators(phase))
         assert more == COPY * 160
     assert copied.recompute == plain.recompute
     assert copied.weight_gradient == plain.weight_gradient
@@ -252,7 +252,7 @@ def plan_of(micro_size: int = 2, policy: str = "core.keep") -> Plan:
 def priced(plan: Plan, machine: MachineFile) -> list[PricedLayer]:
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = build_meta_model(plan, dataset.info)
-    return priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+    return price_layers(plan, model, meta_micro_batch(plan, dataset), machine)
 
 
 def measured(plan: Plan, times: float, **more: Any) -> MachineFile:
@@ -263,10 +263,10 @@ def measured(plan: Plan, times: float, **more: Any) -> MachineFile:
 def ranked(machine: MachineFile) -> dict[str, float]:
     """The seconds of all layouts of one rank by the formula, in order."""
     plan = plan_of()
-    choices = choices_of(plan)
+    choices = list_choices(plan)
     roofline = Roofline(plan, 1, machine, choices)
-    layouts = [one for one in Layouts(plan, 1, choices, ["offload"]).every() if not one.activations.copies]
-    return dict(sorted(((str(one), roofline.of(one).seconds) for one in layouts), key=lambda item: item[1]))
+    layouts = [one for one in Layouts(plan, 1, choices, ["offload"]).all_layouts() if not one.activations.copies]
+    return dict(sorted(((str(one), roofline.estimate(one).seconds) for one in layouts), key=lambda item: item[1]))
 
 
 @pytest.mark.sample(1)
@@ -299,9 +299,9 @@ def test_a_layer_that_runs_again_does_so_as_its_forward_was_measured() -> None:
     forward, backward = (Operator("x", int(1e9)),), (Operator("y", int(2e9)),)
     keep = LayerWork(forward, (), backward, backward, (), 0, 0, 0)
     again = LayerWork(forward, forward, backward, backward, (), 0, 0, 0)
-    counted = LayerSeconds.counted(keep, device)
+    counted = LayerSeconds.from_operators(keep, device)
     slow = LayerSeconds(3 * counted.forward, counted.backward, counted.input_gradient, 0.0)
-    found = LayerSeconds.in_proportion(again, keep, slow, device)
+    found = LayerSeconds.scaled(again, keep, slow, device)
     assert found.forward == pytest.approx(3 * counted.forward)
     assert found.backward == pytest.approx(3 * counted.forward + counted.backward)
 

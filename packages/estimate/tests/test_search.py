@@ -16,10 +16,10 @@ from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, Sch
 from sley_core.table import Table
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
-from sley_estimate.search.find import ExactEstimate, exact, find, one_of_each_first
-from sley_estimate.search.layouts import Choice, Layout, Layouts, choices_of
-from sley_estimate.search.roofline import Roofline, Rough
-from sley_estimate.step.estimate import estimate_both
+from sley_estimate.search.find import ExactEstimate, estimate_plan, order_by_variety, search_layouts
+from sley_estimate.search.layouts import Choice, Layout, Layouts, list_choices
+from sley_estimate.search.roofline import Roofline, RooflineEstimate
+from sley_estimate.step.estimate import estimate_bytes_and_seconds
 from sley_estimate.testing import small_machine
 from sley_testing.plans import loader_of, small_plan
 
@@ -70,7 +70,7 @@ def plan_of(**changes: Any) -> Plan:
 
 
 def test_what_a_plugin_names_is_offered_and_nothing_else():
-    choices = choices_of(plan_with({"out": Outsider()}))
+    choices = list_choices(plan_with({"out": Outsider()}))
     assert [str(one) for one in choices.policies] == ["core.keep", "core.recompute", "out.deep", "out.deep (depth = 3)"]
     assert [str(one) for one in choices.reducers] == ["core.each"]
     assert [str(one) for one in choices.schedules] == ["out.own (depth = 2)"]
@@ -78,13 +78,13 @@ def test_what_a_plugin_names_is_offered_and_nothing_else():
 
 
 def test_the_plans_own_choice_comes_first_even_if_nothing_is_said_of_it():
-    choices = choices_of(plan_with({"out": Outsider()}, activations={"use": "out.silent", "depth": 5}))
+    choices = list_choices(plan_with({"out": Outsider()}, activations={"use": "out.silent", "depth": 5}))
     assert choices.policies[0] == Choice("out.silent", {"depth": 5})
     assert Choice("out.deep", {}) in choices.policies
 
 
 def test_a_broken_plugin_is_skipped_by_name():
-    choices = choices_of(plan_with({"bad": Broken()}))
+    choices = list_choices(plan_with({"bad": Broken()}))
     assert len(choices.skipped) == 1
     assert choices.skipped[0].startswith("bad: ")
 
@@ -102,7 +102,7 @@ def test_a_plugin_that_says_what_cannot_be_is_skipped_by_name(said, message):
         def sley_estimate_hints(self):
             return said
 
-    choices = choices_of(plan_with({"out": Wrong()}))
+    choices = list_choices(plan_with({"out": Wrong()}))
     assert len(choices.skipped) == 1
     assert message in choices.skipped[0]
     assert "out.deep" not in map(str, choices.policies)
@@ -110,18 +110,18 @@ def test_a_plugin_that_says_what_cannot_be_is_skipped_by_name(said, message):
 
 def test_sizes_divide_the_world_and_the_batch():
     plan = plan_with({"out": Outsider()}, batch={"global_size": 24, "micro_size": 3})
-    found = list(Layouts(plan, 8, choices_of(plan)).every())
+    found = list(Layouts(plan, 8, list_choices(plan)).all_layouts())
     assert {(one.pp, one.sp, one.wp) for one in found} == {(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1)}
     for one in found:
         dp = 8 // one.pp
         assert 24 % (dp * one.micro_size) == 0
-        assert one.micros(plan, 8) * one.micro_size * dp == 24
+        assert one.num_micros(plan, 8) * one.micro_size * dp == 24
 
 
 def test_an_axis_that_is_kept_has_the_plans_value():
     plan = plan_with({"out": Outsider()}, batch__micro_size=2)
-    choices = choices_of(plan)
-    layouts = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).every())
+    choices = list_choices(plan)
+    layouts = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).all_layouts())
     assert {layout[:4] for layout in layouts} == {(1, 1, 1, 2)}
     assert {layout.activations.name for layout in layouts} == {"core.keep"}
     with pytest.raises(UsageError, match="no axis `tp`"):
@@ -131,8 +131,8 @@ def test_an_axis_that_is_kept_has_the_plans_value():
 def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
     handlers = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
     plan = plan_with({"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5)
-    space = Layouts(plan, 4, choices_of(plan), keep=["pp"])
-    found = list(space.every())
+    space = Layouts(plan, 4, list_choices(plan), keep=["pp"])
+    found = list(space.all_layouts())
     assert found
     for layout in found:
         made = layout.plan(plan, 4)
@@ -147,19 +147,19 @@ MACHINE = machine_from_dict(small_machine())
 
 
 def space_of(plan: Plan, world: int = 2) -> Layouts:
-    return Layouts(plan, world, choices_of(plan), ["offload", "sp", "wp", "micro_size"])
+    return Layouts(plan, world, list_choices(plan), ["offload", "sp", "wp", "micro_size"])
 
 
 def test_what_is_shown_is_what_estimate_says() -> None:
     plan = plan_of()
     with patch.object(finding, "NUM_EXACT", 2):
-        found = find(space_of(plan), MACHINE, top=2)
+        found = search_layouts(space_of(plan), MACHINE, top=2)
     for one in found.fastest:
-        held, seconds = estimate_both(one.layout.plan(plan, 2), 2, MACHINE)
-        assert isinstance(one.takes, ExactEstimate)
-        assert one.takes.seconds == pytest.approx(seconds.step.seconds)
-        assert one.takes.num_bytes == max(stage.peak for stage in held)
-    assert found.fastest[0].takes.seconds <= found.fastest[1].takes.seconds
+        held, seconds = estimate_bytes_and_seconds(one.layout.plan(plan, 2), 2, MACHINE)
+        assert isinstance(one.estimate, ExactEstimate)
+        assert one.estimate.seconds == pytest.approx(seconds.step.seconds)
+        assert one.estimate.num_bytes == max(stage.peak for stage in held)
+    assert found.fastest[0].estimate.seconds <= found.fastest[1].estimate.seconds
 
 
 def test_more_layouts_take_their_steps_until_enough_fit() -> None:
@@ -169,15 +169,15 @@ def test_more_layouts_take_their_steps_until_enough_fit() -> None:
 
     def some_fit(plan: Plan, *others: Any) -> ExactEstimate | None:
         called.append(plan)
-        return exact(plan, *others) if len(called) > 4 else None
+        return estimate_plan(plan, *others) if len(called) > 4 else None
 
     told: list[tuple[int, int]] = []
     with (
         patch.object(finding, "NUM_EXACT", 3),
         patch.object(finding, "can_fork", lambda: False),
-        patch.object(finding, "exact", some_fit),
+        patch.object(finding, "estimate_plan", some_fit),
     ):
-        found = find(space, MACHINE, memory=1 << 40, top=1, tell=lambda *both: told.append(both))
+        found = search_layouts(space, MACHINE, memory=1 << 40, top=1, report_progress=lambda *both: told.append(both))
     assert found.dropped == 4
     assert len(found.fastest) == 1
     assert found.num_exact == len(called) == 6
@@ -190,15 +190,15 @@ def test_the_budget_ends_the_steps_once_the_best_have_taken_theirs_and_one_fits(
 
     def third_fits(plan: Plan, *others: Any) -> ExactEstimate | None:
         called.append(plan)
-        return exact(plan, *others) if len(called) == 3 else None
+        return estimate_plan(plan, *others) if len(called) == 3 else None
 
     with (
-        patch.object(finding, "LEAST_EXACT", 2),
+        patch.object(finding, "MIN_EXACT", 2),
         patch.object(finding, "NUM_EXACT", 5),
         patch.object(finding, "can_fork", lambda: False),
-        patch.object(finding, "exact", third_fits),
+        patch.object(finding, "estimate_plan", third_fits),
     ):
-        found = find(space_of(plan_of(), 4), MACHINE, memory=1 << 40, top=2, budget_s=0.0)
+        found = search_layouts(space_of(plan_of(), 4), MACHINE, memory=1 << 40, top=2, budget_s=0.0)
     assert found.num_exact == len(called) == 3
     assert found.not_begun >= 2
     assert len(found.fastest) == 1
@@ -214,20 +214,25 @@ def test_layouts_that_differ_in_what_can_hardly_matter_come_behind_the_others() 
     space = space_of(plan_of(), 2)  # 8 samples per step: two ranks take 4 micro-batches of one
     sliced, own, stepped = layout(2, 2, default), layout(1, 1, default), layout(1, 1, by_step)
     whole, also_whole = layout(1, 4, default), layout(1, 4, by_step)
-    best = [(own, Rough(1.0, 8.0)), (stepped, Rough(1.0, 8.0)), (sliced, Rough(1.005, 8.0)), (whole, Rough(2.0, 9.0))]
-    best.append((also_whole, Rough(2.0, 9.0)))
-    best.append((layout(2, 1, default), Rough(1.5, 4.0)))
-    assert one_of_each_first(best, space) == [own, stepped, whole, layout(2, 1, default), sliced, also_whole]
+    best = [
+        (own, RooflineEstimate(1.0, 8.0)),
+        (stepped, RooflineEstimate(1.0, 8.0)),
+        (sliced, RooflineEstimate(1.005, 8.0)),
+        (whole, RooflineEstimate(2.0, 9.0)),
+    ]
+    best.append((also_whole, RooflineEstimate(2.0, 9.0)))
+    best.append((layout(2, 1, default), RooflineEstimate(1.5, 4.0)))
+    assert order_by_variety(best, space) == [own, stepped, whole, layout(2, 1, default), sliced, also_whole]
 
 
 def test_the_formula_is_near_the_steps_of_a_layout() -> None:
     """What many small operators take beside layers is the greatest difference."""
     plan = plan_of(model__hidden=128, model__ffn_hidden=384)
-    choices = choices_of(plan)
+    choices = list_choices(plan)
     roofline = Roofline(plan, 1, machine_from_dict(small_machine(device__launch_s=1e-9)), choices)
-    for layout in Layouts(plan, 1, choices, ["offload", "micro_size"]).every():
+    for layout in Layouts(plan, 1, choices, ["offload", "micro_size"]).all_layouts():
         if layout.activations.copies:
             continue
-        takes = exact(layout.plan(plan, 1), 1, roofline.machine)
+        takes = estimate_plan(layout.plan(plan, 1), 1, roofline.machine)
         assert takes is not None
-        assert roofline.of(layout).seconds == pytest.approx(takes.seconds, rel=0.1), layout
+        assert roofline.estimate(layout).seconds == pytest.approx(takes.seconds, rel=0.1), layout

@@ -21,18 +21,18 @@ from sley_core.plan.plan import Plan
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeCopies
 from sley_estimate.bytes.ledger import Ledger, StepPlace
-from sley_estimate.bytes.stages import first_draft
+from sley_estimate.bytes.stages import build_first_draft
 from sley_estimate.calibrate import engine
 from sley_estimate.calibrate.device import measure_host
-from sley_estimate.calibrate.engine import MICROS, WEIGHTS, measure_engine, solved
+from sley_estimate.calibrate.engine import MICRO_COUNTS, WEIGHT_COUNTS, measure_engine, solve_engine_table
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.machine import EngineTable, MachineFile, machine_from_dict
 from sley_estimate.search.find import seconds_parts
 from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, Lanes, StepSeconds
-from sley_estimate.step.links import NOTHING, Cost, copy_cost, on_host_s
-from sley_estimate.step.record import HOST, Awaited, Began, Computed, Earlier, RecordedStep, expanded
+from sley_estimate.step.links import NOTHING, Cost, copy_cost, host_operators_s
+from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
 from sley_estimate.testing import plain_step, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import any_lists
@@ -113,7 +113,7 @@ def test_an_exchange_waits_for_its_lane_and_for_all_members():
 @pytest.mark.parametrize(("computing", "end"), [(0.0, 3.0), (1.0, 3.0), (5.0, 6.0)], ids=["at once", "early", "late"])
 def test_what_does_not_overlap_is_work_of_each_member_that_waits(computing, end):
     """Two seconds of three run beside computing; who does not wait does not work for it."""
-    shared = Exchange("x", "lane", (0, 1), *Cost(0.0, 3.0).with_overlap(2 / 3))
+    shared = Exchange("x", "lane", (0, 1), *Cost(0.0, 3.0).split_overlap(2 / 3))
     lanes = Lanes([[Begin(shared), Compute(computing), Await("x")], [Begin(shared)]])
     lanes.run()
     assert lanes.ends_s == pytest.approx([end, 0.0])
@@ -164,7 +164,7 @@ def plan_of(**changes: Any) -> Plan:
     return plan_from_dict(small_plan(**{"data": data, "precision": {"compute": "fp32"}, **changes}))
 
 
-def machine_of(plan: Plan, host: float) -> MachineFile:
+def load_machine_with_ranks(plan: Plan, host: float) -> MachineFile:
     """A machine on which each layer of `plan` takes what is counted, and its host `host` times as long to start it."""
     layers = timed_layers(plan, host=host, launch_s=0.0)
     return machine_from_dict(small_machine(device__launch_s=0.0, layers=layers, engine=ENGINE))
@@ -174,9 +174,9 @@ def machine_of(plan: Plan, host: float) -> MachineFile:
 @pytest.mark.parametrize("host", [0.01, 3.0])
 def test_a_step_has_the_host_of_its_layers_and_of_its_engine(host: float) -> None:
     plan = plan_of()
-    machine, num_micros = machine_of(plan, host), plan.num_micros(plan.topology(1))
+    machine, num_micros = load_machine_with_ranks(plan, host), plan.num_micros(plan.topology(1))
     found = estimate_seconds(plan, 1, machine)
-    num_parameters = len({id(one) for layer in first_draft(plan, 1).model.layers for one in layer.module.parameters()})
+    num_parameters = len({id(one) for layer in build_first_draft(plan, 1).model.layers for one in layer.module.parameters()})
     engine_s = EngineTable(**ENGINE).seconds(num_parameters, num_micros)
     layers_s = sum(one.seconds.forward + one.seconds.backward for one in found.layers) * num_micros
     # in what was recorded, the first micro-batch has fewer operators than those after it
@@ -200,7 +200,7 @@ def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any
         machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul)) for value in (1e-3, 0.0)
     )
     one, other = (estimate_seconds(plan, 1, machine).step.devices_s for machine in (slow, fast))
-    num_parameters = len({id(one) for layer in first_draft(plan, 1).model.layers for one in layer.module.parameters()})
+    num_parameters = len({id(one) for layer in build_first_draft(plan, 1).model.layers for one in layer.module.parameters()})
     assert one - other == pytest.approx(num_parameters * 1e-3 if is_waited_for else 0.0, abs=1e-9)
 
 
@@ -208,19 +208,21 @@ def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
     known = EngineTable(**ENGINE)
     seconds = {
         (count, micros): known.step_s + known.parameter_s * count + micros * (known.micro_s + known.gradient_s * count)
-        for count in WEIGHTS
-        for micros in MICROS
+        for count in WEIGHT_COUNTS
+        for micros in MICRO_COUNTS
     }
-    assert solved(seconds).model_dump() == pytest.approx(ENGINE)
-    assert EngineTable(**ENGINE).seconds(WEIGHTS[0], MICROS[1]) == pytest.approx(seconds[WEIGHTS[0], MICROS[1]])
-    flat = solved(dict.fromkeys(seconds, 1.0))
+    assert solve_engine_table(seconds).model_dump() == pytest.approx(ENGINE)
+    assert EngineTable(**ENGINE).seconds(WEIGHT_COUNTS[0], MICRO_COUNTS[1]) == pytest.approx(
+        seconds[WEIGHT_COUNTS[0], MICRO_COUNTS[1]]
+    )
+    flat = solve_engine_table(dict.fromkeys(seconds, 1.0))
     assert flat.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_engine_is_timed_by_runs_of_it(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the figures say what the engine takes there; no machine file of one has them."""
-    monkeypatch.setattr(engine, "TURNS", 2)
+    monkeypatch.setattr(engine, "NUM_TURNS", 2)
     plan = plan_from_dict(small_plan(precision={"compute": compute}))
     with World.alone("cpu") as world:
         found = measure_engine(world.device, plan)
@@ -234,11 +236,11 @@ class Heard:
     def __init__(self):
         self.events = []
 
-    def copied(self, kind, stream, num_bytes, after):
+    def on_copy(self, kind, stream, num_bytes, after):
         self.events.append((kind, stream, num_bytes, after))
         return len([word for word in self.events if len(word) == 4]) - 1
 
-    def awaited(self, number):
+    def on_wait(self, number):
         self.events.append(("awaited", number))
 
 
@@ -253,7 +255,7 @@ def fake():
             device = torch.empty(4)
         return copies, device.view(torch.uint8), copies.memory(16).data
 
-    with tensors.watched():
+    with tensors.patch_torch():
         yield made
 
 
@@ -297,13 +299,13 @@ def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:
 
 
 def test_copies_of_a_longer_step_follow_and_are_awaited_as_in_the_one_that_was_recorded() -> None:
-    work = Computed((Operator("mm", 8),))
+    work = ComputeEvent((Operator("mm", 8),))
 
-    out = Began("to_host", HOST, "0", 16)
-    back = Began("to_device", HOST, "1", 16, after=Earlier(out.queue, 1))
-    events = (work, out, back, Awaited(Earlier(back.queue, 1)))
+    out = BeginEvent("to_host", HOST, "0", 16)
+    back = BeginEvent("to_device", HOST, "1", 16, after=ExchangeReference(out.queue, 1))
+    events = (work, out, back, WaitEvent(ExchangeReference(back.queue, 1)))
     step = RecordedStep((), [(Action(Kind.FORWARD, 0, micro), events) for micro in range(2)], ())
-    longer = expanded(step, [Action(Kind.FORWARD, 0, micro) for micro in range(5)])
+    longer = expand_step(step, [Action(Kind.FORWARD, 0, micro) for micro in range(5)])
     assert longer.events == [*events] * 5
 
 
@@ -312,7 +314,7 @@ def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction() -
     machine = machine_from_dict(small_machine(host=table))
     assert copy_cost("to_host", 10**6, machine) == (1e-5, 1e-3, 0.0)
     assert copy_cost("to_device", 10**6, machine) == (1e-5, 5e-4, 0.0)
-    assert on_host_s([Operator("adamw", 10**6), Operator("copy", 10**6)], machine) == 5e-4
+    assert host_operators_s([Operator("adamw", 10**6), Operator("copy", 10**6)], machine) == 5e-4
 
 
 def test_a_cpu_without_a_table_copies_at_its_bandwidth_and_a_gpu_is_refused() -> None:
@@ -321,7 +323,7 @@ def test_a_cpu_without_a_table_copies_at_its_bandwidth_and_a_gpu_is_refused() ->
     with pytest.raises(PlanError, match="machine-host"):
         copy_cost("to_host", 1, machine_from_dict(small_machine()))
     with pytest.raises(PlanError, match="machine-host"):
-        on_host_s([Operator("adamw", 1)], machine_from_dict(small_machine(host={"to_host": 1e9, "to_device": 1e9})))
+        host_operators_s([Operator("adamw", 1)], machine_from_dict(small_machine(host={"to_host": 1e9, "to_device": 1e9})))
 
 
 def test_copies_are_measured_on_this_machine_and_make_a_table() -> None:

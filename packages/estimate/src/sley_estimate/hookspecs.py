@@ -1,7 +1,6 @@
-"""The hook by which a plugin may tell a search what to try.
+"""The hook with which a plugin suggests variants for a search.
 
-A plugin neither imports this package nor requires it: it returns plain mappings, and `optionalhook` allows the hook to be
-unknown.
+A plugin neither imports nor requires this package: it returns plain mappings, and `optionalhook` allows an unknown hook.
 
     @hookimpl(optionalhook=True)
     def sley_estimate_hints():
@@ -26,17 +25,17 @@ if TYPE_CHECKING:
 def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[empty-body]
     """Returns hints for `train-cli search`, by the names of records in a plan (`"plugin.record"`):
 
-    variants: tables, without `use`, that a search tries where the plan leaves the choice open; `[{}]` is one with the defaults.
-        Without any, a search uses the record only if the plan names it.
-    copies: of an activation policy, whether it copies saved tensors of the layers in its attribute `names` to the host.
-    in_steps: of an offload manager, a function of its config that returns whether it moves memory in every step, and so may be
-        replaced by a search; without it every manager does.
+    variants: tables, without `use`, that a search tries if the plan does not fix the choice. `[{}]` is one with the defaults.
+        Without variants, a search uses the record only if the plan names it.
+    copies: whether an activation policy copies saved tensors of the layers in its attribute `names` to the host.
+    in_steps: for an offload manager, a function from its config to whether it moves memory in every step. If so, a search may
+        replace it. The default returns True.
     """
 
 
 @dataclass(frozen=True)
 class Hint:
-    """A plugin's hint for one record, as `sley_estimate_hints` describes it."""
+    """A plugin's hint for one record; `sley_estimate_hints` describes the fields."""
 
     variants: Sequence[Mapping[str, Any]] = ()
     copies: bool = False
@@ -48,9 +47,9 @@ NO_HINT = Hint()
 CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
 
 
-def hints_of(plugin: Plugin) -> Mapping[str, Hint]:
-    """Returns a plugin's hints, by full names of records. Raises PluginError "plugin-invalid" for a hook that fails, an unknown
-    record, or an unknown key.
+def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
+    """Returns the hints of a plugin by full record name. Raises PluginError "plugin-invalid" if the hook fails or names an
+    unknown record or key.
     """
     if plugin.name == CORE:
         return CORE_HINTS
@@ -59,7 +58,7 @@ def hints_of(plugin: Plugin) -> Mapping[str, Hint]:
         return {}
     names = {f"{plugin.name}.{name}" for records in plugin.records.values() for name in records}
     try:
-        hints = {name: Hint(**facts) for each in hook() for name, facts in each.items()}
+        hints = {name: Hint(**options) for mapping in hook() for name, options in mapping.items()}
     except Exception as error:
         message = f"{plugin.label} failed in `{sley_estimate_hints.__name__}`: {type(error).__name__}: {error}"
         raise PluginError("plugin-invalid", message) from error
@@ -69,9 +68,9 @@ def hints_of(plugin: Plugin) -> Mapping[str, Hint]:
     return hints
 
 
-def hint_of(loader: Loader, name: str) -> Hint:
-    """Returns the hint for the record `name` of a plan; none for a factory. Raises as `hints_of`."""
+def record_hint(loader: Loader, name: str) -> Hint:
+    """Returns the hint for the record `name` of a plan, or `NO_HINT` for a factory. Raises the errors of `plugin_hints`."""
     plugin = name.partition(".")[0]
     if ":" in name or plugin not in loader.names():
         return NO_HINT
-    return hints_of(loader.load(plugin)).get(name, NO_HINT)
+    return plugin_hints(loader.load(plugin)).get(name, NO_HINT)

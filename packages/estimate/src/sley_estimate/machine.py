@@ -1,6 +1,6 @@
-"""The machine file: its tables, and reading and writing it. Units: seconds, bytes, FLOPs; a bandwidth is bytes per second.
+"""Defines, reads and writes the machine file. Units: seconds, bytes, FLOPs; a bandwidth is bytes per second.
 
-Every figure has limits that no machine exceeds, so that a slip of the pen (milliseconds for seconds, a sign) is refused.
+Every figure has limits that no machine exceeds, so that typing errors (milliseconds for seconds, a sign) raise an error.
 `train-cli calibrate` writes the file. Imports no torch.
 """
 
@@ -32,79 +32,82 @@ class MatmulTable(Table):
     """Products of one dtype: n FLOPs take (n + half_flops) / flops_per_s seconds."""
 
     flops_per_s: Rate
-    """The rate of the largest products; not the peak of a datasheet."""
+    """The rate of the largest products, not the peak in a datasheet."""
 
     half_flops: Annotated[float, Field(ge=0, le=1e15), Words("FLOPs, from 0 to 1e15")] = 0.0
-    """FLOPs of a product that reaches half of that rate: small products do not fill a device."""
+    """FLOPs of a product that reaches half of that rate, since small products do not fill a device."""
 
 
 class MatmulsTable(Table):
     """Products by the dtype of their inputs, `[device.matmul.bf16]`."""
 
     fp64: MatmulTable | None = None
-    fp32: MatmulTable | None = None  # where tensor cores multiply them as tf32, at that rate
+    fp32: MatmulTable | None = None  # at the rate of tf32 if tensor cores use it
     bf16: MatmulTable | None = None
     fp16: MatmulTable | None = None
 
 
 class DeviceTable(Table):
-    """One device, as a rank has it."""
+    """The device of a rank."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    """Printed with estimates."""
+    """The name printed with estimates."""
 
     kind: Literal["cpu", "cuda"]
-    """On `"cuda"` the host starts kernels ahead of the device, and a step takes the longer of both; on `"cpu"` both add up."""
+    """On `"cuda"` the host launches kernels ahead of the device, and a step takes the maximum of both. On `"cpu"` both add up.
+    """
 
     memory: Annotated[int, Field(ge=10**6, le=10**14), Words("bytes, from 1e6 to 1e14")] | None = None
     """Bytes of memory."""
 
     memory_bandwidth: Bandwidth
-    """Bytes per second that an operator reads and writes together."""
+    """Bytes per second that an operator reads and writes in total."""
 
     launch_s: Annotated[float, Field(ge=0, le=0.1), Words("seconds, from 0 to 0.1")]
-    """Seconds of the host for one operator."""
+    """Seconds of the host to launch one operator."""
 
     step_s: Annotated[float, Field(ge=0, le=60), Words("seconds, from 0 to 60")] = 0.0
-    """Seconds of a step beside its operators and exchanges."""
+    """Seconds of a step outside its operators and exchanges."""
 
     matmul: MatmulsTable
-    """How fast it multiplies, by dtype."""
+    """The rates of products by dtype."""
 
 
-class WayTable(Table):
+class ExchangeTable(Table):
     """One kind of exchange over a link."""
 
     latency_s: Latency
-    """Seconds from one rank to another whatever the bytes."""
+    """Seconds from one rank to another, independent of the bytes."""
 
     bandwidth: Bandwidth
-    """Bytes per second that a rank sends while it receives as many; of all ranks of a host together where it is `shared`."""
+    """Bytes per second that a rank sends while it receives as many. If the link is `shared`, the sum over all ranks of a host.
+    """
 
     overlap: Annotated[float, Field(ge=0, le=1), Words("a share, from 0 to 1")] = 1.0
-    """The share of an exchange that runs beside computing. A rank that waits works for the rest: for all of it where ranks read
-    each other's memory, for some where threads that carry messages need the cores that compute."""
+    """The share of an exchange that overlaps with computing. A waiting rank works for the remainder: for all of it if ranks
+    read
+    each other's memory, and for a part if message threads need the computing cores."""
 
 
-class LinkTable(WayTable):
-    """A link between ranks; a kind of exchange with other figures has a table of its own."""
+class LinkTable(ExchangeTable):
+    """A link between ranks. A kind of exchange with different figures has its own table."""
 
     shared: bool = False
-    """Whether the ranks of a host share the bandwidth, as of one network card."""
+    """Whether the ranks of a host share the bandwidth, such as that of one network card."""
 
-    send: WayTable | None = None
+    send: ExchangeTable | None = None
     """Messages between stages."""
 
-    sum: WayTable | None = None
+    sum: ExchangeTable | None = None
     """All-reduces."""
 
-    gather: WayTable | None = None
+    gather: ExchangeTable | None = None
     """All-gathers."""
 
-    reduce: WayTable | None = None
+    reduce: ExchangeTable | None = None
     """Reduce-scatters."""
 
-    swap: WayTable | None = None
+    swap: ExchangeTable | None = None
     """All-to-alls."""
 
 
@@ -118,11 +121,11 @@ class LinksTable(Table):
     """Between ranks of different hosts."""
 
     ranks_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Ranks that run on one host: rank r is on host r // ranks_per_host."""
+    """Ranks on one host. Rank r is on host r // ranks_per_host."""
 
 
 class HostTable(Table):
-    """Copies between device and host, and an optimizer that steps on the host."""
+    """Copies between device and host, and an optimizer on the host."""
 
     to_host: Bandwidth
     """Bytes per second from the device."""
@@ -131,31 +134,31 @@ class HostTable(Table):
     """Bytes per second to the device."""
 
     latency_s: Latency = 0.0
-    """Seconds of a copy whatever its bytes."""
+    """Seconds of a copy, independent of its bytes."""
 
     memory_bandwidth: Bandwidth | None = None
-    """Bytes per second that an operator on the host's cores reads and writes together."""
+    """Bytes per second that an operator on the host's cores reads and writes in total."""
 
 
 class EngineTable(Table):
-    """The host's seconds of a step beside its layers, on one rank, clipped, with AdamW, where the host runs ahead."""
+    """The host's seconds of a step outside its layers if the host runs ahead, on one rank with clipping and AdamW."""
 
     step_s: Latency
-    """Seconds of a step, whatever its size."""
+    """Seconds of a step, independent of its size."""
 
     parameter_s: Latency
-    """Seconds for each trained parameter of a rank, once a step."""
+    """Seconds per trained parameter of a rank and step."""
 
     micro_s: Latency
     """Seconds of a micro-batch."""
 
     gradient_s: Latency
-    """Seconds for each trained parameter and micro-batch."""
+    """Seconds per trained parameter and micro-batch."""
 
     def seconds(self, num_trained: int, num_micros: int) -> float:
-        """Returns the seconds of a step with so many trained parameters and micro-batches."""
-        of_micro_s = self.micro_s + self.gradient_s * num_trained
-        return self.step_s + self.parameter_s * num_trained + of_micro_s * num_micros
+        """Returns the seconds of a step with `num_trained` trained parameters and `num_micros` micro-batches."""
+        micro_batch_s = self.micro_s + self.gradient_s * num_trained
+        return self.step_s + self.parameter_s * num_trained + micro_batch_s * num_micros
 
 
 class LayerTable(Table):
@@ -165,22 +168,23 @@ class LayerTable(Table):
     """Digest of the layer's class, parameters and inputs."""
 
     name: str
-    """The first layer of the model that has it."""
+    """The first layer of the model with this key."""
 
     forward: Measured
     """Seconds of its forward."""
 
     backward: Measured
-    """Seconds of its whole backward, recomputation included."""
+    """Seconds of its whole backward, with recomputation."""
 
     input_gradient: Measured
-    """Seconds of the first half of a split backward, recomputation included."""
+    """Seconds of the first half of a split backward, with recomputation."""
 
     weight_gradient: Measured
     """Seconds of the second half."""
 
     host_forward: Measured = 0.0
-    """Seconds of the host to start each, where it runs ahead of the device, without the accumulation of gradients; else 0."""
+    """Seconds of the host to launch the forward, or 0 if the host does not run ahead. Excludes the accumulation of gradients.
+    """
 
     host_backward: Measured = 0.0
     host_input_gradient: Measured = 0.0
@@ -190,13 +194,13 @@ class LayerTable(Table):
     """Bytes of its output."""
 
     activations: str | None = None
-    """The activation policy under which it was timed; a layer that policies leave alone is listed once."""
+    """The activation policy of the measurement. A layer that policies do not affect is listed once."""
 
     micro_size: Annotated[int, Field(ge=1)] | None = None
     """Samples of the micro-batch."""
 
     sp: Annotated[int, Field(ge=1)] = 1
-    """Over how many ranks a sequence was cut."""
+    """The number of ranks that share a sequence."""
 
 
 class MachineFile(Table):
@@ -212,13 +216,13 @@ class MachineFile(Table):
     """The links between ranks."""
 
     host: HostTable | None = None
-    """Copies that offload makes."""
+    """The copies of offload."""
 
     engine: EngineTable | None = None
-    """The host's seconds beside layers."""
+    """The host's seconds outside layers."""
 
     layers: Array[LayerTable] = ()
-    """Layers that were timed; others are counted from their operators, in proportion to variants listed here."""
+    """The timed layers. Other layers are counted from their operators, in proportion to variants listed here."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> MachineFile:
@@ -229,52 +233,55 @@ class MachineFile(Table):
     @model_validator(mode="after")
     def _check_keys(self) -> MachineFile:
         keys = [layer.key for layer in self.layers]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ValueError(f"the layer {twice[0]} is listed twice")
+        duplicates = sorted({key for key in keys if keys.count(key) > 1})
+        if duplicates:
+            raise ValueError(f"the layer {duplicates[0]} is listed twice")
         return self
 
 
-MAKE = "`train-cli calibrate --out machine.toml` writes one"
+CALIBRATE_HINT = "`train-cli calibrate --out machine.toml` writes one"
 
 
 def load_machine(path: str | Path) -> MachineFile:
     """Returns the machine that the file at `path` describes. Imports no torch.
 
-    Raises PlanError, with the line of the fault: "machine-missing" and the like for a file that cannot be read as TOML,
-    "machine-format" for another format, and what is wrong with each key ("missing-key", "unknown-key", "out-of-range",
+    Raises PlanError with the line of the fault: "machine-missing" and similar codes for a file that cannot be read as TOML,
+    "machine-format" for another format, and the code of the fault for a key ("missing-key", "unknown-key", "out-of-range",
     "wrong-type", "wrong-value").
     """
     try:
         document = read_file(path)
     except PlanError as error:
         problems = []
-        for each in error.diagnostics:
-            code, message = each.code.replace("plan-", "machine-", 1), each.message.replace("not a plan", "not a machine file")
-            hint = MAKE if code == "machine-missing" else each.hint
-            problems.append(replace(each, code=code, message=message, hint=hint))
+        for diagnostic in error.diagnostics:
+            code, message = (
+                diagnostic.code.replace("plan-", "machine-", 1),
+                diagnostic.message.replace("not a plan", "not a machine file"),
+            )
+            hint = CALIBRATE_HINT if code == "machine-missing" else diagnostic.hint
+            problems.append(replace(diagnostic, code=code, message=message, hint=hint))
         raise PlanError.many(problems) from None
-    return _checked(document)
+    return _validate_machine(document)
 
 
 def machine_from_dict(tables: Mapping[str, Any]) -> MachineFile:
-    """Returns the machine that plain data describes. Raises PlanError as `load_machine`, for a wrong format or key."""
-    return _checked(read_tables(tables))
+    """Returns the machine that plain data describes. Raises the errors of `load_machine` for a wrong format or key."""
+    return _validate_machine(read_tables(tables))
 
 
 def machine_text(machine: MachineFile) -> str:
-    """Returns the file's text; reading it gives an equal machine."""
+    """Returns the text of the machine file. Reading it returns an equal machine."""
     return tomli_w.dumps(to_plain_data(machine))
 
 
-def _checked(document: Document) -> MachineFile:
+def _validate_machine(document: Document) -> MachineFile:
     tables = document.tables
     version = tables.get("format")
     if version != MACHINE_FORMAT or isinstance(version, bool):
         message = "this is no machine file: it has no `format`"
         if "format" in tables:
             message = f"`format` is {describe_value(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
-        raise PlanError.many([document.diagnostic("machine-format", message, ("format",), MAKE)])
+        raise PlanError.many([document.diagnostic("machine-format", message, ("format",), CALIBRATE_HINT)])
     try:
         return MachineFile.model_validate(tables)
     except ValidationError as error:

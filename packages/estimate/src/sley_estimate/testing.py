@@ -1,7 +1,7 @@
-"""For tests of estimates: small machine files, short calibrations, and steps of plain lists.
+"""Helpers for tests of estimates: small machine files, short calibrations, and steps of plain lists.
 
 machine = machine_from_dict(small_machine(links__ranks_per_host=2, layers=timed_layers(plan, times=2.0)))
-with shortly():
+with short_calibration():
     machine, _ = measure(world, plan, timeout_s=30)
 """
 
@@ -19,7 +19,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import device, layers, links
-from sley_estimate.layers.prices import LayerSeconds, priced_layers
+from sley_estimate.layers.prices import LayerSeconds, price_layers
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import message_exchange
 from sley_estimate.step.lanes import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
@@ -41,18 +41,18 @@ _SMALL: Tables = {
 
 
 def small_machine(**changes: Any) -> Tables:
-    """Returns the tables of a machine of one host of eight devices, without timed layers, with `changes` as in `changed`."""
+    """Returns the tables of a machine with one host of eight devices and no timed layers. changes: changes as in `changed`."""
     return changed(_SMALL, **changes)
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
-    """Returns tables `[[layers]]` of the small machine for the layers of `plan`. times: measured over counted seconds, with
-    `launch_s` per operator. host: the host's seconds over the device's.
+    """Returns `[[layers]]` tables of the small machine for the layers of `plan`. times: the ratio of measured to counted
+    seconds, with `launch_s` per operator. host: the ratio of host seconds to device seconds.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
     tables = {}
-    for layer in priced_layers(plan, model, meta_micro_batch(plan, dataset), machine) or ():
+    for layer in price_layers(plan, model, meta_micro_batch(plan, dataset), machine) or ():
         seconds = {name: times * value for name, value in asdict(layer.seconds).items()}
         hosts = {f"host_{name}": host * value for name, value in seconds.items() if not name.startswith("host_")}
         tables[layer.key] = {"key": layer.key, "name": layer.name, "output_bytes": layer.output_bytes, **seconds, **hosts}
@@ -60,20 +60,20 @@ def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: fl
 
 
 @contextmanager
-def shortly() -> Iterator[None]:
-    """Makes calibration measure small tensors a few times within the block: figures of the right kind, worth little."""
+def short_calibration() -> Iterator[None]:
+    """Makes calibration measure small tensors a few times within the block. The figures are valid but inaccurate."""
     with ExitStack() as patches:
         for module, name, value in (
             (device, "SIZES", {"cpu": (32, 64)}),
             (device, "MOVED_BYTES", {"cpu": 1 << 20}),
             (device, "REPETITIONS", 3),
-            (device, "BUCKET", 1 << 14),
+            (device, "BUCKET_NUMEL", 1 << 14),
             (device, "WRITTEN_BYTES", {"cpu": 1 << 16}),
-            (links, "MANY", 1 << 18),
+            (links, "LARGE_BYTES", 1 << 18),
             (links, "EDGE", 64),
             (links, "REPETITIONS", 3),
             (layers, "REPETITIONS", 3),
-            (layers, "REPETITIONS_OF_OTHERS", 1),
+            (layers, "VARIANT_REPETITIONS", 1),
         ):
             patches.enter_context(patch.object(module, name, value))
         yield
@@ -86,8 +86,8 @@ def plain_step(
     messages: Sequence[Cost],
     behind: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepSeconds:
-    """Returns the simulated step of lowered lists, without a plan. parts: the layers of each position. messages: the cost
-    between position i and i + 1. behind: ends of programs, by stage.
+    """Returns the simulated step of lowered lists without a plan. parts: the layers of each position. messages: the cost
+    between position i and i + 1. behind: final instructions of the programs, by stage.
     """
     programs = []
     for stage, steps in enumerate(lists):
@@ -100,7 +100,7 @@ def plain_step(
                 needed = placement.input_of(step, position)
                 if needed is not None and placement.holder(needed.origin).stage != stage:
                     program.append(Await(needed))
-                seconds = sum(layer.of(step.kind) for layer in parts[position])
-                program.append(Compute(seconds, step, sum(layer.host_of(step.kind) for layer in parts[position])))
+                seconds = sum(layer.action_s(step.kind) for layer in parts[position])
+                program.append(Compute(seconds, step, sum(layer.host_action_s(step.kind) for layer in parts[position])))
         programs.append([*program, *(behind or {}).get(stage, ())])
     return simulate_programs(programs)

@@ -150,7 +150,7 @@ def _dry_run(plan: Plan, world: int | None) -> None:
     for note in check_model(plan, size):
         console.say(note)
     largest = max(estimates.bytes_and_seconds(plan, size)[0], key=lambda stage: stage.peak)
-    peak = estimates.shown(largest.peak)
+    peak = estimates.format_bytes(largest.peak)
     console.say(f"dry run on {ranks(size)}: the first steps succeed; the peak is {peak}, on stage {largest.stage}")
 
 

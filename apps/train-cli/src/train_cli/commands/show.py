@@ -131,8 +131,8 @@ def show(
         raise PlanError("layout", f"rank {rank} does not exist: the ranks are 0 to {topology.world - 1}")
     if timeline and machine is not None:
         estimates = module_of("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
-        known = estimates.machine_of(machine, per_node)
-        typer.echo("\n".join(estimates.drawn_step(resolved, topology.world, known)))
+        known = estimates.load_machine_with_ranks(machine, per_node)
+        typer.echo("\n".join(estimates.draw_step(resolved, topology.world, known)))
     elif timeline:
         typer.echo("\n".join(timeline_lines(resolved, topology)))
     elif form is OutputFormat.json:

@@ -1,1 +1,1 @@
-"""The bytes of a run, from its own steps on tensors without values."""
+"""Estimates the bytes of a run from its own steps on tensors without values."""

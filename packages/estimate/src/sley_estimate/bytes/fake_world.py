@@ -1,8 +1,8 @@
-"""Stands for the device, the peers and the host of a rank that takes steps without values.
+"""Replaces the device, the peers and the host of a rank that runs steps without values.
 
-Tensors on the device have shapes, dtypes and storages. Exchanges and copies are over when they begin, and their results keep
-what they held; the memory that an exchange takes beside its tensors is taken by the real transport's own functions. What other
-stages would announce follows from the layers, which are called on meta. A `StepListener` is told of everything.
+Tensors on the device have shapes, dtypes and storages. Exchanges and copies are complete when they start and do not change
+their results. The real transport's functions allocate the scratch memory of an exchange. The announcements of other stages
+follow from their layers, which run on meta. A `StepListener` receives all events.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sley_core.model.tensors import buffer_format, held_tensors
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.layers.variants import kind_of
+from sley_estimate.layers.variants import module_signature
 from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
 
 CopyKind = Literal["to_host", "to_device"]
@@ -50,27 +50,29 @@ _COLLECTIVES: Mapping[Exchange, Collective] = {
 
 
 class StepListener:
-    """Is told of exchanges, copies and waits of a fake run. This one records nothing."""
+    """Receives the exchanges, copies and waits of a fake run. This class records nothing."""
 
     def __init__(self) -> None:
         self._copies = 0
 
-    def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
-        """Is called when an exchange of `num_bytes` begins; returns a function to call when the rank waits for it."""
+    def on_exchange(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        """Handles the start of an exchange of `num_bytes`. Returns a function that the caller runs when the rank waits for the
+        exchange.
+        """
         return nothing
 
-    def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        """Is called for a copy on stream number `stream`, after copy number `after`; returns its number, in ascending order."""
+    def on_copy(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
+        """Handles a copy on stream number `stream`, after copy number `after`. Returns its number; numbers ascend."""
         self._copies += 1
         return self._copies
 
-    def awaited(self, number: int) -> None:
-        """Is called when the device or the host waits for a copy."""
+    def on_wait(self, number: int) -> None:
+        """Handles a wait of the device or the host for copy `number`."""
 
 
 class FakeCopies:
-    """The copy streams and the host memory of a fake device. runs_ahead: whether copies run beside other work, as on CUDA; else
-    each is complete when `copy` returns.
+    """Holds the copy streams and the host memory of a fake device. runs_ahead: whether copies overlap with other work, as on
+    CUDA. Otherwise each copy is complete when `copy` returns.
     """
 
     def __init__(self, tensors: FakeTensors, *, runs_ahead: bool) -> None:
@@ -78,29 +80,29 @@ class FakeCopies:
         self.listener = StepListener()
         self.tensors = tensors
         self.num_streams = 0
-        self._places: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def stream(self) -> FakeStream:
         self.num_streams += 1
         return FakeStream(self, self.num_streams - 1)
 
     def memory(self, num_bytes: int) -> FakeHostMemory:
-        """Returns host memory, which never counts as the device's."""
-        memory = FakeHostMemory(self.tensors.uncounted(num_bytes, torch.uint8))
+        """Returns host memory, which never counts as device memory."""
+        memory = FakeHostMemory(self.tensors.empty_uncounted(num_bytes, torch.uint8))
         storage = memory.data.untyped_storage()
-        place = storage._cdata
-        self._places[place] = weakref.ref(storage, lambda _: self._places.pop(place, None))
+        key = storage._cdata
+        self._host_storages[key] = weakref.ref(storage, lambda _: self._host_storages.pop(key, None))
         return memory
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._places
+        return storage_id(tensor) in self._host_storages
 
 
 class FakeStream(HostStream):
-    """A stream of copies. under_way: numbers of copies that nothing has waited for."""
+    """A copy stream. pending: the numbers of copies without a wait so far."""
 
     def __init__(self, copies: FakeCopies, number: int) -> None:
-        self.under_way: deque[int] = deque()
+        self.pending: deque[int] = deque()
         self._copies = copies
         self._number = number
         self._after: int | None = None
@@ -110,32 +112,32 @@ class FakeStream(HostStream):
         self._after = event.last
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with patch.object(self._copies.tensors, "listener", None):  # a copy is no operator of the device
+        with patch.object(self._copies.tensors, "listener", None):  # a copy is not an operator of the device
             super().copy(target, source)
         kind: CopyKind = "to_host" if self._copies.is_on_host(target) else "to_device"
         after, self._after = self._after, None
-        self.under_way.append(self._copies.listener.copied(kind, self._number, source.nbytes, after))
+        self.pending.append(self._copies.listener.on_copy(kind, self._number, source.nbytes, after))
         if not self._copies.runs_ahead:
-            self.wait_until(self.under_way[-1])
+            self.wait_until(self.pending[-1])
 
     def record(self) -> CopyEvent:
-        return FakeEvent(self, self.under_way[-1] if self.under_way else None)
+        return FakeEvent(self, self.pending[-1] if self.pending else None)
 
     def wait_until(self, number: int) -> None:
-        """Waits for copy `number` and all before it on this stream."""
-        while self.under_way and self.under_way[0] <= number:
-            self._copies.listener.awaited(self.under_way.popleft())
+        """Waits for copy `number` and all earlier copies on this stream."""
+        while self.pending and self.pending[0] <= number:
+            self._copies.listener.on_wait(self.pending.popleft())
 
 
 class FakeEvent:
-    """A point of a stream. last: the number of the last copy before it; None if all had been waited for."""
+    """A point of a stream. last: the number of the last copy before it, or None if all copies were complete."""
 
     def __init__(self, stream: FakeStream, last: int | None) -> None:
         self.last = last
         self._stream = stream
 
     def is_done(self) -> bool:
-        return self.last is None or not self._stream.under_way or self._stream.under_way[0] > self.last
+        return self.last is None or not self._stream.pending or self._stream.pending[0] > self.last
 
     def wait(self) -> None:
         if self.last is not None:
@@ -146,7 +148,7 @@ class FakeEvent:
 
 
 class FakeHostMemory(HostMemory):
-    """Host memory outside of torch's."""
+    """Host memory that is not allocated by torch."""
 
     def __init__(self, data: Tensor) -> None:
         self.num_bytes = data.numel()
@@ -156,7 +158,7 @@ class FakeHostMemory(HostMemory):
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """Stands for `torch_device`. tensors: makes its tensors."""
+    """A fake stand-in for `torch_device`. tensors: the mode that makes its tensors."""
 
     tensors: FakeTensors = field(kw_only=True)
     copies: FakeCopies = field(kw_only=True)
@@ -168,19 +170,19 @@ class FakeDevice(Device):
         return usual
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` as a fake tensor of the device, with new memory where copies run ahead (CUDA) or the device is
-        another; on a CPU it shares the memory of `tensor`, which is not counted here.
+        """Returns `tensor` as a fake tensor of the device. It has new memory where copies run ahead (CUDA) or the devices
+        differ. On a CPU it shares the memory of `tensor`, which does not count here.
         """
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:
-            return self.tensors.of(tensor, counts=self.copies.runs_ahead)
+            return self.tensors.from_values(tensor, counts=self.copies.runs_ahead)
         with self.tensors:
             return torch.empty_like(tensor, device=self.torch_device)
 
     def again(self, memory: Tensor) -> Tensor:
-        alias = self.tensors.uncounted(memory.numel(), memory.dtype)
-        self.tensors.ledger.place_in(alias, memory)
+        alias = self.tensors.empty_uncounted(memory.numel(), memory.dtype)
+        self.tensors.ledger.share_address(alias, memory)
         return alias
 
     def bytes_of(self, memory: Tensor) -> memoryview:
@@ -194,57 +196,58 @@ class FakeDevice(Device):
 
 
 class FakeWork(Done):
-    """A complete exchange that counts as under way until the rank waits for it: a rank that found it complete would wait at
-    once. wait: called at the wait. sums: takes the memory with which the rank adds its peers' parts, at the wait or in the
-    next entry of the list, by when they have come as a rule.
+    """A complete exchange that counts as pending until the rank waits for it, since ranks wait at once for complete exchanges.
+
+    on_wait: a function called at the wait. reduce: allocates the memory for summing the peers' parts. It is called at the wait
+    or in the next entry of the list, when the parts have usually arrived.
     """
 
-    def __init__(self, waits: Callable[[], None], sums: Callable[[], None], progress: ActionProgress) -> None:
-        self._waits = waits
-        self._sums: Callable[[], None] | None = sums
+    def __init__(self, on_wait: Callable[[], None], reduce: Callable[[], None], progress: ActionProgress) -> None:
+        self._on_wait = on_wait
+        self._reduce: Callable[[], None] | None = reduce
         self._progress = progress
-        self._began_in = progress.pending
+        self._start_entry = progress.pending
         self._is_awaited = False
 
     def test(self) -> bool:
-        if self._progress.pending is not self._began_in:
-            self._sum()
+        if self._progress.pending is not self._start_entry:
+            self._run_reduce()
         return self._is_awaited
 
     def wait(self) -> None:
-        self._sum()
+        self._run_reduce()
         self._is_awaited = True
-        self._waits()
+        self._on_wait()
 
     def wait_sent(self) -> None:
         self.wait()
 
-    def _sum(self) -> None:
-        if self._sums is not None:
-            sums, self._sums = self._sums, None
-            sums()
+    def _run_reduce(self) -> None:
+        if self._reduce is not None:
+            reduce, self._reduce = self._reduce, None
+            reduce()
 
 
 @dataclass(eq=False)
 class FakeTransport(Transport):
-    """Stands for the transport of `lane`. scratch_rows: rows of its callers' scratch memory for a shard of n rows. scratch:
-    allocates what it needs to sum a tensor.
+    """A fake stand-in for the transport of `lane`. scratch_rows: returns the rows of scratch memory that a caller needs for a
+    shard of n rows. scratch: allocates the memory needed to sum a tensor.
     """
 
     members: Members
     lane: str
-    began: Callable[[Collective, str, str, int], Callable[[], None]]
+    on_begin: Callable[[Collective, str, str, int], Callable[[], None]]
     scratch_rows: Callable[[int], int]
     scratch: Callable[[Tensor], object]
 
     def num_scratch_rows(self, num_rows: int) -> int:
         return self.scratch_rows(num_rows)
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return self._begin("gather", wholes)
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        return self._begin("gather", outputs)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        return self._begin("reduce", wholes, [whole[: whole.shape[0] // self.members.size] for whole in wholes])
+    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+        return self._begin("reduce", outputs, [output[: output.shape[0] // self.members.size] for output in outputs])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._begin("swap", [sent])
@@ -253,19 +256,21 @@ class FakeTransport(Transport):
         flat = tensor.view(-1)
         return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
-    def _begin(self, kind: Collective, tensors: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Work:
-        """own: the tensors that this rank sums, one after the other."""
-        waits = self.began(kind, self.members.axis, self.lane, sum(tensor.nbytes for tensor in tensors))
+    def _begin(self, kind: Collective, tensors: Sequence[Tensor], reduced: Sequence[Tensor] = ()) -> Work:
+        """Reports the exchange. reduced: the tensors that this rank sums one after the other."""
+        on_wait = self.on_begin(kind, self.members.axis, self.lane, sum(tensor.nbytes for tensor in tensors))
 
-        def sums() -> None:
-            for tensor in own:
+        def reduce() -> None:
+            for tensor in reduced:
                 self.scratch(tensor)
 
-        return FakeWork(waits, sums, self.members.progress.step_progress)
+        return FakeWork(on_wait, reduce, self.members.progress.step_progress)
 
 
-class TakenSteps(Simulation):
-    """Lets a rank take steps on fake tensors. kind: "cpu" or "cuda": gloo takes memory beside what ranks exchange, NCCL not."""
+class StepSimulation(Simulation):
+    """Lets a rank run steps on fake tensors. kind: "cpu" or "cuda". gloo allocates memory in addition to the exchanged tensors;
+    NCCL does not.
+    """
 
     def __init__(self, tensors: FakeTensors, kind: str) -> None:
         self.listener = StepListener()
@@ -273,18 +278,18 @@ class TakenSteps(Simulation):
         self._tensors = tensors
 
     def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
-        """Returns transports that take memory as those of this kind of device: of the installed ones, which CPU ranks use where
-        memory is attached, the first counts.
+        """Returns transports that allocate the same memory as those of this device type. CPU ranks that attach memory use the
+        first installed transport.
         """
         records = installed_transports() if attaches and self._kind == "cpu" else ()
-        own_scratch = records[0].scratch if records else None
-        scratch: Callable[[Tensor], object] = records[0].load(own_scratch) if own_scratch else lambda own: None
+        load_scratch = records[0].scratch if records else None
+        scratch: Callable[[Tensor], object] = records[0].load(load_scratch) if load_scratch else lambda tensor: None
         is_direct = self._kind == "cpu" and not records
         return {
             name: FakeTransport(
                 members,
                 name,
-                self._began,
+                self._report_exchange,
                 Direct(members, name, lane).num_scratch_rows if is_direct else lambda num_rows: 0,
                 scratch,
             )
@@ -294,13 +299,13 @@ class TakenSteps(Simulation):
     def imitate(
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
     ) -> Callable[[], None]:
-        """Reports collectives; messages are in the lists of actions."""
-        return self._began(_COLLECTIVES[kind], members.axis, lane, result.nbytes) if kind in _COLLECTIVES else nothing
+        """Reports collectives. Messages are already in the action lists."""
+        return self._report_exchange(_COLLECTIVES[kind], members.axis, lane, result.nbytes) if kind in _COLLECTIVES else nothing
 
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
     ) -> Callable[[int, int], Description] | None:
-        """Returns a function of stage and chunk that describes the output of that chunk; None without stages."""
+        """Returns a function from stage and chunk to the description of the chunk's output, or None without stages."""
         if plan.parallel.pp == 1:
             return None
         placement, outputs = stage.lists.placement, meta_outputs(plan, stage, dataset, dtype)
@@ -308,64 +313,66 @@ class TakenSteps(Simulation):
 
     def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
         with self._tensors:
-            replace_meta(layers, dtype=dtype, device=torch.device("cpu"))
+            allocate_tensors(layers, dtype=dtype, device=torch.device("cpu"))
 
-    def _began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
-        return self.listener.began(kind, axis, lane, num_bytes)
+    def _report_exchange(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        return self.listener.on_exchange(kind, axis, lane, num_bytes)
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
-    """Returns the descriptions of the outputs of all chunks but the last, from layers on meta; each kind of layer is called
-    once. stage: has all layers of the model. dtype: of the parameters. Raises RunError `estimate-layer` for a layer that fails.
+    """Returns the descriptions of the outputs of all chunks except the last. Layers run on meta, and each distinct layer runs
+    once.
+
+    stage: has all layers of the model. dtype: the dtype of the parameters. Raises RunError `estimate-layer` if a layer fails.
     """
     fields = meta_micro_batch(plan, dataset)
-    known: dict[str, Any] = {}
+    output_by_signature: dict[str, Any] = {}
     outputs: list[Description] = []
     args: tuple[Any, ...] = ()
 
-    def output_of(layer: Layer) -> Any:
+    def call_layer(layer: Layer) -> Any:
         state = meta_state(layer, dtype, plan.precision.keep)
         description, tensors = describe(args[0], layer.name) if args else (None, [])
         shapes = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
         dtypes = [tensor.dtype for tensor in state.values()]
-        kind = repr((kind_of(layer.module, layer.name), layer.fields, description, shapes, dtypes))
-        if kind not in known:
+        signature = repr((module_signature(layer.module, layer.name), layer.fields, description, shapes, dtypes))
+        if signature not in output_by_signature:
             try:
-                known[kind] = meta_output(layer, args, fields, state)
-            except Exception as error:  # the user's forward may not work on meta
+                output_by_signature[signature] = meta_output(layer, args, fields, state)
+            except Exception as error:  # the user's forward may fail on meta
                 raise RunError(
                     "estimate-layer",
                     f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot be called without values: "
                     f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
                     hint="the output of a layer must follow from the shapes of its input",
                 ) from error
-        return known[kind]
+        return output_by_signature[signature]
 
     for _, layers in stage.stages[:-1]:
         for layer in layers:
-            args = (output_of(layer),)
+            args = (call_layer(layer),)
         description, tensors = describe(args[0], layers[-1].name)
         outputs.append(description)
         pairs = zip(description.leaves, tensors, strict=True)
-        entered = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]
-        args = (unflatten(entered, description.structure),)
+        inputs = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]
+        args = (unflatten(inputs, description.structure),)
     return outputs
 
 
-def replace_meta(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces parameters and buffers of `layers`, on meta, by new tensors on `device` with the dtypes of `HostModel.place`;
-    shared tensors stay shared. Other meta tensors that layers refer to move in place.
+def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Replaces the meta parameters and buffers of `layers` by new tensors on `device` with the dtypes of `HostModel.place`.
+    Shared tensors stay shared. Other meta tensors of the layers are replaced in place.
     """
     layers = list(layers)
     registered = {id(module) for layer in layers for module in layer.module.modules()}
-    own = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+    parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     for layer in layers:
         for attribute in held_tensors(layer.name, layer.module, registered):
-            if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in own:
+            if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in parameter_ids:
                 value = torch.empty_like(attribute.tensor, device=device)
-                same = like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
-                torch.utils.swap_tensors(attribute.tensor, same)  # type: ignore[no-untyped-call]  # torch's
-    # By id of the old tensor, which is kept too, so that its id is not reused.
+                replacement = like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
+                torch.utils.swap_tensors(attribute.tensor, replacement)  # type: ignore[no-untyped-call]  # torch's
+    # Keyed by the id of the old tensor. The value keeps the old tensor, so that its id is not reused.
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for module in (module for layer in layers for module in layer.module.modules()):
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

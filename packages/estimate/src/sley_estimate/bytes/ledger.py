@@ -1,4 +1,4 @@
-"""Counts memory: every storage once, from its first use to its end, and where the step was at both."""
+"""Counts memory: every storage once, from its first use until it is freed, with the position in the step at both times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from torch._prims_common import elementwise_dtypes
 from sley_core.comm.copies import storage_id
 from sley_core.run import Run
 
-ALIGNMENT = 64  # of torch's allocations on a host, bytes
+ALIGNMENT = 64  # bytes, of torch's host allocations
 
 
 class StepPlace(NamedTuple):
-    """A place in a step. step: from 1; 0 before the first. entry: of its list, as F0.1. layer: the last one called."""
+    """A position in a step. step: the step number from 1, or 0 before the first step. entry: the list entry, such as F0.1.
+    layer: the layer called last.
+    """
 
     step: int
     entry: str
@@ -28,7 +30,7 @@ class StepPlace(NamedTuple):
 
 
 class StepProgress:
-    """Returns, when called, where the run that it follows is; step 0, "the start of the run", before `follow`."""
+    """Returns the current position of a run when called. Before `follow` it returns step 0, "the start of the run"."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
@@ -43,34 +45,37 @@ class StepProgress:
             return self._place
         progress = self._run.groups.progress.step_progress
         at = progress.step, progress.pending, progress.layer
-        if at != self._at:  # texts are made once per place
+        if at != self._at:  # one text per position
             self._at, self._place = at, StepPlace(progress.step, str(progress.pending), progress.layer)
         return self._place
 
 
 @dataclass(eq=False)
-class MemoryPiece:
-    """The memory of one storage, from event `born` to event `died` (None: still there); place, ended: where the step was then.
-    owner: the part of the run that holds it between two steps; "" if none. A storage that is resized has a piece per size.
+class Allocation:
+    """The memory of one storage, from event `allocated_at` to event `freed_at` (None while it is live). place, free_place: the
+    positions in the step at both events. owner: the part of the run that holds the memory between two steps, or "". A resized
+    storage has one allocation per size.
     """
 
     num_bytes: int
-    born: int
+    allocated_at: int
     place: StepPlace
-    died: int | None = None
-    ended: StepPlace | None = None
+    freed_at: int | None = None
+    free_place: StepPlace | None = None
     owner: str = ""
 
 
 class Ledger:
-    """Records storages. where: gives the place in the step. pieces: by birth. now: bytes. num_events: allocations and frees."""
+    """Records storages. locate: returns the current position in the step. allocations: all allocations, by allocation event.
+    current_bytes: the bytes of live allocations. num_events: the number of allocations and frees.
+    """
 
-    def __init__(self, where: Callable[[], StepPlace]) -> None:
-        self.where = where
-        self.pieces: list[MemoryPiece] = []
-        self.now = 0
+    def __init__(self, locate: Callable[[], StepPlace]) -> None:
+        self.locate = locate
+        self.allocations: list[Allocation] = []
+        self.current_bytes = 0
         self.num_events = 0
-        self._live: dict[int, MemoryPiece] = {}
+        self._live: dict[int, Allocation] = {}
         self._addresses: dict[int, tuple[int, int]] = {}
         self._next_address = ALIGNMENT
         self._to_poll: set[int] = set()
@@ -78,63 +83,67 @@ class Ledger:
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def see(self, tensor: Tensor) -> None:
-        """Counts the storage of `tensor` until it is freed, or notes its new size; skips an ignored one."""
+    def track(self, tensor: Tensor) -> None:
+        """Counts the storage of `tensor` until it is freed, or updates its size. Skips an ignored storage."""
         for watched, reference in list(self._polled.items()):
             if torch.UntypedStorage._expired(reference):
                 del self._polled[watched]
                 torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
-                self._gone(watched, None)
+                self._record_free(watched, None)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
             return
         if key not in self._watched:
-            self._watched[key] = weakref.ref(storage, partial(self._gone, key))
+            self._watched[key] = weakref.ref(storage, partial(self._record_free, key))
             if key in self._to_poll:
                 self._to_poll.discard(key)
                 self.poll(storage)
-        self.resized(storage)
+        self.update_size(storage)
 
     def ignore(self, tensor: Tensor) -> None:
-        """Makes `see` skip the storage of `tensor` from now on."""
+        """Makes `track` skip the storage of `tensor` from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        self._ignored[key] = weakref.ref(storage, partial(self._forget, key))
+        self._ignored[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Checks at each `see` whether `storage` is freed: torch's weak reference to it hides that from Python's."""
+        """Checks at each `track` whether `storage` is freed. torch's weak reference hides the free from Python's weak
+        reference.
+        """
         key = storage._cdata
         if key not in self._watched:
             self._to_poll.add(key)
         elif key not in self._polled:
             self._polled[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes the present size of a counted storage; does nothing for others."""
+    def update_size(self, storage: torch.UntypedStorage) -> None:
+        """Records the current size of a counted storage. Does nothing for other storages."""
         key = storage._cdata
         if key not in self._watched:
             return
-        piece, num_bytes = self._live.get(key), storage.nbytes()
-        if (piece.num_bytes if piece else 0) == num_bytes:
+        allocation, num_bytes = self._live.get(key), storage.nbytes()
+        if (allocation.num_bytes if allocation else 0) == num_bytes:
             return
-        if piece is not None:
+        if allocation is not None:
             self._free(key)
         if num_bytes:
             self.num_events += 1
-            self._live[key] = piece = MemoryPiece(num_bytes, self.num_events, self.where())
-            self.pieces.append(piece)
-            self.now += num_bytes
+            self._live[key] = allocation = Allocation(num_bytes, self.num_events, self.locate())
+            self.allocations.append(allocation)
+            self.current_bytes += num_bytes
 
     def scratch(self, num_bytes: int) -> None:
-        """Adds `num_bytes` that an operator allocates and frees at once."""
+        """Records `num_bytes` that an operator allocates and frees at once."""
         if num_bytes:
             self.num_events += 2
-            place = self.where()
-            self.pieces.append(MemoryPiece(num_bytes, self.num_events - 1, place, self.num_events, place))
+            place = self.locate()
+            self.allocations.append(Allocation(num_bytes, self.num_events - 1, place, self.num_events, place))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns an address for `storage` that no other live storage overlaps, until it is resized; 0 if it is empty."""
+        """Returns the address of `storage`, valid until a resize and without overlap with other live storages, or 0 if it is
+        empty.
+        """
         key, num_bytes = storage._cdata, storage.nbytes()
         if not num_bytes:
             return 0
@@ -145,43 +154,53 @@ class Ledger:
             self._addresses[key] = first, num_bytes
         return first
 
-    def place_in(self, tensor: Tensor, memory: Tensor) -> None:
-        """Sets the address of `tensor`, which must be ignored, to that of `memory`: both are the same memory."""
+    def share_address(self, tensor: Tensor, memory: Tensor) -> None:
+        """Sets the address of `tensor`, which must be ignored, to the address of `memory`: both are the same memory."""
         storage = tensor.untyped_storage()
         assert storage._cdata in self._ignored, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
         self._addresses[storage._cdata] = start, storage.nbytes()
 
-    def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
-        """Returns the live piece of `tensor`; None if it is empty or not counted."""
+    def live_allocation(self, tensor: Tensor) -> Allocation | None:
+        """Returns the live allocation of `tensor`, or None if it is empty or not counted."""
         return self._live.get(storage_id(tensor))
 
-    def move_out(self, tensor: Tensor) -> None:
-        """Sets the piece of `tensor` to 0 bytes, in the past too, and ignores its storage: it lies on another device."""
+    def exclude(self, tensor: Tensor) -> None:
+        """Sets the allocation of `tensor` to 0 bytes, also for the past, and ignores its storage. Used for memory on another
+        device.
+        """
         key = storage_id(tensor)
         self._watched.pop(key, None)
-        if (piece := self._live.pop(key, None)) is not None:
-            self.now -= piece.num_bytes
-            piece.num_bytes = 0
+        if (allocation := self._live.pop(key, None)) is not None:
+            self.current_bytes -= allocation.num_bytes
+            allocation.num_bytes = 0
         self.ignore(tensor)
 
-    def date_back(self, owners: Collection[str], event: int, place: StepPlace) -> None:
-        """Counts live pieces of `owners` from `event` and `place` on, if they came later: a long run has them by then."""
-        for piece in self._live.values():
-            if piece.owner in owners and piece.born > event:
-                piece.born, piece.place = event, place
+    def backdate(self, owners: Collection[str], event: int, place: StepPlace) -> None:
+        """Moves the start of live allocations of `owners` back to `event` and `place`, since a long run already has them at
+        that time.
+        """
+        for allocation in self._live.values():
+            if allocation.owner in owners and allocation.allocated_at > event:
+                allocation.allocated_at, allocation.place = event, place
 
-    def peak(self) -> tuple[int, StepPlace, list[MemoryPiece]]:
-        """Returns the most bytes at once, where the step was at the last event with as many, and the pieces then, by birth;
-        step 0 if there was no memory.
+    def peak(self) -> tuple[int, StepPlace, list[Allocation]]:
+        """Returns the peak bytes, the position of the last event with that many bytes, and the live allocations at that event,
+        oldest first. The step is 0 if there was no memory.
         """
         num_bytes, event = max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
-        place = next((piece.place for piece in self.pieces if piece.born == event), StepPlace(0, "", ""))
-        alive = [piece for piece in self.pieces if piece.born <= event and (piece.died is None or piece.died > event)]
+        place = next(
+            (allocation.place for allocation in self.allocations if allocation.allocated_at == event), StepPlace(0, "", "")
+        )
+        alive = [
+            allocation
+            for allocation in self.allocations
+            if allocation.allocated_at <= event and (allocation.freed_at is None or allocation.freed_at > event)
+        ]
         return num_bytes, place, alive
 
     def curve(self, step: int) -> list[tuple[str, int]]:
-        """Returns (entry, most bytes during it) for each entry of a step in which memory came or went, in order."""
+        """Returns (entry, peak bytes during it) for each entry of a step that allocated or freed memory, in order."""
         curve: list[tuple[str, int]] = []
         for _, total, place in self._totals():
             if place.step != step:
@@ -193,50 +212,54 @@ class Ledger:
         return curve
 
     def _totals(self) -> Iterator[tuple[int, int, StepPlace]]:
-        """Yields (event, bytes after it, place), in order."""
-        events = [(piece.born, piece.num_bytes, piece.place) for piece in self.pieces]
-        events += [(piece.died, -piece.num_bytes, piece.ended) for piece in self.pieces if piece.died and piece.ended]
+        """Yields (event, bytes after it, place) in order."""
+        events = [(allocation.allocated_at, allocation.num_bytes, allocation.place) for allocation in self.allocations]
+        events += [
+            (allocation.freed_at, -allocation.num_bytes, allocation.free_place)
+            for allocation in self.allocations
+            if allocation.freed_at and allocation.free_place
+        ]
         total = 0
         for at, change, place in sorted(events):
             total += change
             yield at, total, place
 
-    def _forget(self, key: int, _: object) -> None:
+    def _remove_ignored(self, key: int, _: object) -> None:
         del self._ignored[key]
         self._addresses.pop(key, None)
 
-    def _gone(self, key: int, _: object) -> None:
+    def _record_free(self, key: int, _: object) -> None:
         self._watched.pop(key, None)
         self._addresses.pop(key, None)
         if key in self._live:
             self._free(key)
 
     def _free(self, key: int) -> None:
-        piece = self._live.pop(key)
+        allocation = self._live.pop(key)
         self.num_events += 1
-        piece.died, piece.ended = self.num_events, self.where()
-        self.now -= piece.num_bytes
+        allocation.freed_at, allocation.free_place = self.num_events, self.locate()
+        self.current_bytes -= allocation.num_bytes
 
 
 _aten = torch.ops.aten
-_CHOOSE = {_aten.where, _aten.masked_fill}  # their bool condition is not converted
+_SELECT_OPS = {_aten.where, _aten.masked_fill}  # their bool condition is not converted
 
-_REDUCE = {_aten.sum, _aten.mean, _aten.prod, _aten.linalg_vector_norm}
-"""They convert their input to the dtype of their result; a mean to fp32 at least."""
+_REDUCTION_OPS = {_aten.sum, _aten.mean, _aten.prod, _aten.linalg_vector_norm}
+"""Operators that convert their input to the dtype of their result; a mean uses at least fp32."""
 
 
 def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Returns the bytes of the copies in a common dtype that the CPU's operator `func` makes inside itself, as for
-    `fp32.add_(fp16)`: TensorIterator has kernels of one dtype only. 0 for other than elementwise operators and reductions.
+    """Returns the bytes of the copies in a common dtype that the CPU operator `func` makes internally, as `fp32.add_(fp16)`
+    does. TensorIterator kernels support one dtype only. Returns 0 unless `func` is an elementwise operator or a reduction.
     """
     packet = func._overloadpacket
-    if packet in _REDUCE:
+    if packet in _REDUCTION_OPS:
         is_mean = packet is _aten.mean and result.dtype.is_floating_point
-        return _copied_bytes([args[0]], torch.promote_types(result.dtype, torch.float32) if is_mean else result.dtype)
+        return _conversion_bytes([args[0]], torch.promote_types(result.dtype, torch.float32) if is_mean else result.dtype)
     if torch.Tag.pointwise not in func.tags or not isinstance(result, Tensor):
         return 0
     inputs = [*args, *(value for name, value in kwargs.items() if name != "out")]
-    if packet in _CHOOSE:
+    if packet in _SELECT_OPS:
         inputs = [value for value in inputs if not (isinstance(value, Tensor) and value.dtype == torch.bool)]
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if all(tensor.dtype == result.dtype for tensor in tensors):
@@ -244,11 +267,11 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     numbers = (value for value in inputs if isinstance(value, Tensor | bool | int | float))
     common = elementwise_dtypes(*numbers, type_promotion_kind=PROMOTION.DEFAULT)[1]
     if result.dtype.is_floating_point and not common.is_floating_point:
-        common = result.dtype  # of integers, as by a division
+        common = result.dtype  # for integers, as in a division
     is_in_place = "out" in kwargs or any(result is tensor for tensor in tensors)
     written = [result] if is_in_place and result.dtype != torch.bool else []
-    return _copied_bytes([*tensors, *written], common)
+    return _conversion_bytes([*tensors, *written], common)
 
 
-def _copied_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
+def _conversion_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)

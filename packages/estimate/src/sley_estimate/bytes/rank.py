@@ -1,7 +1,7 @@
-"""What one rank of a run holds, step by step, by taking its own steps on tensors without values.
+"""Estimates the memory of one rank of a run, step by step, by running its own steps on tensors without values.
 
 fake world ──> assemble ──> first step ──> second ──> third: the curve, and the recording
-                            states are made, orders are learned
+                            creates states, learns orders
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ from sley_core.model.tensors import counted, standing_for
 from sley_core.plan.plan import Plan
 from sley_core.process import disable_gc
 from sley_core.run import Run
-from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
-from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, TakenSteps
-from sley_estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace, StepProgress
-from sley_estimate.layers.operators import as_on_cuda
+from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
+from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, StepSimulation
+from sley_estimate.bytes.ledger import Allocation, Ledger, StepPlace, StepProgress
+from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.step.record import Recording
 from train_cli.on_meta import micro_batch
 
 STEPS = 3
-"""Optimizer states come in the first; buckets have their final order from the second on. Both take as few micro-batches as the
-schedule allows, the first only while its peak is below that of the third: states that come may be there twice, beside pools
-that more micro-batches fill.
+"""The first step creates the optimizer states, and buckets have their final order from the second step on. Both have as few
+micro-batches as the schedule allows. The first step is repeated with more if its peak is the highest: new states may exist
+twice while more micro-batches fill the pools.
 """
 
-POOLED = ("pools", "messages")
-"""Parts that a long run has from a step's start; first steps of few micro-batches do not fill them."""
+POOL_PARTS = ("pools", "messages")
+"""Parts that exist at the start of a step in a long run. First steps with few micro-batches do not fill them."""
 
-STEPPED = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
-BATCHES = 2  # the one that is trained on, and the one that the feed has ready
+OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
+BATCHES = 2  # the batch of the step, and the next batch of the feed
 
-LEAST_MICROS = 3
-"""The first, those in between, the last: gradients come with the first, and are reduced with the last."""
+MIN_MICROS = 3
+"""The first micro-batch, which allocates gradients, one between, and the last, which reduces them."""
 
-LEAST_BETWEEN_STAGES = 12
-"""A link may have eight messages under way that nothing waits for, while one is written, one is used and one is expected."""
+MIN_MICROS_BETWEEN_STAGES = 12
+"""A link may have eight pending messages without a wait, while one is written, one is used and one is expected."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What rank `rank` of stage `stage` holds, in bytes of its device.
+    """The memory of rank `rank` of stage `stage`, in bytes of its device.
 
-    states: by part, between two steps. batch: of samples on the device. peak: the most at once, at `place`; alive: its parts,
-    by owner. curve: (entry, most bytes) of the step with the peak, the first or a later one. num_micros: micro-batches taken,
-    of the plan's of_micros; more would not change the peak.
+    states: bytes by part between two steps. batch: the bytes of samples on the device. peak: the peak bytes, reached at
+    `place`. alive: the peak by owner. curve: (entry, peak bytes) of the step with the peak, which is the first or a later one.
+    num_micros: the number of simulated micro-batches. of_micros: the number of micro-batches in the plan; simulating all of
+    them would not change the peak.
     """
 
     rank: int
@@ -86,67 +87,69 @@ def rank_bytes(
     plan: Plan,
     rank: int,
     size: int,
-    recipes: Recipes | None = None,
+    result_cache: OpResultCache | None = None,
     draft: Draft | None = None,
     recording: Recording | None = None,
 ) -> RankBytes:
-    """Returns the bytes of rank `rank` of `size`, from steps in a fake world; needs no devices and no peers.
+    """Returns the bytes of rank `rank` of `size` from steps in a fake world. Needs no devices and no peers.
 
-    recipes: results of operations of other ranks of this plan; added to. draft: the plan's model and stages, which is used up.
-    recording: records the last step. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a
-    layer that needs values, `estimate-late` after `limits.estimate_timeout_s`.
+    result_cache: the operation results of other ranks of this plan; new results are added. draft: the plan's model and stages,
+    which the run consumes. recording: records the last step. Raises PlanError for each failed check of the plan, RunError
+    `estimate-layer` for a layer that needs values, and RunError `estimate-late` after `limits.estimate_timeout_s`.
     """
-    recipes = recipes or Recipes()
-    result, is_exact = _steps_taken(plan, rank, size, recipes, draft, recording, is_first_whole=False)
+    result_cache = result_cache or OpResultCache()
+    result, is_exact = _run_steps(plan, rank, size, result_cache, draft, recording, is_first_full=False)
     if result.place.step == 1 and not is_exact:
-        result, _ = _steps_taken(plan, rank, size, recipes, None, recording, is_first_whole=True)
+        result, _ = _run_steps(plan, rank, size, result_cache, None, recording, is_first_full=True)
     return result
 
 
-def _steps_taken(
+def _run_steps(
     plan: Plan,
     rank: int,
     size: int,
-    recipes: Recipes,
+    result_cache: OpResultCache,
     draft: Draft | None,
     recording: Recording | None,
     *,
-    is_first_whole: bool,
+    is_first_full: bool,
 ) -> tuple[RankBytes, bool]:
-    """Takes `STEPS` steps; returns the bytes, and whether the first step had as many micro-batches as the last. is_first_whole:
-    makes it so; else it has few, and pools count from its start, so that the peak is not below the true one.
+    """Runs `STEPS` steps. Returns the bytes, and whether the first step had as many micro-batches as the last.
+
+    is_first_full: runs the first step with as many micro-batches. Otherwise it has few, and pools count from its start, so that
+    the peak is not underestimated.
     """
-    with fake_run(plan, rank, size, recipes, draft) as (run, ledger, tensors):
+    with fake_run(plan, rank, size, result_cache, draft) as (run, ledger, tensors):
         if recording is not None:
             recording.follow(run, tensors)
         of_micros = plan.num_micros(run.topology)
-        has_tree = run.store.reduction.fixed_order  # of sums, which grows with the number of micro-batches
-        micros = of_micros if has_tree else fewest_micros(run.stepper.lists, of_micros)
-        few = least_micros(run.stepper.lists, of_micros)
-        first = micros if is_first_whole else few
+        has_reduction_tree = run.store.reduction.fixed_order  # the tree of sums grows with the number of micro-batches
+        micros = of_micros if has_reduction_tree else peak_preserving_micros(run.stepper.lists, of_micros)
+        min_micros = min_schedulable_micros(run.stepper.lists, of_micros)
+        first = micros if is_first_full else min_micros
         batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
-        # Masters and states of an optimizer that steps on the host are there, except on a CPU, which is its own host.
-        on_host = STEPPED if is_cuda and run.stepper.update.masters.home is not None else frozenset[str]()
-        kernels = as_on_cuda(recording.note if recording else None) if is_cuda else nullcontext()
+        # Master weights and states of a host optimizer are on the host, except on a CPU, which is its own host.
+        on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.home is not None else frozenset[str]()
+        kernels = imitate_cuda(recording.record_kernel if recording else None) if is_cuda else nullcontext()
         starts = []
-        with counted(lambda: ledger.now), kernels:
-            for num_micros in (first, *[few] * (STEPS - 2), micros):
+        with counted(lambda: ledger.current_bytes), kernels:
+            for num_micros in (first, *[min_micros] * (STEPS - 2), micros):
                 starts.append(ledger.num_events)
                 if recording is not None and len(starts) == STEPS:
                     recording.begin()
-                # New tensors over the same memory: layers keep results of each tensor.
+                # New tensors over the same memory, since layers cache results by tensor.
                 take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micros)])
                 _set_owners(run, ledger, on_host)
-                gc.collect(0)  # reference cycles count to the step's end
+                gc.collect(0)  # reference cycles count until the end of the step
             if recording is not None:
                 recording.end()
-            ledger.date_back(POOLED, starts[0] if first < micros else starts[-1], StepPlace(STEPS, BEGINNING, ""))
+            ledger.backdate(POOL_PARTS, starts[0] if first < micros else starts[-1], StepPlace(STEPS, BEGINNING, ""))
         batch_bytes = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        peak, place, pieces = ledger.peak()
+        peak, place, allocations = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
-        for piece in pieces:
-            alive[piece.owner or kind_of_piece(piece)] += piece.num_bytes
+        for allocation in allocations:
+            alive[allocation.owner or classify_allocation(allocation)] += allocation.num_bytes
         result = RankBytes(
             rank=rank,
             stage=run.topology.coordinates(rank).stage,
@@ -164,86 +167,89 @@ def _steps_taken(
 
 @contextmanager
 def fake_run(
-    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
+    plan: Plan, rank: int, size: int, result_cache: OpResultCache | None = None, draft: Draft | None = None
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the mode that makes its tensors.
 
-    Raises PlanError for all that the plan's checks find, and in the block RunError `estimate-late` after
+    Raises PlanError for each failed check of the plan. Within the block raises RunError `estimate-late` after
     `limits.estimate_timeout_s`.
     """
     progress = StepProgress()
     ledger = Ledger(progress)
     is_cuda = plan.run.device == "cuda"
-    tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
+    tensors = FakeTensors(ledger, result_cache or OpResultCache(), has_scratch=not is_cuda)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
-    limit = limited(plan.limits.estimate_timeout_s)
+    limit = time_limit(plan.limits.estimate_timeout_s)
     kind = standing_for("cuda") if is_cuda else nullcontext()
-    world = World.fake(rank, size, device, TakenSteps(tensors, "cuda" if is_cuda else "cpu"))
-    with disable_gc(), limit, tensors.watched(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
+    world = World.fake(rank, size, device, StepSimulation(tensors, "cuda" if is_cuda else "cpu"))
+    with disable_gc(), limit, tensors.patch_torch(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
         progress.follow(run)
         yield run, ledger, tensors
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Takes a step of a fake run on `batch`. Raises RunError `estimate-layer` where it needs the values of a tensor."""
+    """Runs a step of a fake run on `batch`. Raises RunError `estimate-layer` if the step needs the values of a tensor."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        where = "; ".join(getattr(error, "__notes__", [])) or "in a step"
+        location = "; ".join(getattr(error, "__notes__", [])) or "in a step"
         raise RunError(
             "estimate-layer",
-            f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
+            f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {location}",
             hint="the output of a layer must follow from the shapes of its input, and from the batch",
         ) from error
 
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owner of each piece that exists between two steps; takes the memory of parts `on_host` off all counts. Keeps no
-    tensor, as a loop in the caller would.
+    """Sets the owner of each allocation that exists between two steps, and excludes the memory of the parts `on_host`. Keeps no
+    reference to a tensor, unlike a loop in the caller.
     """
     for part in PARTS:
         for _, tensor in run.memory.inventory.everything(part):
             if part in on_host:
-                ledger.move_out(tensor)
-            elif (piece := ledger.piece_of(tensor)) is not None:
-                piece.owner = piece.owner or part
+                ledger.exclude(tensor)
+            elif (allocation := ledger.live_allocation(tensor)) is not None:
+                allocation.owner = allocation.owner or part
 
 
-def kind_of_piece(piece: MemoryPiece) -> str:
-    """Returns "temporary buffers" for a piece without owner that ends in the entry that allocated it, else "activations"."""
-    is_temporary = piece.ended is not None and piece.ended[:2] == piece.place[:2]
+def classify_allocation(allocation: Allocation) -> str:
+    """Returns "temporary buffers" for memory that is freed in the entry that allocated it, else "activations". The allocation
+    has no owner.
+    """
+    is_temporary = allocation.free_place is not None and allocation.free_place[:2] == allocation.place[:2]
     return "temporary buffers" if is_temporary else "activations"
 
 
-def fewest_micros(lists: Lists, num_micros: int) -> int:
-    """Returns the fewest micro-batches with which this stage's list has the same peaks as with `num_micros`: of pairs in
-    flight, graphs, receives, and all together. At least 3, or 12 between stages; `num_micros` if no smaller number will do.
+def peak_preserving_micros(lists: Lists, num_micros: int) -> int:
+    """Returns the smallest number of micro-batches for which this stage's list has the same peaks as with `num_micros`: of
+    pending pairs, graphs and receives, and in total. Returns at least 3, or 12 between stages, and `num_micros` if no smaller
+    number fits.
     """
     peaks = _peaks(lists, num_micros)
-    least = LEAST_MICROS if lists.placement.num_positions == 1 else LEAST_BETWEEN_STAGES
-    for fewer in range(least, num_micros):
+    least = MIN_MICROS if lists.placement.num_positions == 1 else MIN_MICROS_BETWEEN_STAGES
+    for count in range(least, num_micros):
         try:
-            if _peaks(lists, fewer) == peaks:
-                return fewer
+            if _peaks(lists, count) == peaks:
+                return count
         except SleyError:
-            continue  # the schedule has no list for so many
+            continue  # the schedule has no list for this number
     return num_micros
 
 
-def least_micros(lists: Lists, num_micros: int) -> int:
-    """Returns the fewest micro-batches, up to `num_micros`, for which the schedule has a list."""
-    for fewer in range(1, num_micros):
+def min_schedulable_micros(lists: Lists, num_micros: int) -> int:
+    """Returns the smallest number of micro-batches, up to `num_micros`, for which the schedule has a list."""
+    for count in range(1, num_micros):
         try:
-            lists.training(fewer)
+            lists.training(count)
         except SleyError:
             continue
-        return fewer
+        return count
     return num_micros
 
 
 def _peaks(lists: Lists, num_micros: int) -> Peaks:
     positions = lists.placement.num_positions
-    # Sizes of a graph, a deferred weight gradient and a message whose sums differ.
+    # Sizes of a graph, a deferred weight gradient and a message with distinct sums.
     costs = replace(
         Costs.even(positions),
         graph_bytes=(1009,) * positions,
@@ -254,36 +260,36 @@ def _peaks(lists: Lists, num_micros: int) -> Peaks:
 
 
 @contextmanager
-def limited(limit_s: float) -> Iterator[None]:
+def time_limit(limit_s: float) -> Iterator[None]:
     """Raises RunError `estimate-late` in the block after `limit_s` seconds.
 
-    The system's timer interrupts Python code, and waits that a signal ends. There is no limit outside the main thread, on a
-    system without such timers, and if somebody's timer is due before.
+    The system timer interrupts Python code and waits that a signal can end. There is no limit outside the main thread, on a
+    system without such timers, or if another timer expires earlier.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
-    other_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
-    if 0 < other_s <= limit_s:
+    previous_limit_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < previous_limit_s <= limit_s:
         yield
         return
 
-    def late(number: int, frame: FrameType | None) -> None:
-        raise late_error(limit_s)
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
+        raise timeout_error(limit_s)
 
-    began_s = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, late)
+    start_s = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if other_s:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-6, other_s - (time.monotonic() - began_s)), interval_s)
+        if previous_limit_s:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, previous_limit_s - (time.monotonic() - start_s)), interval_s)
 
 
-def late_error(limit_s: float) -> RunError:
+def timeout_error(limit_s: float) -> RunError:
     return RunError(
         "estimate-late",
         f"the steps of a stage, without values, were not done after {limit_s:g} s",

@@ -1,9 +1,9 @@
-"""What the stages of a run hold and do: of one rank of each kind of stage, in processes of their own where there are several.
+"""Estimates the memory and the work of the stages of a run, from one rank per kind of stage, in parallel processes if useful.
 
 plan ──draft──> kinds of stages ──fork──> first rank of a kind: bytes, and its recorded step
-                                ──fork──> another, which knows the results of operations so far
+                                ──fork──> the next kind, with the cached results of operations
 
-The ranks of a stage hold as much as each other.
+All ranks of a stage need equal memory.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan
 from sley_core.plan.write import iterate_values
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_tensors import FakeTensors, Recipes
+from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import meta_outputs
 from sley_estimate.bytes.ledger import Ledger, StepPlace
-from sley_estimate.bytes.rank import RankBytes, fewest_micros, late_error, least_micros, rank_bytes
+from sley_estimate.bytes.rank import RankBytes, min_schedulable_micros, peak_preserving_micros, rank_bytes, timeout_error
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from train_cli.on_meta import meta_micro_batch
 
 T = TypeVar("T")
 
-BACKWARD_S = 60.0  # the most seconds of the backward of one element in a fork
-FEW = 2  # up to so many ranks take their steps in this process: a fork is not worth it
+FORK_CHECK_TIMEOUT_S = 60.0  # the time limit of a one-element backward in a fork
+MAX_UNFORKED_RANKS = 2  # up to this number, ranks run in this process, since a fork does not pay off
 
 
-def first_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of the first of `size` ranks. Raises the same errors as `build_draft` and the plan's checks."""
+def build_first_draft(plan: Plan, size: int) -> Draft:
+    """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
+    `build_draft`.
+    """
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     with World.fake(0, size) as world:
@@ -54,18 +56,24 @@ def first_draft(plan: Plan, size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns the bytes of the first rank of each stage, which no other exceeds. Raises as `first_draft`, `rank_bytes`."""
-    return [memory for memory, _ in each_stage(plan, size, cores, first_draft(plan, size), records=False)]
+    """Returns the bytes of the first rank of each stage, the largest of its stage. Raises the errors of `build_first_draft` and
+    `rank_bytes`.
+    """
+    return [memory for memory, _ in estimate_stages(plan, size, cores, build_first_draft(plan, size), records=False)]
 
 
-def each_stage(plan: Plan, size: int, cores: int, draft: Draft, *, records: bool) -> list[tuple[RankBytes, RankRecord | None]]:
-    """Returns the bytes of the first rank of each stage, and with `records` the step of the first stage of its kind."""
+def estimate_stages(
+    plan: Plan, size: int, cores: int, draft: Draft, *, records: bool
+) -> list[tuple[RankBytes, RankRecord | None]]:
+    """Returns the bytes of the first rank of each stage. With `records` also returns the recorded step of the first stage with
+    equal work.
+    """
     topology = plan.topology(size)
-    kinds = stage_kinds(plan, topology, draft)
+    kinds = stage_memory_keys(plan, topology, draft)
     firsts = sorted({kinds.index(kind) for kind in kinds})
     known = dict(zip(firsts, take_steps(plan, size, firsts, cores, draft, records=records), strict=True))
     stages = ((number, *known[kinds.index(kind)]) for number, kind in enumerate(kinds))
-    return [(_on_stage(memory, draft.stage.at(number), topology), record) for number, memory, record in stages]
+    return [(_relabel_stage(memory, draft.stage.at(number), topology), record) for number, memory, record in stages]
 
 
 def take_steps(
@@ -76,43 +84,47 @@ def take_steps(
     draft: Draft,
     *,
     records: bool,
-    recipes: Recipes | None = None,
-    most: int | None = None,
+    result_cache: OpResultCache | None = None,
+    max_bytes: int | None = None,
 ) -> list[tuple[RankBytes, RankRecord | None]]:
-    """Takes the steps of the first rank of each of `stages`; returns bytes, and with `records` recorded steps, in order.
+    """Runs the steps of the first rank of each of `stages`. Returns their bytes, and with `records` their recorded steps, in
+    order.
 
-    cores: processes at a time; with more than `FEW` of them and stages they are forked. draft: is not used up. recipes: added
-    to. most: in this process, a stage that holds more bytes is the last. Raises as `rank_bytes` and `forked`.
+    cores: the number of parallel processes. Processes are forked if there are more than `MAX_UNFORKED_RANKS` cores and stages.
+    draft: is not consumed. result_cache: new results are added. max_bytes: in this process, stops after a stage that needs more
+    bytes. Raises the errors of `rank_bytes` and `run_forked`.
     """
     ranks = [stage * plan.topology(size).ranks_per_stage for stage in stages]
-    recipes = recipes or Recipes()
+    result_cache = result_cache or OpResultCache()
 
-    def look(rank: int, own: Draft) -> tuple[RankBytes, RankRecord | None, Recipes]:
+    def estimate_rank(rank: int, rank_draft: Draft) -> tuple[RankBytes, RankRecord | None, OpResultCache]:
         recording = Recording() if records else None
-        memory = rank_bytes(plan, rank, size, recipes, own, recording)
-        return memory, recording.record if recording else None, recipes
+        memory = rank_bytes(plan, rank, size, result_cache, rank_draft, recording)
+        return memory, recording.record if recording else None, result_cache
 
-    if min(len(ranks), cores + 1) <= FEW or not can_fork():
+    if min(len(ranks), cores + 1) <= MAX_UNFORKED_RANKS or not can_fork():
         result = []
         for rank in ranks:
-            own = first_draft(plan, size)  # a run uses it up; lowered lists, which take longer, are shared
-            result.append(look(rank, replace(own, stage=replace(own.stage, lists=draft.stage.lists)))[:2])
-            if most is not None and result[-1][0].peak > most:
+            rank_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
+            result.append(
+                estimate_rank(rank, replace(rank_draft, stage=replace(rank_draft.stage, lists=draft.stage.lists)))[:2]
+            )
+            if max_bytes is not None and result[-1][0].peak > max_bytes:
                 break
         return result
     by_number: dict[int, tuple[RankBytes, RankRecord | None]] = {}
-    calls = [partial(look, rank, draft) for rank in ranks]
-    for number, (memory, record, learned) in forked(calls, cores, plan.limits.estimate_timeout_s):
-        recipes.learn(learned)
+    calls = [partial(estimate_rank, rank, draft) for rank in ranks]
+    for number, (memory, record, rank_cache) in run_forked(calls, cores, plan.limits.estimate_timeout_s):
+        result_cache.merge(rank_cache)
         by_number[number] = memory, record
     return [by_number[number] for number in range(len(ranks))]
 
 
-def _on_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
-    """Returns the bytes of a rank of one stage as those of `stage`, of the same kind: numbers and names change."""
-    number, same = stage.lists.stage, stage.at(memory.stage)
-    layers = {here.name: there.name for here, there in zip(same.layers, stage.layers, strict=True)}
-    lists = (same.lists.training(memory.num_micros), stage.lists.training(memory.num_micros))
+def _relabel_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
+    """Returns the bytes of a rank as those of `stage`, which needs equal memory. Only numbers and names change."""
+    number, estimated_stage = stage.lists.stage, stage.at(memory.stage)
+    layers = {here.name: there.name for here, there in zip(estimated_stage.layers, stage.layers, strict=True)}
+    lists = (estimated_stage.lists.training(memory.num_micros), stage.lists.training(memory.num_micros))
     entries = {str(here): str(there) for here, there in zip(*lists, strict=True)}
     step, entry, layer = memory.place
     return replace(
@@ -124,17 +136,21 @@ def _on_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
     )
 
 
-def stage_kinds(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns a value per stage, equal for stages that hold as much: alike, with equal lists. Raises as `alike_stages`."""
+def stage_memory_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
+    """Returns one key per stage; stages with equal keys need equal memory. Raises the errors of `stage_work_keys`."""
     lists, of_micros = draft.stage.lists, plan.num_micros(topology)
-    alike = alike_stages(plan, topology, draft)
-    return [(kind, _entries(lists.at(number), of_micros)) for number, kind in enumerate(alike)] if topology.pp > 1 else alike
+    work_keys = stage_work_keys(plan, topology, draft)
+    return (
+        [(kind, _list_key(lists.at(number), of_micros)) for number, kind in enumerate(work_keys)]
+        if topology.pp > 1
+        else work_keys
+    )
 
 
-def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns for every stage a value equal for stages that do the same in an action: with layers of the same kinds that no
-    name or pattern of the plan distinguishes, the same messages, and no tie. Raises RunError `estimate-layer` for a layer that
-    cannot be called on meta.
+def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
+    """Returns one key per stage; stages with equal keys do equal work in an action. They have equal layers that no name or
+    pattern in the plan distinguishes, equal messages, and no tie. Raises RunError `estimate-layer` for a layer that cannot run
+    on meta.
     """
     if topology.pp == 1:
         return [0]
@@ -155,31 +171,35 @@ def alike_stages(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]
     return kinds
 
 
-def representatives(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[int, ...]]:
-    """Returns for every stage the stages whose recorded steps give its seconds, the nearest first. Raises as `alike_stages`.
+def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[int, ...]]:
+    """Returns, for every stage, the stages whose recorded steps give its seconds, nearest first. Raises the errors of
+    `stage_work_keys`.
 
-    Of alike stages this is one with the most forwards waiting at once, which holds the most bytes; with sharded weights also
-    one with the fewest: a gather ahead depends on the next action, and these two have nearly all pairs of actions.
+    Among stages with equal work, the representative has the most pending forwards and so the most bytes. With sharded weights
+    there is a second representative with the fewest pending forwards: a prefetched gather depends on the next action, and these
+    two have nearly all pairs of actions.
     """
     lists = draft.stage.lists
-    alike, micros = alike_stages(plan, topology, draft), fewest_micros(lists, plan.num_micros(topology))
-    waiting = [most_waiting(steps) for steps in lists.of_all_stages(micros)]
+    work_keys, micros = stage_work_keys(plan, topology, draft), peak_preserving_micros(lists, plan.num_micros(topology))
+    waiting = [max_pending_forwards(steps) for steps in lists.of_all_stages(micros)]
     ends: dict[Hashable, tuple[int, ...]] = {}
     for number in sorted(range(topology.pp), key=lambda stage: (-waiting[stage], stage)):
-        known = ends.get(alike[number], ())
-        ends[alike[number]] = (*known[:1], number) if plan.parallel.wp > 1 else known or (number,)
-    return [tuple(sorted(ends[kind], key=lambda end: abs(end - number))) for number, kind in enumerate(alike)]
+        known = ends.get(work_keys[number], ())
+        ends[work_keys[number]] = (*known[:1], number) if plan.parallel.wp > 1 else known or (number,)
+    return [tuple(sorted(ends[kind], key=lambda end: abs(end - number))) for number, kind in enumerate(work_keys)]
 
 
-def most_waiting(steps: Sequence[Step]) -> int:
-    """Returns the most forwards of a stage's list, lowered or not, that wait for their (whole) backward at once."""
+def max_pending_forwards(steps: Sequence[Step]) -> int:
+    """Returns the largest number of forwards in a stage's list, lowered or not, that wait for their (whole) backward at the
+    same time.
+    """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
-def _entries(lists: Lists, of_micros: int) -> Hashable:
-    """Returns the lists of the steps that this stage's estimate takes, with a transfer's peer as a distance."""
-    counts = {least_micros(lists, of_micros), fewest_micros(lists, of_micros)}
+def _list_key(lists: Lists, of_micros: int) -> Hashable:
+    """Returns the action lists of the steps that estimate this stage. A transfer's peer is relative to the stage."""
+    counts = {min_schedulable_micros(lists, of_micros), peak_preserving_micros(lists, of_micros)}
     return tuple(
         tuple(step if isinstance(step, Action) else step._replace(peer=step.peer - lists.stage) for step in steps)
         for steps in map(lists.training, sorted(counts))
@@ -187,7 +207,9 @@ def _entries(lists: Lists, of_micros: int) -> Hashable:
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns, per layer, the texts of the plan that match one of its modules or parameters, with the rest of that name."""
+    """Returns, for each layer, the strings in the plan that match its modules or parameters, with the name relative to the
+    layer.
+    """
 
     def texts(value: object) -> list[str]:
         if isinstance(value, list):
@@ -210,52 +232,52 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
 
 def can_fork() -> bool:
-    """Returns whether a forked process can work: torch refuses a backward there after one in this process."""
+    """Returns whether a forked process can run a backward. torch refuses this if this process has run a backward."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return False
     try:
-        return all(is_done for _, is_done in forked([_backward], 1, BACKWARD_S))
+        return all(is_done for _, is_done in run_forked([_run_backward], 1, FORK_CHECK_TIMEOUT_S))
     except (RuntimeError, RunError):
         return False
 
 
 @cache
-def _import_all() -> None:
-    """Runs an operation on fake tensors: the first one imports much of torch, which a forked process would do anew."""
+def _import_fake_tensors() -> None:
+    """Runs an operation on fake tensors. The first operation imports much of torch, which every forked process would repeat."""
     with FakeTensors(Ledger(lambda: StepPlace(0, "", ""))):
         torch.empty(2).add_(1)
 
 
-def forked(calls: Iterable[Callable[[], T]], at_once: int, limit_s: float) -> Iterator[tuple[int, T]]:
-    """Yields the number of each call and its result as they end, each from a forked process, `at_once` at a time. A call is
-    taken from `calls` when its process starts.
+def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: float) -> Iterator[tuple[int, T]]:
+    """Yields the number of each call and its result on completion. Each call runs in a forked process, `num_processes` at a
+    time, and is read from `calls` when its process starts.
 
-    Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call, and
-    `estimate-late` for a call that takes longer than `limit_s`; then the other processes are killed.
+    Results are pickled. Raises the errors of the calls, RunError `estimate-ended` if a process exits before its call is done,
+    and RunError `estimate-late` if a call takes longer than `limit_s`. On an error the remaining processes are killed.
     """
-    _import_all()
+    _import_fake_tensors()
     context = multiprocessing.get_context("fork")
     remaining = enumerate(calls)
     running: dict[Any, tuple[int, Any, float]] = {}
     try:
         while True:
-            for number, call in islice(remaining, at_once - len(running)):
+            for number, call in islice(remaining, num_processes - len(running)):
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(call, sender), daemon=True)
+                process = context.Process(target=_run_call, args=(call, sender), daemon=True)
                 process.start()
                 sender.close()
                 running[receiver] = number, process, time.monotonic() + limit_s
             if not running:
                 return
-            first_end = min(end for _, _, end in running.values())
-            ready = wait(list(running), max(0.0, first_end - time.monotonic()))
+            deadline = min(end for _, _, end in running.values())
+            ready = wait(list(running), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise late_error(limit_s)
-            for ended in ready:
-                assert isinstance(ended, Connection), ended
-                number, process, _ = running[ended]
+                raise timeout_error(limit_s)
+            for connection in ready:
+                assert isinstance(connection, Connection), connection
+                number, process, _ = running[connection]
                 try:
-                    is_done, result = cast("tuple[bool, Any]", ended.recv())
+                    is_done, result = cast("tuple[bool, Any]", connection.recv())
                 except EOFError:
                     process.join()
                     message = f"a process that took a stage's steps without values ended with code {process.exitcode}"
@@ -263,7 +285,7 @@ def forked(calls: Iterable[Callable[[], T]], at_once: int, limit_s: float) -> It
                 process.join()
                 if not is_done:
                     raise result
-                del running[ended]
+                del running[connection]
                 yield number, result
     finally:
         for _, process, _ in running.values():
@@ -271,9 +293,9 @@ def forked(calls: Iterable[Callable[[], T]], at_once: int, limit_s: float) -> It
             process.join()
 
 
-def _work(call: Callable[[], Any], sender: Connection) -> None:
-    """Makes the call in a forked process, with one thread, and sends (True, its result) or (False, the exception)."""
-    gc.freeze()  # else the collector would copy inherited pages
+def _run_call(call: Callable[[], Any], sender: Connection) -> None:
+    """Runs the call in a forked process with one thread, and sends (True, result) or (False, exception)."""
+    gc.freeze()  # otherwise the collector would copy inherited pages
     torch.set_num_threads(1)  # OpenMP's threads are not inherited
     try:
         sender.send((True, call()))
@@ -281,6 +303,6 @@ def _work(call: Callable[[], Any], sender: Connection) -> None:
         sender.send((False, error))
 
 
-def _backward() -> bool:
+def _run_backward() -> bool:
     torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]  # torch's
     return True

@@ -1,4 +1,4 @@
-"""Measures a device and its host: products, bandwidth, launches; copies, and an optimizer that steps on the host's cores."""
+"""Measures a device (products, bandwidth, launches) and its host (copies, an optimizer on the host's cores)."""
 
 from __future__ import annotations
 
@@ -18,49 +18,47 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}
 """Edges of the square products that are timed."""
 
-MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of the addition that measures bandwidth: more than caches hold
-STARTS = 200  # operators with nothing to do whose start is timed
-PATIENCE_S = 0.5  # seconds for one figure, after which no further repetition begins
+MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of the addition that measures bandwidth; larger than the caches
+NUM_LAUNCHES = 200  # tiny operators whose launches are timed
+MAX_FIGURE_S = 0.5  # seconds per figure, after which no further repetition starts
 
 REPETITIONS = 7
 
 SMALL_BYTES, NUM_SMALL = 1 << 12, 100
-"""Of copies whose start is timed, and how many follow each other, so that the host's time to start one is hidden."""
+"""The size of copies whose launch is timed, and their number in a row, which hides the host's time to launch one."""
 
-BUCKETS, BUCKET = 4, 1 << 24
-"""Buckets that an optimizer steps on the host, and elements of each: about 64 MB at a time, as in a run, and together more than
-a server's caches hold."""
+NUM_BUCKETS, BUCKET_NUMEL = 4, 1 << 24
+"""Buckets of an optimizer on the host, and elements of each: about 64 MB at a time, as in a run, and in total more than the
+caches of a server."""
 
-RING = 2  # buckets whose gradients are on the host at once
+RING = 2  # buckets whose gradients are on the host at the same time
 
 STEP_BYTES = 7 * 4 + 6
-"""Per element in fp32: weight, gradient and two states are read, all but the gradient written; the weight is rounded to
-bf16.
-"""
+"""Per fp32 element: reads weight, gradient and two states, writes all except the gradient, and rounds the weight to bf16."""
 
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Of one write of a `Lead`, more than caches hold: in a run other layers fill them before a layer's turn."""
+"""The size of one write of a `Lead`, larger than the caches. In a run other layers fill the caches before a layer runs."""
 
-LEAD = 1.5  # how many times the host's seconds the device is kept at work: these vary
+LEAD = 1.5  # seconds of device work per second of the host, which varies
 
 
 def measure_device(device: Device) -> dict[str, Any]:
-    """Returns the table `[device]` of a machine file. Takes some seconds, and three times `MOVED_BYTES`."""
+    """Returns the table `[device]` of a machine file. Needs some seconds and three times `MOVED_BYTES`."""
     kind = "cuda" if device.type == "cuda" else "cpu"
 
     def product_s(size: int, dtype: torch.dtype) -> float:
         square = torch.ones(size, size, dtype=dtype, device=device.torch_device)
-        other = torch.ones_like(square)
-        return _shortest(device, lambda: torch.mm(square, other))
+        addend = torch.ones_like(square)
+        return _min_seconds(device, lambda: torch.mm(square, addend))
 
     small = torch.ones(1 << 10, device=device.torch_device)
     table: dict[str, Any] = {
         "name": torch.cuda.get_device_name(device.torch_device) if kind == "cuda" else platform.processor() or "CPU",
         "kind": kind,
-        "memory_bandwidth": bandwidth(device, MOVED_BYTES[kind]),
-        "launch_s": _shortest(device, lambda: [small.add_(1.0) for _ in range(STARTS)]) / STARTS,
+        "memory_bandwidth": measure_bandwidth(device, MOVED_BYTES[kind]),
+        "launch_s": _min_seconds(device, lambda: [small.add_(1.0) for _ in range(NUM_LAUNCHES)]) / NUM_LAUNCHES,
         "matmul": {
-            name: saturation([(2.0 * size**3, product_s(size, dtype)) for size in SIZES[kind]])
+            name: fit_saturation([(2.0 * size**3, product_s(size, dtype)) for size in SIZES[kind]])
             for name, dtype in DTYPES.items()
         },
     }
@@ -69,8 +67,8 @@ def measure_device(device: Device) -> dict[str, Any]:
     return table
 
 
-def saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Fits `flops_per_s` and `half_flops`, not negative, to pairs (FLOPs, seconds) by least squares of relative errors."""
+def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Fits non-negative `flops_per_s` and `half_flops` to pairs (FLOPs, seconds) by least squares of relative errors."""
     # t / t_i = 1: columns n / t_i and 1 / t_i, with unknowns 1 / rate and half / rate
     a = sum((n / t) ** 2 for n, t in times)
     b = sum(n / t**2 for n, t in times)
@@ -83,161 +81,163 @@ def saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
     return {"flops_per_s": 1 / slope, "half_flops": offset / slope}
 
 
-def bandwidth(device: Device, num_bytes: int) -> float:
-    """Returns bytes per second of an addition in fp32: two tensors of `num_bytes` are read, one is written."""
+def measure_bandwidth(device: Device, num_bytes: int) -> float:
+    """Returns the bytes per second of an fp32 addition, which reads two tensors of `num_bytes` and writes one."""
     term = torch.ones(num_bytes // 4, device=device.torch_device)
-    other, result = torch.ones_like(term), torch.empty_like(term)
-    return 3 * num_bytes / _shortest(device, lambda: torch.add(term, other, out=result))
+    addend, result = torch.ones_like(term), torch.empty_like(term)
+    return 3 * num_bytes / _min_seconds(device, lambda: torch.add(term, addend, out=result))
 
 
-def _shortest(device: Device, work: Callable[[], object]) -> float:
-    """Returns the shortest seconds of several calls of `work`, after one to warm up; at least 1 ns."""
+def _min_seconds(device: Device, work: Callable[[], object]) -> float:
+    """Returns the shortest seconds of several calls of `work` after one warm-up call, at least 1 ns."""
     work()
-    taken: list[float] = []
-    while len(taken) < REPETITIONS and (sum(taken) < PATIENCE_S or not taken):
-        began = device.moment()
+    times: list[float] = []
+    while len(times) < REPETITIONS and (sum(times) < MAX_FIGURE_S or not times):
+        start = device.moment()
         work()
-        taken.append(device.seconds_between(began, device.moment()))
-    return max(min(taken), 1e-9)
+        times.append(device.seconds_between(start, device.moment()))
+    return max(min(times), 1e-9)
 
 
 class Lead:
-    """Writes to unused memory of `device`: evicts the caches, and keeps a device that works through a queue busy while the host
-    starts what is timed there, as in a run, whose host is ahead.
+    """Writes to unused memory of `device` before a measurement. This evicts the caches, and keeps a device with a queue busy
+    while the host launches the measured work, as in a run whose host is ahead.
 
-    host     start writes | start the layer |
-    device   write write write write write  | the layer, and no wait for a launch |
+        host     launch writes | launch the layer |
+        device   write write write write write    | the layer, without a wait for a launch |
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        if device.torch_device.type == "cpu":  # not torch's memory, which a run keeps
+        if device.torch_device.type == "cpu":  # not torch's memory, which a run reuses
             self._memory = HostMemory(WRITTEN_BYTES["cpu"], lock=False).data
         else:
             self._memory = torch.empty(WRITTEN_BYTES["cuda"], dtype=torch.uint8, device=device.torch_device)
         self._write_s = 0.0
         if device.is_async:
             self._memory.zero_()
-            began = device.moment()
+            start = device.moment()
             for _ in range(20):
                 self._memory.zero_()
-            self._write_s = device.seconds_between(began, device.moment()) / 20
+            self._write_s = device.seconds_between(start, device.moment()) / 20
 
     def __call__(self, host_s: float = 0.0) -> None:
-        """Starts writes for longer than `host_s`; at least one."""
+        """Launches writes that take longer than `host_s`, at least one."""
         for _ in range(1 + (ceil(LEAD * host_s / self._write_s) if self._write_s else 0)):
             self._memory.zero_()
 
 
 def measure_host(device: Device) -> dict[str, float]:
-    """Returns the table `[host]` of a machine file: copies as an offload makes them, and with a CUDA device the bandwidth of
-    the host's memory, as an optimizer there has it.
+    """Returns the table `[host]` of a machine file: the bandwidth of offload copies, and with a CUDA device the bandwidth of
+    host memory for an optimizer there.
 
-    On a CPU the memory that a copy left is freed and allocated anew for the next one, as in an offload.
+    On a CPU the source memory of a copy is freed and allocated again for the next copy, as in an offload.
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
     memory, stream = device.host_memory(num_bytes), device.copy_stream()
-    there = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    times = [_out_and_back(device, memory, stream, there)]
-    while len(times) <= REPETITIONS and sum(map(sum, times)) < PATIENCE_S:
-        times.append(_out_and_back(device, memory, stream, there))
-    ways = zip(*(times[1:] or times), strict=True)  # the first touches new pages
+    tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    times = [_time_round_trip(device, memory, stream, tensor)]
+    while len(times) <= REPETITIONS and sum(map(sum, times)) < MAX_FIGURE_S:
+        times.append(_time_round_trip(device, memory, stream, tensor))
+    ways = zip(*(times[1:] or times), strict=True)  # the first copy touches new pages
     to_host, to_device = (max(statistics.median(way), 1e-9) for way in ways)
-    table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _start_s(device)}
+    table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _copy_start_s(device)}
     if device.is_async:
-        table["memory_bandwidth"] = host_bandwidth(device)
+        table["memory_bandwidth"] = measure_host_bandwidth(device)
     return table
 
 
-def host_bandwidth(device: Device) -> float:
-    """Returns bytes per second of a fused AdamW on the host that steps buckets one after the other and rounds each to bf16,
-    while the next gradients come from `device` and the weights before go there.
+def measure_host_bandwidth(device: Device) -> float:
+    """Returns the bytes per second of a fused AdamW on the host. It steps bucket after bucket and rounds each to bf16, while
+    the next gradients arrive from `device` and the previous weights return to it.
     """
-    stepping = HostStepping(device)
-    stepping.step()  # makes the states
-    return BUCKETS * BUCKET * STEP_BYTES / statistics.median(stepping.step() for _ in range(REPETITIONS))
+    stepping = HostOptimizerBench(device)
+    stepping.step()  # creates the states
+    return NUM_BUCKETS * BUCKET_NUMEL * STEP_BYTES / statistics.median(stepping.step() for _ in range(REPETITIONS))
 
 
-class HostStepping:
-    """Steps fp32 `parameters` on the host, bucket by bucket. sent: the last bucket on `device`, in bf16."""
+class HostOptimizerBench:
+    """Steps fp32 `parameters` on the host, bucket by bucket. device_weights: the last bucket on `device`, in bf16."""
 
     def __init__(self, device: Device) -> None:
-        self.parameters = [torch.nn.Parameter(torch.ones(BUCKET)) for _ in range(BUCKETS)]
+        self.parameters = [torch.nn.Parameter(torch.ones(BUCKET_NUMEL)) for _ in range(NUM_BUCKETS)]
         self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
-        # memory that the device copies to and from, not that of tensors
-        self._memory = [device.host_memory(size * BUCKET) for size in RING * (4, 2)]
-        views = [memory.data[: BUCKET * size] for memory, size in zip(self._memory, RING * (4, 2), strict=True)]
-        self._landed = [view.view(torch.float32).fill_(1.0) for view in views[::2]]
-        self._leaving = [view.view(torch.bfloat16) for view in views[1::2]]
-        for at, parameter in enumerate(self.parameters):
-            parameter.grad = self._landed[at % RING]
-        self._gradient = torch.ones(BUCKET, device=device.torch_device)
-        self.sent = torch.ones(BUCKET, dtype=torch.bfloat16, device=device.torch_device)
+        # host memory for copies, which is not tensor memory
+        self._memory = [device.host_memory(size * BUCKET_NUMEL) for size in RING * (4, 2)]
+        views = [memory.data[: BUCKET_NUMEL * size] for memory, size in zip(self._memory, RING * (4, 2), strict=True)]
+        self._gradients_on_host = [view.view(torch.float32).fill_(1.0) for view in views[::2]]
+        self._rounded_weights = [view.view(torch.bfloat16) for view in views[1::2]]
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = self._gradients_on_host[index % RING]
+        self._gradient = torch.ones(BUCKET_NUMEL, device=device.torch_device)
+        self.device_weights = torch.ones(BUCKET_NUMEL, dtype=torch.bfloat16, device=device.torch_device)
         self._out, self._into = device.copy_stream(), device.copy_stream()
         for stream in (self._out, self._into):
             stream.follow()
 
     def step(self) -> float:
-        """Steps all buckets once; returns the seconds from the arrival of the first gradients to the last rounding."""
-        arriving = [self._fetch(at) for at in range(RING)]
+        """Steps all buckets once. Returns the seconds from the arrival of the first gradients to the last rounding."""
+        arriving = [self._copy_gradient(index) for index in range(RING)]
         for event in arriving:
             event.wait()
         leaving: list[CopyEvent] = []
-        began = time.perf_counter()
-        for at, parameter in enumerate(self.parameters):
-            arriving[at].wait()
+        start = time.perf_counter()
+        for index, parameter in enumerate(self.parameters):
+            arriving[index].wait()
             self._optimizer.param_groups[0]["params"] = [parameter]
             self._optimizer.step()
-            if at >= RING:
-                leaving[at - RING].wait()
-            torch._foreach_copy_([self._leaving[at % RING]], [parameter.detach()])
-            ended = time.perf_counter()
-            self._into.copy(self.sent, self._leaving[at % RING])
+            if index >= RING:
+                leaving[index - RING].wait()
+            torch._foreach_copy_([self._rounded_weights[index % RING]], [parameter.detach()])
+            end = time.perf_counter()
+            self._into.copy(self.device_weights, self._rounded_weights[index % RING])
             leaving.append(self._into.record())
-            if at + RING < BUCKETS:
-                arriving.append(self._fetch(at + RING))
+            if index + RING < NUM_BUCKETS:
+                arriving.append(self._copy_gradient(index + RING))
         for event in leaving:
             event.wait()
-        return ended - began
+        return end - start
 
-    def _fetch(self, at: int) -> CopyEvent:
-        self._out.copy(self._landed[at % RING], self._gradient)
+    def _copy_gradient(self, index: int) -> CopyEvent:
+        self._out.copy(self._gradients_on_host[index % RING], self._gradient)
         return self._out.record()
 
 
-def _start_s(device: Device) -> float:
-    """Returns the seconds of a copy of next to nothing, the faster way, where several follow each other."""
+def _copy_start_s(device: Device) -> float:
+    """Returns the seconds of a tiny copy in the faster direction, averaged over consecutive copies."""
     memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
-    there = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
+    tensor = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
     lead = Lead(device)
     times = []
-    for target, source in ((memory.data, there), (there, memory.data)):
+    for target, source in ((memory.data, tensor), (tensor, memory.data)):
         stream.copy(target, source)
         host_s = 0.0
-        for _ in range(2):  # the first shows how long the host takes to start them
+        for _ in range(2):  # the first shows how long the host needs to launch them
             lead(host_s)
-            began, began_s = device.moment(), time.perf_counter()
+            start, start_s = device.moment(), time.perf_counter()
             stream.follow()
             for _ in range(NUM_SMALL):
                 stream.copy(target, source)
             stream.record().hold_device()
-            host_s = time.perf_counter() - began_s
-            seconds = device.seconds_between(began, device.moment())
+            host_s = time.perf_counter() - start_s
+            seconds = device.seconds_between(start, device.moment())
         times.append(seconds / NUM_SMALL)
     return min(times)
 
 
-def _out_and_back(device: Device, memory: HostMemory, stream: CopyStream, there: torch.Tensor) -> tuple[float, float]:
-    """Copies `there`, uint8 [bytes], out, frees it, allocates it again and copies it back; returns the seconds of each way."""
+def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, tensor: torch.Tensor) -> tuple[float, float]:
+    """Copies `tensor`, uint8 [bytes], to the host, frees it, allocates it again and copies it back. Returns the seconds of each
+    direction.
+    """
     moments = [device.moment()]
     stream.follow()
-    stream.copy(memory.data, there)
+    stream.copy(memory.data, tensor)
     stream.record().hold_device()
-    num_bytes = free(there)
+    num_bytes = free(tensor)
     moments.append(device.moment())
-    grow(there, num_bytes)
+    grow(tensor, num_bytes)
     stream.follow()
-    stream.copy(there, memory.data)
+    stream.copy(tensor, memory.data)
     stream.record().hold_device()
     moments.append(device.moment())
     return device.seconds_between(*moments[:2]), device.seconds_between(*moments[1:])

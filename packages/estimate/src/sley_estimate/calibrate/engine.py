@@ -1,9 +1,9 @@
-"""Measures the host's seconds of a step beside its layers: runs of the engine itself, on weights of one element.
+"""Measures the host's seconds of a step outside its layers, from runs of the engine on one-element weights.
 
     a step = step_s + parameter_s x weights + micro-batches x (micro_s + gradient_s x weights)
 
-Runs of few and of many weights, with one micro-batch and with several, give the four. Their device has next to nothing to do,
-so a step takes as long as the host: batches, gradients that autograd hands over, norm, clipping, the optimizer, the totals.
+Runs with few and with many weights, with one and with several micro-batches, determine the four figures. Their device is almost
+idle, so a step takes as long as the host: batches, gradients from autograd, norm, clipping, the optimizer, the totals.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from sley_core.plan.plan import Plan
 from sley_core.run import Run
 from sley_estimate.machine import EngineTable
 
-WEIGHTS = 8, 128  # of a run of few weights, and of one of many
-MICROS = 1, 5  # micro-batches of a step
+WEIGHT_COUNTS = 8, 128  # of a run with few weights, and of a run with many
+MICRO_COUNTS = 1, 5  # micro-batches of a step
 
-STEPS, TURNS = 4, 7
-"""Steps of each run in a turn, and turns; medians of turns count, since hosts have other work at times."""
+STEPS_PER_TURN, NUM_TURNS = 4, 7
+"""Steps of each run in a turn, and turns. The median turn counts, since other work sometimes slows hosts."""
 
-FIRST_STEPS = 3  # in which optimizer states and orders come
+WARMUP_STEPS = 3  # create optimizer states and orders
 
 
-class Numbers:
-    """A data set whose samples are their own numbers."""
+class IndexDataset:
+    """A data set whose samples are their indices."""
 
     info = DataInfo({"number": Field("int64")})
 
@@ -49,7 +49,7 @@ class Numbers:
 
 
 class Weights(nn.Module):
-    """A layer of `count` weights of one element that computes nothing; each gets a gradient."""
+    """A layer with `count` one-element weights that computes nothing. Each weight gets a gradient."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Weights(nn.Module):
         return zero
 
 
-def weights(count: int) -> list[nn.Module]:
-    """Returns the layers of that model."""
+def build_weights(count: int) -> list[nn.Module]:
+    """Returns the layers of the model of `count` weights."""
     return [Weights(count)]
 
 
@@ -74,12 +74,12 @@ class _Zero(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        # a tensor of its own for each: autograd copies one that it is given twice
+        # a separate tensor for each weight, since autograd copies a repeated tensor
         return torch.unbind(gradients[0].to(ctx.dtype).expand(ctx.count, 1).contiguous())
 
 
 class Identity:
-    """A loss that is the output."""
+    """A loss that returns the output."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         return float(len(batch["number"]))
@@ -89,31 +89,33 @@ class Identity:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Measures the table `[engine]`, a second or two. plan: gives the dtypes of weights and gradients; None: bf16."""
+    """Returns the table `[engine]`, measured within a second or two. plan: sets the dtypes of weights and gradients; None means
+    bf16.
+    """
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.random_state_kept():
         world = stack.enter_context(World.alone(device))
-        kinds = product(WEIGHTS, MICROS)
+        kinds = product(WEIGHT_COUNTS, MICRO_COUNTS)
         runs = {kind: stack.enter_context(assemble(_plan(device, precision, *kind), world)) for kind in kinds}
         for run in runs.values():
-            for _ in range(FIRST_STEPS):
+            for _ in range(WARMUP_STEPS):
                 run.step()
-        for _ in range(TURNS):
-            turns.append(solved({kind: seconds_of_steps(run, STEPS) for kind, run in runs.items()}))
+        for _ in range(NUM_TURNS):
+            turns.append(solve_engine_table({kind: mean_step_s(run, STEPS_PER_TURN) for kind, run in runs.items()}))
     return {name: median(getattr(turn, name) for turn in turns) for name in EngineTable.model_fields}
 
 
-def solved(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four figures, none negative, for seconds of a step of each kind (weights, micro-batches)."""
-    few, many = MICROS
-    micro_s, gradient_s = _line({n: (seconds[n, many] - seconds[n, few]) / (many - few) for n in WEIGHTS})
-    step_s, parameter_s = _line({n: seconds[n, few] - few * (micro_s + n * gradient_s) for n in WEIGHTS})
+def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
+    """Returns the four non-negative figures. seconds: the step seconds for each pair (weights, micro-batches)."""
+    few, many = MICRO_COUNTS
+    micro_s, gradient_s = _fit_line({n: (seconds[n, many] - seconds[n, few]) / (many - few) for n in WEIGHT_COUNTS})
+    step_s, parameter_s = _fit_line({n: seconds[n, few] - few * (micro_s + n * gradient_s) for n in WEIGHT_COUNTS})
     return EngineTable(step_s=step_s, parameter_s=parameter_s, micro_s=micro_s, gradient_s=gradient_s)
 
 
-def _line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the value at 0 of the line through two points, and its slope; neither negative."""
+def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
+    """Returns the intercept and the slope of the line through two points, neither negative."""
     (few, low), (many, high) = values.items()
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - few * slope), slope
@@ -122,8 +124,8 @@ def _line(values: Mapping[int, float]) -> tuple[float, float]:
 def _plan(device: Device, precision: Mapping[str, str], count: int, micros: int) -> Plan:
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
-        "model": {"factory": f"{__name__}:weights", "options": {"count": count}},
-        "data": {"factory": f"{__name__}:Numbers"},
+        "model": {"factory": f"{__name__}:build_weights", "options": {"count": count}},
+        "data": {"factory": f"{__name__}:IndexDataset"},
         "loss": {"factory": f"{__name__}:Identity"},
         "batch": {"global_size": micros, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
@@ -132,17 +134,19 @@ def _plan(device: Device, precision: Mapping[str, str], count: int, micros: int)
     return plan_from_dict(tables)
 
 
-def seconds_of_steps(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of steps, each launched before the one before is read, as `Run.train` does."""
+def mean_step_s(run: Run, num_steps: int) -> float:
+    """Returns the mean seconds of a step. Each step is launched before the totals of the previous step are read, as in
+    `Run.train`.
+    """
     device = run.world.device
-    late = run.launch(None)
+    current = run.launch(None)
     device.wait_until(device.moment())
-    began_s = time.perf_counter()
+    start_s = time.perf_counter()
     for _ in range(num_steps):
-        before, late = late, run.launch(None)
-        assert before.totals.read().is_finite, f"step {before.number}"
+        previous, current = current, run.launch(None)
+        assert previous.totals.read().is_finite, f"step {previous.number}"
     device.wait_until(device.moment())
-    taken_s = time.perf_counter() - began_s
-    assert late.totals.read().is_finite, f"step {late.number}"
+    elapsed_s = time.perf_counter() - start_s
+    assert current.totals.read().is_finite, f"step {current.number}"
     run.parts.weights.settle()
-    return taken_s / num_steps
+    return elapsed_s / num_steps

@@ -1,6 +1,6 @@
-"""Measures a machine: its device and host, links where several ranks measure, and each distinct layer of a plan.
+"""Measures a machine: its device and host, links if several ranks measure, and each distinct layer of a plan.
 
-the plan's own layers ──> its micro-batches under other policies ──> other sizes, under all policies ──> ... until time is over
+the plan's layers ──> its micro-batches under other policies ──> other sizes, under all policies ──> ... until the budget ends
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from sley_core.process import keep_freed_memory
 from sley_core.protocols import SequenceCommunicator
 from sley_core.records import ActivationPolicyRecord
 from sley_core.topology import DEFAULT_LANE, LANES
-from sley_estimate.calibrate.bench import LayerBench, on_ranks
+from sley_estimate.calibrate.bench import LayerBench, call_on_ranks
 from sley_estimate.calibrate.device import measure_device, measure_host
 from sley_estimate.calibrate.engine import measure_engine
 from sley_estimate.calibrate.links import measure_links
 from sley_estimate.layers.trace import Value
-from sley_estimate.layers.variants import Variant, layer_keys, with_variant
+from sley_estimate.layers.variants import Variant, apply_variant, layer_keys
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
-from sley_estimate.search.layouts import Choice, choices_of
+from sley_estimate.search.layouts import Choice, list_choices
 from train_cli.on_meta import meta_micro_batch
 
-BUDGET_S = 50.0  # of a calibration, unless the plan's own layers alone take longer
-REPETITIONS = 15  # of each layer as the plan has it
-REPETITIONS_OF_OTHERS = 7  # of each layer under another policy, or on other micro-batches
+BUDGET_S = 50.0  # of a calibration, unless the plan's own layers take longer
+REPETITIONS = 15  # of each layer in the plan's own variant
+VARIANT_REPETITIONS = 7  # of each layer in another variant
 
 
-def measure(
+def measure_machine(
     world: World, plan: Plan | None, timeout_s: float, budget_s: float = BUDGET_S
 ) -> tuple[MachineFile, Sequence[str]] | None:
-    """Returns the machine and a text per variant of layers that was not timed, on rank 0 of `world`; None on other ranks. A
-    collective of several ranks, which measures links.
+    """Returns the machine and a text per variant of layers without a measurement on rank 0 of `world`, and None on other ranks.
+    It is a collective of several ranks, which also measures links.
 
-    The device and its layers are measured by rank 0 alone, but on CPUs, where ranks share memory and caches, by all at once.
-    There the process keeps freed memory from then on, unless the plan says not to. plan: its layers are timed. budget_s: after
-    which no other variant of the plan's layers begins, by each rank's own clock.
+    Rank 0 measures the device and its layers. On CPUs, where ranks share memory and caches, all ranks measure at the same time,
+    and the process keeps freed memory from then on unless the plan disables that. plan: the plan whose layers are timed.
+    budget_s: the seconds after which no further variant starts, by each rank's own clock.
     """
     until_s = time.monotonic() + budget_s
     is_cpu = world.device.type == "cpu"
@@ -62,7 +62,7 @@ def measure(
         keep_freed_memory()
     links = measure_links(world, timeout_s) if world.size > 1 else None
 
-    def alone() -> dict[str, Any]:
+    def measure_tables() -> dict[str, Any]:
         tables: dict[str, Any] = {"device": measure_device(world.device), "host": measure_host(world.device)}
         if world.device.is_async:
             tables["engine"] = measure_engine(world.device, plan)
@@ -71,9 +71,9 @@ def measure(
         return tables
 
     tables: dict[str, Any] = {"format": MACHINE_FORMAT}
-    together = world.size > 1 and is_cpu
-    if together or world.rank == 0:
-        tables |= on_ranks(world, alone, "measure its device and layers") if together else alone()
+    is_shared = world.size > 1 and is_cpu
+    if is_shared or world.rank == 0:
+        tables |= call_on_ranks(world, measure_tables, "measure its device and layers") if is_shared else measure_tables()
     if world.rank != 0:
         return None
     left_out = tables.pop("left out", ())
@@ -83,47 +83,49 @@ def measure(
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed alone on a micro-batch of its data.
+    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed on one micro-batch of its data.
 
-    With slices of sequences it is the first slice: attention sees all positions, and exchanges do not count. Raises what the
-    plan's data and layers raise, and PlanError "calibrate-slice" for an attention that needs an answer of other ranks.
+    With sliced sequences the first slice is timed: attention sees all positions, and exchanges do not count. Raises the errors
+    of the plan's data and layers, and PlanError "calibrate-slice" for an attention that needs a message from another rank.
     """
-    timing = LayerTiming(plan, device)
-    timing.take(timing.own, REPETITIONS)
-    return timing.tables
+    bench = VariantBench(plan, device)
+    bench.time_variant(bench.plan_variant, REPETITIONS)
+    return bench.tables
 
 
 def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Times the plan's layers, then those under every policy that a search may try, on micro-batches of a few sizes. Returns
-    the `[[layers]]` tables, and a text for each variant that was left out.
+    """Times the plan's layers, then its variants for a search: every policy, on micro-batches of a few sizes. Returns the
+    `[[layers]]` tables, and a text for each skipped variant.
 
-    until_s: when `time.monotonic` passes it no other variant begins. Raises as `measure_layers`.
+    until_s: the value of `time.monotonic` after which no further variant starts. Raises the errors of `measure_layers`.
     """
-    timing = LayerTiming(plan, device)
-    timing.take(timing.own, REPETITIONS)
+    bench = VariantBench(plan, device)
+    bench.time_variant(bench.plan_variant, REPETITIONS)
     left_out = []
-    for variant in other_variants(plan):
-        if reason := timing.tried(variant, REPETITIONS_OF_OTHERS, until_s):
+    for variant in unmeasured_variants(plan):
+        if reason := bench.try_variant(variant, VARIANT_REPETITIONS, until_s):
             left_out.append(f"`{variant.policy}` on micro-batches of {variant.micro_size}: {reason}")
-    return timing.tables, left_out
+    return bench.tables, left_out
 
 
-def other_variants(plan: Plan) -> Iterator[Variant]:
-    """Yields the variants of the plan's layers beside its own that a search may try: other policies, then other sizes."""
-    policies = [choice for choice in choices_of(plan).policies if _is_allowed(plan, choice)]
+def unmeasured_variants(plan: Plan) -> Iterator[Variant]:
+    """Yields the variants of the plan's layers that a search may try, except the plan's own: first other policies, then other
+    sizes.
+    """
+    policies = [choice for choice in list_choices(plan).policies if _is_allowed(plan, choice)]
     own, sp = plan.batch.micro_size, plan.parallel.sp
-    sizes = [own, *other_sizes(own, plan.batch.global_size)]
+    sizes = [own, *micro_sizes_to_measure(own, plan.batch.global_size)]
     yield from islice((Variant(policy, size, sp) for size in sizes for policy in policies), 1, None)
 
 
-def other_sizes(own: int, most: int) -> list[int]:
-    """Returns sizes of micro-batches up to `most` other than `own`: 4, 1/4 and 16 times the power of two below it."""
-    near = 1 << (own.bit_length() - 1)
-    return [size for size in dict.fromkeys((4 * near, max(1, near // 4), 16 * near)) if size != own and size <= most]
+def micro_sizes_to_measure(own: int, max_size: int) -> list[int]:
+    """Returns micro-batch sizes up to `max_size` other than `own`: 4, 1/4 and 16 times the power of two below it."""
+    power = 1 << (own.bit_length() - 1)
+    return [size for size in dict.fromkeys((4 * power, max(1, power // 4), 16 * power)) if size != own and size <= max_size]
 
 
 def _is_allowed(plan: Plan, choice: Choice) -> bool:
-    """Returns whether a policy may be timed: the plan's own, or one that does not copy and that the plan's checks accept."""
+    """Returns whether a policy may be timed: the plan's own policy, or one without copies that passes the plan's checks."""
     own = plan.activations
     if (choice.name, choice.config) == (own.name, own.config):
         return True
@@ -131,35 +133,37 @@ def _is_allowed(plan: Plan, choice: Choice) -> bool:
         return False
     world = plan.world()
     try:
-        known = {(each.code, each.message) for each in check_plan(plan, world)}
-        problems = check_plan(with_variant(plan, policy=choice), world)
+        known = {(problem.code, problem.message) for problem in check_plan(plan, world)}
+        problems = check_plan(apply_variant(plan, policy=choice), world)
     except SleyError:
         return False
-    return all((each.code, each.message) in known for each in problems)
+    return all((problem.code, problem.message) in known for problem in problems)
 
 
-class _LateError(Exception):
-    """The time is over."""
+class _TimeIsUpError(Exception):
+    """Raised when the time budget is over."""
 
 
-class LayerTiming:
-    """Times layers of `plan`, variant by variant, equal ones once. tables: the results. own: the plan's variant."""
+class VariantBench:
+    """Times the layers of `plan` variant by variant, equal layers once. tables: the results. plan_variant: the plan's own
+    variant.
+    """
 
     def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
         self.device = device
-        self.own = Variant(choices_of(plan).policies[0], plan.batch.micro_size, plan.parallel.sp)
+        self.plan_variant = Variant(list_choices(plan).policies[0], plan.batch.micro_size, plan.parallel.sp)
         self.tables: list[dict[str, Any]] = []
         self._keys: set[str] = set()
         self._outputs: dict[str, Value] = {}
         self._size = 0
-        self._took: dict[str, tuple[float, int]] = {}
+        self._repetition_s: dict[str, tuple[float, int]] = {}
 
-    def tried(self, variant: Variant, repetitions: int, until_s: float) -> str | None:
-        """Times a variant if that ends before `until_s`; returns None, or the reason why not all of it was timed."""
+    def try_variant(self, variant: Variant, repetitions: int, until_s: float) -> str | None:
+        """Times a variant if that ends before `until_s`. Returns None, or the reason for a missing layer."""
         try:
-            self.take(variant, repetitions, until_s)
-        except _LateError:
+            self.time_variant(variant, repetitions, until_s)
+        except _TimeIsUpError:
             return "the time was over"
         except (MemoryError, torch.OutOfMemoryError):
             return "its layers do not fit into memory"
@@ -167,14 +171,16 @@ class LayerTiming:
             return error.diagnostics[0].message
         return None
 
-    def take(self, variant: Variant, repetitions: int, until_s: float = inf) -> None:
-        """Times the layers of a variant whose keys are not in `tables`. Raises as `measure_layers`, and _LateError."""
+    def time_variant(self, variant: Variant, repetitions: int, until_s: float = inf) -> None:
+        """Times the layers of a variant whose keys are not in `tables`. Raises the errors of `measure_layers`, and
+        _TimeIsUpError.
+        """
         if time.monotonic() > until_s:
-            raise _LateError
-        plan = with_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size)
+            raise _TimeIsUpError
+        plan = apply_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size)
         try:
-            self._take(plan, variant, repetitions, until_s)
-        except NotImaginedError as error:
+            self._time_layers(plan, variant, repetitions, until_s)
+        except MissingRankError as error:
             assert plan.sequence is not None, variant
             attention = f'the attention of `[sequence] use = "{plan.sequence.name}"`'
             message = f"{attention} {error}, and a slice is timed where there is no other rank"
@@ -184,55 +190,56 @@ class LayerTiming:
             )
             raise PlanError.many([plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]) from error
 
-    def _take(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
+    def _time_layers(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = build_meta_model(plan, dataset.info)
         policy = plan.activations.build([layer.name for layer in model.layers])
         keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
         if self._keys >= set(keys):
             return
-        if variant.micro_size != self._size:  # inputs have another shape
+        if variant.micro_size != self._size:  # the inputs have another shape
             self._size, self._outputs = variant.micro_size, {}
-        echo = Echo(plan.parallel.sp, self.device)
+        echo = EchoTransport(plan.parallel.sp, self.device)
         attention: SequenceCommunicator | None = None
         if plan.sequence is not None and plan.parallel.sp > 1:
-            attention = plan.sequence.build(imagined("sp", echo, plan.parallel.sp))
+            attention = plan.sequence.build(echo_group("sp", echo, plan.parallel.sp))
         value: Value | None = None
         with self.device.random_state_kept():
             gradients, working = DTYPES[plan.precision.gradients], weight_dtypes(plan)[0]
             bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
             for layer, key in zip(model.layers, keys, strict=True):
                 if key not in self._outputs:
-                    self._time(bench, layer, key, value, variant, until_s)
+                    self._time_layer(bench, layer, key, value, variant, until_s)
                 value = self._outputs[key]
 
-    def _time(self, bench: LayerBench, layer: Layer, key: str, value: Value | None, variant: Variant, until_s: float) -> None:
-        """Times one layer. Raises _LateError if it would pass `until_s` at its earlier seconds per sample."""
-        one_s, size = self._took.get(layer.name, (0.0, variant.micro_size))
-        began_s = time.monotonic()
-        if began_s + one_s * max(1.0, variant.micro_size / size) * bench.repetitions > until_s:
-            raise _LateError
+    def _time_layer(
+        self, bench: LayerBench, layer: Layer, key: str, value: Value | None, variant: Variant, until_s: float
+    ) -> None:
+        """Times one layer. Raises _TimeIsUpError if its earlier seconds per sample predict an end after `until_s`."""
+        repetition_s, size = self._repetition_s.get(layer.name, (0.0, variant.micro_size))
+        start_s = time.monotonic()
+        if start_s + repetition_s * max(1.0, variant.micro_size / size) * bench.repetitions > until_s:
+            raise _TimeIsUpError
         times, self._outputs[key] = bench.time(layer, value, split=True)
-        self._took[layer.name] = (time.monotonic() - began_s) / bench.repetitions, variant.micro_size
+        self._repetition_s[layer.name] = (time.monotonic() - start_s) / bench.repetitions, variant.micro_size
         if key not in self._keys:
             self._keys.add(key)
             output_bytes = sum(leaf.num_bytes for leaf in self._outputs[key][0].leaves)
-            how = {"activations": str(variant.policy), "micro_size": variant.micro_size, "sp": variant.sp}
+            layout = {"activations": str(variant.policy), "micro_size": variant.micro_size, "sp": variant.sp}
             seconds = {name: value for name, value in asdict(times).items() if value or not name.startswith("host_")}
-            self.tables.append({"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **how})
+            self.tables.append({"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **layout})
 
 
-class NotImaginedError(Exception):
-    """An imagined group cannot do this, since its other members do not exist."""
+class MissingRankError(Exception):
+    """Raised for an operation of an imitated group that needs its other members, which do not exist."""
 
 
-class Echo(Transport):
-    """Imitates a group of `size` ranks of which only this one, the first, exists: its own part takes the place of each peer's.
+class EchoTransport(Transport):
+    """Imitates a group of `size` ranks in which only this rank, the first, exists. Each peer's part is a copy of its own part.
 
-    rank 0 gives a0 a1    gather of a0  a0 a0    reduction  a0 + a0    swap  a0 a1    message  the last one like it that was
-    sent
+    rank 0 has a0 a1 gather of a0: a0 a0 reduction: a0 + a0 swap: a0 a1 message: the last equal one that was sent
 
-    So shapes and magnitudes are those of a run. Exchanges are complete when they begin; their copies are timed separately.
+    Shapes and magnitudes are those of a run. Exchanges are complete when they start. Their copies are timed separately.
     """
 
     def __init__(self, size: int, device: Device) -> None:
@@ -246,23 +253,23 @@ class Echo(Transport):
         spans, self._spans = self._spans, []
         return spans
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         def repeat() -> None:
-            for whole, shard in zip(wholes, shards, strict=True):
-                for row in whole.detach().view(self._size, *shard.shape):
+            for output, shard in zip(outputs, shards, strict=True):
+                for row in output.detach().view(self._size, *shard.shape):
                     put(shard.detach(), row)
 
-        return self._timed(repeat)
+        return self._time_copy(repeat)
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
         own = [whole.detach()[: whole.shape[0] // self._size] for whole in wholes]
-        return self._timed(lambda: [rows.mul_(self._size) for rows in own])
+        return self._time_copy(lambda: [rows.mul_(self._size) for rows in own])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return self._timed(lambda: put(sent.detach(), received.detach()))
+        return self._time_copy(lambda: put(sent.detach(), received.detach()))
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return self._timed(lambda: tensor.detach().mul_(self._size))
+        return self._time_copy(lambda: tensor.detach().mul_(self._size))
 
     def imitate(self, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str) -> Callable[[], None]:
         """Imitates an exchange without a transport. This rank is the first, so it has the value of a broadcast."""
@@ -276,35 +283,37 @@ class Echo(Transport):
                 self.all_gather([result.view(-1)], [given.view(-1)], what=what)
             case "send":
                 self._sent[key] = given.detach()
-            case "receive":  # looked up at the wait: the message may be sent after this call
+            case "receive":  # the wait finds the message, which may be sent after this call
                 return lambda: self._receive(result, lane, what)
         return lambda: None
 
     def _receive(self, tensor: Tensor, lane: str, what: str) -> None:
         sent = self._sent.get((lane, tensor.numel(), tensor.dtype))
         if sent is None:
-            raise NotImaginedError(f"waits for a message ({what}) like which it has sent none itself")
-        self._timed(lambda: put(sent.view(tensor.shape), tensor.detach()))
+            raise MissingRankError(f"waits for a message ({what}) like which it has sent none itself")
+        self._time_copy(lambda: put(sent.view(tensor.shape), tensor.detach()))
 
-    def _timed(self, copy: Callable[[], object]) -> Work:
-        began = self._device.moment()
+    def _time_copy(self, copy: Callable[[], object]) -> Work:
+        start = self._device.moment()
         copy()
-        self._spans.append((began, self._device.moment()))
+        self._spans.append((start, self._device.moment()))
         return Done()
 
 
-class _Lanes(dict[str, Any]):
-    """Raises NotImaginedError, with `what`, for a lane that it does not have."""
+class _SingleRankLanes(dict[str, Any]):
+    """Raises MissingRankError, with `what`, for an unknown lane."""
 
     def __init__(self, what: str, lanes: dict[str, Any]) -> None:
         super().__init__(lanes)
         self.what = what
 
     def __missing__(self, lane: str) -> Any:
-        raise NotImaginedError(f"asks for the {self.what} of the lane `{lane}`, which an imagined group does not have")
+        raise MissingRankError(f"asks for the {self.what} of the lane `{lane}`, which an imitated group does not have")
 
 
-def imagined(axis: str, echo: Echo, size: int) -> Group:
-    """Returns a group of `size` ranks whose exchanges `echo` imitates. It raises NotImaginedError for anything else."""
-    transports = _Lanes("transport", dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
-    return Group(axis, tuple(range(size)), 0, _Lanes("communicator", {}), transports, imitate=echo.imitate)
+def echo_group(axis: str, echo: EchoTransport, size: int) -> Group:
+    """Returns a group of `size` ranks whose exchanges `echo` imitates. The group raises MissingRankError for all other
+    operations.
+    """
+    transports = _SingleRankLanes("transport", dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
+    return Group(axis, tuple(range(size)), 0, _SingleRankLanes("communicator", {}), transports, imitate=echo.imitate)

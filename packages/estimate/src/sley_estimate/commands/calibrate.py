@@ -1,4 +1,4 @@
-"""`train-cli calibrate`: measures this machine, for estimates of seconds; in this process, or with local ranks of its own."""
+"""`train-cli calibrate`: measures this machine for estimates of seconds, in this process or on local ranks that it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train_cli.console import Settings
 from train_cli.faults import Fault, write_report
 from train_cli.options import SetOption
 
-TIMEOUT_S = 60.0  # of every wait of ranks for each other
+TIMEOUT_S = 60.0  # the time limit of every wait between ranks
 
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
 PlanOption = Annotated[
@@ -47,7 +47,7 @@ def calibrate(
             raise UsageError("machine-folder", f"there is no folder `{out.absolute().parent}`")
     if ranks is not None and not is_rank:
         if plan is not None:
-            load_plan(plan, overrides or [])  # so that a mistake is reported once, and not by each rank
+            load_plan(plan, overrides or [])  # reports a mistake once instead of on each rank
         from train_cli.local_launch import launch
 
         arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides or []}
@@ -59,28 +59,28 @@ def calibrate(
 
 
 def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
-    """Measures in this process, the only rank or one of a local launch; rank 0 writes the file. Returns the exit code."""
+    """Measures in this process, the only rank or one of a local launch. Rank 0 writes the file. Returns the exit code."""
     from sley_core.comm.world import World
-    from sley_estimate.calibrate.layers import measure
+    from sley_estimate.calibrate.layers import measure_machine
 
     try:
         resolved = load_plan(Path(plan), overrides) if plan else None
         device = resolved.run.device if resolved else "auto"
         with World.join(device, timeout_s=TIMEOUT_S) as world:
-            measured = measure(world, resolved, TIMEOUT_S)
+            result = measure_machine(world, resolved, TIMEOUT_S)
     except Exception as error:
         write_report(Fault.of(error))
         raise
-    if measured is not None:
-        machine, left_out = measured
+    if result is not None:
+        machine, left_out = result
         for variant in left_out:
             console.say(f"not timed: {variant}")
         Path(out).write_text(machine_text(machine), "utf-8")
-        console.say(f"{machine.device.name}: {out} has {_contents(machine)}")
+        console.say(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
     return EXIT_OK
 
 
-def _contents(machine: MachineFile) -> str:
+def _describe_contents(machine: MachineFile) -> str:
     parts = ["the device"]
     if machine.links.same_host is not None:
         parts.append("links between ranks of this host")

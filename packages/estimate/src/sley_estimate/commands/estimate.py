@@ -1,6 +1,6 @@
-"""`train-cli estimate`: the bytes of every stage of a run, and the seconds of a step, before a device is touched.
+"""`train-cli estimate`: the bytes of every stage of a run and the seconds of a step, without a device.
 
-Also for other commands: `run --dry-run`, `run --estimate` and `show --timeline --machine`.
+Also used by other commands: `run --dry-run`, `run --estimate` and `show --timeline --machine`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ UNITS = {
     "KB": 10**3,
     "B": 1,
 }
-"""Bytes of the units of a size; `B` is last, since all end with it."""
+"""Bytes of the units of a size. `B` is last, since all units end with it."""
 
 SOURCES: dict[Source, str] = {
     "measured": "timed on this machine",
@@ -74,7 +74,7 @@ WAITS = {
     "to_host": "copies to the host",
     "to_device": "copies from the host",
 }
-"""Texts of waits, by the first word of an exchange's lane."""
+"""Descriptions of waits by the first word of an exchange's lane."""
 
 
 def estimate(
@@ -94,11 +94,11 @@ def estimate(
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
-    limit = None if memory is None else num_bytes(memory)
+    limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
-    asked = world_size(world, nodes, per_node)
-    size = resolved.world(None) if asked is None else asked
-    known = None if machine is None else machine_of(machine, per_node)
+    requested_size = world_size(world, nodes, per_node)
+    size = resolved.world(None) if requested_size is None else requested_size
+    known = None if machine is None else load_machine_with_ranks(machine, per_node)
     stages, seconds = bytes_and_seconds(resolved, size, known)
     if limit is None and known is not None:
         limit = known.device.memory
@@ -106,15 +106,15 @@ def estimate(
         data = {"world": size, "memory": limit, "stages": [asdict(stage) for stage in stages]}
         typer.echo(json.dumps(data | ({} if seconds is None else {"seconds": seconds_data(seconds)}), indent=2))
     else:
-        typer.echo("\n".join(lines(stages, size, limit)))
+        typer.echo("\n".join(bytes_lines(stages, size, limit)))
         if seconds is not None and known is not None:
             typer.echo("\n".join(seconds_lines(seconds, known)))
     if limit is not None and max(stage.peak for stage in stages) > limit:
         raise typer.Exit(1)
 
 
-def machine_of(file: Path, per_node: int | None) -> MachineFile:
-    """Returns the machine in `file`, with `per_node` ranks on each host if given. Raises as `load_machine`."""
+def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
+    """Returns the machine in `file`, with `per_node` ranks per host if not None. Raises the errors of `load_machine`."""
     machine = load_machine(file)
     if per_node is None:
         return machine
@@ -125,19 +125,19 @@ def machine_of(file: Path, per_node: int | None) -> MachineFile:
 def bytes_and_seconds(
     plan: Plan, size: int, machine: MachineFile | None = None
 ) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
-    """Returns the bytes of each stage, and the seconds of a step on `machine`. Raises SleyError with its place in the plan."""
+    """Returns the bytes of each stage and the seconds of a step on `machine`. Raises SleyError with its location."""
     from sley_estimate.bytes.stages import stage_bytes
-    from sley_estimate.step.estimate import estimate_both
+    from sley_estimate.step.estimate import estimate_bytes_and_seconds
 
     try:
         if machine is None:
             return stage_bytes(plan, size, cores=num_cores()), None
-        return estimate_both(plan, size, machine, num_cores())
+        return estimate_bytes_and_seconds(plan, size, machine, num_cores())
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
 
-def num_bytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """Returns the bytes of a size such as 80GiB or 512 MB. Raises UsageError `memory-size` for other texts."""
     for unit, factor in UNITS.items():
         number = text.removesuffix(unit).strip()
@@ -148,42 +148,44 @@ def num_bytes(text: str) -> int:
     )
 
 
-def lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
-    """Yields the bytes as lines of text."""
+def bytes_lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
+    """Yields text lines about the bytes of each stage."""
     per_stage = size // len(stages)
     for stage in stages:
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
         layer = f", layer {stage.place.layer}" if stage.place.layer else ""
         first = " of the first step" if stage.place.step == 1 else ""
-        yield f"stage {stage.stage} ({ranks}): peak {shown(stage.peak)} in {in_words(stage.place.entry)}{first}{layer}"
+        yield f"stage {stage.stage} ({ranks}): peak {format_bytes(stage.peak)} in {in_words(stage.place.entry)}{first}{layer}"
         for owner, count in stage.alive.items():
-            yield f"    {owner.replace('_', ' '):18} {shown(count):>12}"
-    most = max(stages, key=lambda stage: stage.peak)
-    verdict = f"the most is {shown(most.peak)}, on stage {most.stage}"
+            yield f"    {owner.replace('_', ' '):18} {format_bytes(count):>12}"
+    largest = max(stages, key=lambda stage: stage.peak)
+    verdict = f"the most is {format_bytes(largest.peak)}, on stage {largest.stage}"
     if limit is not None:
-        rest = limit - most.peak
-        verdict += f": fits into {shown(limit)}, {shown(rest)} are left" if rest >= 0 else ""
-        verdict += f": does not fit into {shown(limit)}, {shown(-rest)} are missing" if rest < 0 else ""
+        free_bytes = limit - largest.peak
+        verdict += f": fits into {format_bytes(limit)}, {format_bytes(free_bytes)} are left" if free_bytes >= 0 else ""
+        verdict += (
+            f": does not fit into {format_bytes(limit)}, {format_bytes(-free_bytes)} are missing" if free_bytes < 0 else ""
+        )
     yield verdict
     yield COUNTED
 
 
-def shown(count: int) -> str:
-    """Returns bytes as text, in the unit that fits."""
-    unit, size = unit_of(count)
+def format_bytes(count: int) -> str:
+    """Returns `count` bytes as text in a suitable unit."""
+    unit, size = largest_unit(count)
     return f"{count / size:.2f} {unit}" if size > 1 else f"{count} B"
 
 
-def unit_of(count: int) -> tuple[str, int]:
-    """Returns the largest unit of which `count` bytes are one or more, and its bytes."""
+def largest_unit(count: int) -> tuple[str, int]:
+    """Returns the largest unit that is at most `count` bytes, and its size in bytes."""
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return unit, size
     return "B", 1
 
 
-def drawn_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
-    """Yields a drawing of a step of `plan`, and what each stage does. Raises SleyError with its place in the plan."""
+def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
+    """Yields a drawing of a step of `plan` and the work of each stage. Raises SleyError with its location in the plan."""
     from sley_estimate.step.estimate import estimate_seconds
 
     try:
@@ -196,30 +198,32 @@ def drawn_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
 
 
 def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
-    """Yields the seconds of a step, what each stage does, and the source of the layers' seconds."""
+    """Yields text lines about the seconds of a step, the work of each stage, and the source of the layer seconds."""
     step = seconds.step
-    behind_s = step.seconds - step.devices_s
-    yield f"a step takes {step.seconds:.4g} s" + (f", of which devices wait {behind_s:.4g} s for a host" if behind_s else "")
+    host_wait_s = step.seconds - step.devices_s
+    yield f"a step takes {step.seconds:.4g} s" + (
+        f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
+    )
     for stage, computing_s in enumerate(step.computing_s):
         waited: dict[str, float] = defaultdict(float)
         for span in step.exposed:
             if span.rank == stage:
-                kind, _, way = span.lane.partition(" ")
-                what = WAITS.get(kind, f"`{kind}`")
+                kind, _, direction = span.lane.partition(" ")
+                description = WAITS.get(kind, f"`{kind}`")
                 if isinstance(span.key, Delivery):
                     source = "activations" if span.key.flow == "forward" else "gradients"
-                    what = f"{source} from stage {way.split('>')[0]}"
-                waited[what] += span.end_s - span.start_s
+                    description = f"{source} from stage {direction.split('>')[0]}"
+                waited[description] += span.end_s - span.start_s
         by_length = sorted(waited.items(), key=lambda item: -item[1])
-        texts = ((f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms", what) for what, value in by_length)
-        waits = ", ".join(f"{value} waiting for {what}" for value, what in texts)
+        texts = ((f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms", description) for description, value in by_length)
+        waits = ", ".join(f"{value} waiting for {description}" for value, description in texts)
         idle = f"idle {step.idle(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
-    yield f"  {_sources(seconds)} ({machine.device.name})"
+    yield f"  {_describe_sources(seconds)} ({machine.device.name})"
 
 
-def _sources(seconds: PlanSeconds) -> str:
+def _describe_sources(seconds: PlanSeconds) -> str:
     if not seconds.layers:
         return "slices of sequences are computed from their operators"
     counts = Counter(layer.source for layer in seconds.layers)
@@ -231,7 +235,7 @@ def _sources(seconds: PlanSeconds) -> str:
 
 
 def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
-    """Returns the estimated seconds for JSON."""
+    """Returns the estimated seconds as JSON data."""
     step = seconds.step
     return {
         "step": step.seconds,
@@ -244,8 +248,8 @@ def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
 
 
 def compare_with_run(stages: Sequence[RankBytes], step: PlanSeconds | None, folder: Path) -> list[str]:
-    """Writes the estimate of rank 0 into the run's `summary.json`, and returns lines that compare both; none without a summary.
-    On a CPU the peak of a run is not measured.
+    """Writes the estimate of rank 0 into the run's `summary.json` and returns lines that compare both, or no lines without a
+    summary. A run on a CPU does not measure its peak.
     """
     path = folder / SUMMARY
     if not path.exists():
@@ -254,18 +258,23 @@ def compare_with_run(stages: Sequence[RankBytes], step: PlanSeconds | None, fold
     states, peak, seconds = dict(stages[0].states), stages[0].peak, step.step.seconds if step else None
     summary["estimated"] = {"memory_bytes": states, "peak_bytes": peak, "step_seconds": seconds}
     write_json(path, summary)
-    between = sum(summary["memory_bytes"].values())
-    result = [f"  memory         {shown(between)} between steps; {shown(sum(states.values()))} were estimated"]
+    between_steps = sum(summary["memory_bytes"].values())
+    result = [
+        f"  memory         {format_bytes(between_steps)} between steps; {format_bytes(sum(states.values()))} were estimated"
+    ]
     if summary["device"].startswith("cuda"):
         measured = summary["memory_mb"] * 2**20
-        result.append(f"                 {shown(int(measured))} at most; {shown(peak)} were estimated{_error(peak, measured)}")
+        error = _format_error(peak, measured)
+        result.append(f"                 {format_bytes(int(measured))} at most; {format_bytes(peak)} were estimated{error}")
     else:
-        result.append(f"                 {shown(peak)} at most, as estimated; a CPU does not measure the peak of tensors")
+        result.append(
+            f"                 {format_bytes(peak)} at most, as estimated; a CPU does not measure the peak of tensors"
+        )
     if seconds is not None:
         step_s = summary["seconds"] / summary["steps"]
-        result.append(f"  a step         {step_s:.4g} s; {seconds:.4g} s were estimated{_error(seconds, step_s)}")
+        result.append(f"  a step         {step_s:.4g} s; {seconds:.4g} s were estimated{_format_error(seconds, step_s)}")
     return result
 
 
-def _error(estimated: float, measured: float) -> str:
+def _format_error(estimated: float, measured: float) -> str:
     return f" ({(estimated - measured) / measured:+.1%})" if measured else ""

@@ -1,4 +1,4 @@
-"""`train-cli search`: the fastest layouts of a plan that fit, before a device is touched."""
+"""`train-cli search`: the fastest layouts of a plan that fit, without a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import Progress
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_core.plan.write import sections
-from sley_estimate.commands.estimate import num_bytes, shown, unit_of
+from sley_estimate.commands.estimate import format_bytes, largest_unit, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
 from train_cli.options import PlanArgument, SetOption
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_estimate.search.find import ExactEstimate, Result, SearchResult
 
-BUDGET_S = 140.0  # default seconds after the ranking in which layouts begin the steps that verify them
+BUDGET_S = 140.0  # default seconds after the ranking in which layouts may start their verifying steps
 
 
 def search(
@@ -64,46 +64,55 @@ def search(
     if explain and not verify:
         raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
     from sley_core.plan.check import check_data
-    from sley_estimate.search.find import exact_apart, find
-    from sley_estimate.search.layouts import Layouts, choices_of
-    from sley_estimate.search.roofline import Rough
+    from sley_estimate.search.find import estimate_forked, search_layouts
+    from sley_estimate.search.layouts import Layouts, list_choices
+    from sley_estimate.search.roofline import RooflineEstimate
 
-    limit = None if memory is None else num_bytes(memory)
+    limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
     known = load_machine(machine)
     try:
-        # First: a plan that fits no such world ends this at once.
-        own = exact_apart(resolved, world, known) if explain else None
-        # Such as files that are missing, for which every layout would be left out.
+        # First, since this fails fast for a plan that does not fit the world.
+        baseline = estimate_forked(resolved, world, known) if explain else None
+        # Finds faults such as missing files, which would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
         if located := [resolved.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
             raise PlanError.many(located)
-        choices = choices_of(resolved)
+        choices = list_choices(resolved)
         space = Layouts(resolved, world, choices, keep or ())
         with Progress(console=Console(stderr=True), transient=True, disable=not draws_line(sys.stderr)) as progress:
             task = progress.add_task("ranking all layouts", total=None)
 
-            def tell(done: int, total: int) -> None:
+            def report_progress(done: int, total: int) -> None:
                 progress.update(task, description="taking the steps of the best", completed=done, total=total)
 
             cores = num_cores()
-            result = find(space, known, memory=limit, top=top, verify=verify, cores=cores, budget_s=budget, tell=tell)
+            result = search_layouts(
+                space,
+                known,
+                memory=limit,
+                top=top,
+                verify=verify,
+                cores=cores,
+                budget_s=budget,
+                report_progress=report_progress,
+            )
     except SleyError as error:
         raise resolved.located(error) from error.__cause__
-    typer.echo("\n".join(lines(result, choices.skipped, limit)))
+    typer.echo("\n".join(result_lines(result, choices.skipped, limit)))
     if not result.fastest:
         raise typer.Exit(1)
     best = result.fastest[0]
-    if own is not None and not isinstance(best.takes, Rough):
-        typer.echo("\n".join(compared(own, best.takes)))
+    if baseline is not None and not isinstance(best.estimate, RooflineEstimate):
+        typer.echo("\n".join(comparison_lines(baseline, best.estimate)))
     if write is not None:
         write.write_text(plan_text(resolved, world, best), "utf-8")
         typer.echo(f"written to {write}")
 
 
-def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields the result as lines of text. skipped: plugins that could not be loaded. limit: bytes of a device."""
-    too_large = "" if limit is None else f"; {result.too_large:,} exceed {shown(limit)}"
+def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
+    """Yields text lines about the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
+    too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
     steps = f": the best {result.num_exact:,} by a formula took their own steps" if result.num_exact else ""
     yield f"{result.num_layouts:,} layouts considered{steps}{too_large}"
     if result.not_begun:
@@ -118,46 +127,58 @@ def lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> It
             hint = next((f" (hint: {hint})" for hint in hints if hint), "")
             yield f"no layout of this plan is left in this world, for the reasons above{hint}"
         else:
-            need, smallest = shown(int(result.smallest.takes.num_bytes)), result.smallest.layout
-            yield f"nothing fits into {shown(limit)}: the smallest layout found needs {need} or more: {smallest}"
+            need, smallest = format_bytes(int(result.smallest.estimate.num_bytes)), result.smallest.layout
+            yield f"nothing fits into {format_bytes(limit)}: the smallest layout found needs {need} or more: {smallest}"
         return
-    how = "verified by estimate" if result.num_exact else "rough"
-    yield f"fastest ({how})"
-    yield from map(_row, result.fastest)
-    sources = {source for each in result.fastest for source in getattr(each.takes, "sources", ())}
+    method = "verified by estimate" if result.num_exact else "rough"
+    yield f"fastest ({method})"
+    yield from map(_format_row, result.fastest)
+    sources = {source for each in result.fastest for source in getattr(each.estimate, "sources", ())}
     if "counted" in sources and len(sources) > 1:
         yield "  Some layers were measured, others are computed from their operators alone: their seconds may be far apart."
         yield "  `calibrate --plan` measures a plan's layers."
     if result.front:
-        yield f"less memory for more time ({how})"
-        yield from map(_row, result.front)
+        yield f"less memory for more time ({method})"
+        yield from map(_format_row, result.front)
 
 
-def _row(result: Result) -> str:
-    return f"  {result.takes.seconds:10.4g} s  {shown(int(result.takes.num_bytes)):>12}  {result.layout}"
+def _format_row(result: Result) -> str:
+    return f"  {result.estimate.seconds:10.4g} s  {format_bytes(int(result.estimate.num_bytes)):>12}  {result.layout}"
 
 
-def compared(own: ExactEstimate, best: ExactEstimate) -> Iterator[str]:
-    """Yields the parts of two estimates side by side. own: of the plan as it is."""
+def comparison_lines(baseline: ExactEstimate, best: ExactEstimate) -> Iterator[str]:
+    """Yields the parts of two estimates in two columns. baseline: the estimate of the unchanged plan."""
 
-    def rows(title: str, one: float, other: float, parts: Mapping[str, float], others: Mapping[str, float]) -> Iterator[str]:
-        values = {name: (parts.get(name, 0.0), others.get(name, 0.0)) for name in sorted({*parts, *others})}
+    def rows(
+        title: str,
+        baseline_total: float,
+        best_total: float,
+        baseline_parts: Mapping[str, float],
+        best_parts: Mapping[str, float],
+    ) -> Iterator[str]:
+        values = {
+            name: (baseline_parts.get(name, 0.0), best_parts.get(name, 0.0)) for name in sorted({*baseline_parts, *best_parts})
+        }
         ordered = sorted(values.items(), key=lambda item: -max(item[1]))
-        for name, (mine, its) in [(title, (one, other)), *((f"  {name.replace('_', ' ')}", pair) for name, pair in ordered)]:
-            yield f"{name:34}{mine:14.4g}{its:14.4g}{its - mine:+14.4g}"
+        for name, (before, after) in [
+            (title, (baseline_total, best_total)),
+            *((f"  {name.replace('_', ' ')}", pair) for name, pair in ordered),
+        ]:
+            yield f"{name:34}{before:14.4g}{after:14.4g}{after - before:+14.4g}"
 
     yield f"{'':34}{'as it is':>14}{'fastest':>14}{'difference':>14}"
-    yield from rows("a step, in seconds", own.seconds, best.seconds, own.seconds_parts, best.seconds_parts)
-    unit, size = unit_of(max(own.num_bytes, best.num_bytes))
-    mine, its = ({name: value / size for name, value in each.bytes_parts.items()} for each in (own, best))
-    yield from rows(f"most bytes of a rank, in {unit}", own.num_bytes / size, best.num_bytes / size, mine, its)
+    yield from rows("a step, in seconds", baseline.seconds, best.seconds, baseline.seconds_parts, best.seconds_parts)
+    unit, size = largest_unit(max(baseline.num_bytes, best.num_bytes))
+    before, after = ({name: value / size for name, value in each.bytes_parts.items()} for each in (baseline, best))
+    yield from rows(f"most bytes of a rank, in {unit}", baseline.num_bytes / size, best.num_bytes / size, before, after)
 
 
 def plan_text(plan: Plan, world: int, best: Result) -> str:
-    """Returns the plan file of a layout of `plan`, with a comment on every table that the search filled."""
-    takes = best.takes
-    how = "rough" if not hasattr(takes, "sources") else "verified by estimate"
-    head = f"# {world} ranks: {takes.seconds:.4g} s per step, {shown(int(takes.num_bytes))} on the fullest rank, {how}\n"
+    """Returns the plan file for a layout of `plan`. Each table filled by the search has a comment."""
+    estimate = best.estimate
+    method = "rough" if not hasattr(estimate, "sources") else "verified by estimate"
+    size = format_bytes(int(estimate.num_bytes))
+    head = f"# {world} ranks: {estimate.seconds:.4g} s per step, {size} on the fullest rank, {method}\n"
     layout = best.layout
     choices = {
         "[activations]": layout.activations,
@@ -172,12 +193,6 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
     comments["[batch]"] = f"search: micro_size = {layout.micro_size}"
     texts = []
     for text in sections(layout.plan(plan, world).tables):
-        comment = comments.pop(text.split("\n", 1)[0], None)  # of several tables with one header the first gets it
+        comment = comments.pop(text.split("\n", 1)[0], None)  # the first of several tables with one header
         texts.append(f"# {comment}\n{text}" if comment else text)
     return head + "\n".join(texts)
-
-    return {
-        "[parallel]": f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows",
-        "[batch]": f"search: micro_size = {layout.micro_size}",
-        **{header: f"search: {choice}" for header, choice in choices.items() if choice is not None},
-    }

@@ -1,11 +1,11 @@
-"""Seconds of layers on a machine: measured, in proportion to a measured variant, or counted from operators.
+"""Computes the seconds of layers on a machine: measured, in proportion to a measured variant, or counted from operators.
 
-An operator takes the longer of its products and its memory traffic. On a CPU the time to start it is added. On a GPU the host
-starts kernels ahead of the device: of a measured layer both are known, and a step takes the longer of device and host; a layer
-that is counted takes the longer of both in each phase.
+An operator takes the maximum of its products and its memory traffic. On a CPU its launch time is added. On a GPU the host
+launches kernels ahead of the device. For a measured layer both times are known, and a step takes the maximum of device and
+host. A counted layer takes the maximum of both in each phase.
 
-Where only some variants of a layer were measured, the others are counted and scaled by measured / counted of the nearest one.
-Else policies and sizes would be ordered by which of them was measured.
+If only some variants of a layer were measured, the others are counted and scaled by measured / counted of the nearest one.
+Otherwise the order of policies and sizes would depend on which of them were measured.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.trace import layer_works
 from sley_estimate.layers.variants import LayerVariants, Variant, layer_keys
 from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
-from sley_estimate.search.layouts import Choice, Choices, choices_of
+from sley_estimate.search.layouts import Choice, Choices, list_choices
 
 Source = Literal["measured", "in proportion", "counted"]
-"""Whether the seconds of a layer are in the machine file, scaled from another variant there, or counted alone."""
+"""The source of a layer's seconds: the machine file, another variant there after scaling, or only counting."""
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-"""The actions of which a layer has seconds, in the order of its fields."""
+"""The kinds of actions with layer seconds, in the order of the fields of `LayerSeconds`."""
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of a layer and micro-batch, recomputation included. host_*: to start each; 0 if it does not run ahead."""
+    """The seconds of a layer on one micro-batch, with recomputation. host_*: the host's seconds to launch each phase, or 0 if
+    the host does not run ahead.
+    """
 
     forward: float
     backward: float
@@ -53,58 +55,61 @@ class LayerSeconds:
     host_weight_gradient: float = 0.0
 
     @classmethod
-    def measured(cls, table: LayerTable) -> LayerSeconds:
+    def from_table(cls, table: LayerTable) -> LayerSeconds:
         return cls(**{field.name: getattr(table, field.name) for field in fields(cls)})
 
     @classmethod
-    def counted(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> LayerSeconds:
-        """Returns the seconds of a layer's operators on `device`. with_host: fills the host's seconds too, on a GPU. Raises
-        PlanError "machine-matmul" for a product of a dtype that the machine file does not have.
+    def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> LayerSeconds:
+        """Returns the seconds of a layer's operators on `device`. with_host: also sets the host's seconds on a GPU. Raises
+        PlanError "machine-matmul" for a product in a dtype that the machine file does not list.
         """
-        seconds = _priced(work, lambda operators: seconds_of(operators, device))
+        seconds = _price_work(work, lambda operators: operators_s(operators, device))
         if not with_host or device.kind == "cpu":
             return seconds
         names = (f"host_{field.name}" for field in fields(cls)[: len(KINDS)])
-        return replace(seconds, **{name: device.launch_s * len(each) for name, each in zip(names, _by_kind(work), strict=True)})
+        return replace(
+            seconds, **{name: device.launch_s * len(each) for name, each in zip(names, _operators_by_kind(work), strict=True)}
+        )
 
     @classmethod
-    def in_proportion(cls, work: LayerWork, other: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
-        """Returns counted seconds of `work` times measured / counted of a variant that does `other` and took `measured`.
+    def scaled(cls, work: LayerWork, baseline: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
+        """Returns the counted seconds of `work`, scaled by measured / counted of another variant with the work `baseline` and
+        the seconds `measured`.
 
-        Each phase has its own ratio; recomputation that `other` lacks has the forward's. The host's seconds go by the number of
-        operators. Raises PlanError "machine-matmul".
+        Each phase has its own ratio. If `baseline` has no recomputation, the ratio of the forward is used for it. The host's
+        seconds are proportional to the number of operators. Raises PlanError "machine-matmul".
         """
-        price = partial(device_seconds_of if measured.host_forward else seconds_of, device=device)
-        of_other, counted = _priced(other, price), _priced(work, price)
-        forward = _ratio(measured.forward, of_other.forward)
-        again_s = price(work.recompute)
+        price = partial(device_operators_s if measured.host_forward else operators_s, device=device)
+        baseline_counted, counted = _price_work(baseline, price), _price_work(work, price)
+        forward = _ratio(measured.forward, baseline_counted.forward)
+        recompute_s = price(work.recompute)
 
-        def back(kind: Kind) -> float:
-            ratio = _ratio(measured.of(kind), of_other.of(kind))
-            return again_s * (ratio if other.recompute else forward) + (counted.of(kind) - again_s) * ratio
+        def backward_s(kind: Kind) -> float:
+            ratio = _ratio(measured.action_s(kind), baseline_counted.action_s(kind))
+            return recompute_s * (ratio if baseline.recompute else forward) + (counted.action_s(kind) - recompute_s) * ratio
 
         return cls(
             counted.forward * forward,
-            back(Kind.BACKWARD),
-            back(Kind.INPUT_GRADIENT),
-            counted.weight_gradient * _ratio(measured.weight_gradient, of_other.weight_gradient),
+            backward_s(Kind.BACKWARD),
+            backward_s(Kind.INPUT_GRADIENT),
+            counted.weight_gradient * _ratio(measured.weight_gradient, baseline_counted.weight_gradient),
             *(
-                measured.host_of(kind) * _ratio(len(own), len(others))
-                for kind, own, others in zip(KINDS, _by_kind(work), _by_kind(other), strict=True)
+                measured.host_action_s(kind) * _ratio(len(own), len(others))
+                for kind, own, others in zip(KINDS, _operators_by_kind(work), _operators_by_kind(baseline), strict=True)
             ),
         )
 
-    def of(self, kind: Kind) -> float:
-        """Returns the seconds that the layer adds to an action of `kind`."""
+    def action_s(self, kind: Kind) -> float:
+        """Returns the seconds of the layer in an action of `kind`."""
         return self._values[KINDS.index(kind)] if kind in KINDS else 0.0
 
-    def host_of(self, kind: Kind) -> float:
-        """Returns the host's seconds to start the layer's part of an action of `kind`."""
+    def host_action_s(self, kind: Kind) -> float:
+        """Returns the host's seconds to launch the layer in an action of `kind`."""
         return self._values[len(KINDS) + KINDS.index(kind)] if kind in KINDS else 0.0
 
     @property
     def whole_s(self) -> float:
-        """Returns the seconds of forward and backward, each of the slower of device and host."""
+        """Returns the seconds of forward and backward, each the maximum of device and host."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
     @property
@@ -112,40 +117,45 @@ class LayerSeconds:
         return [getattr(self, field.name) for field in fields(self)]
 
 
-def _priced(work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:
-    again = price(work.recompute)
+def _price_work(work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:
+    recompute = price(work.recompute)
     return LayerSeconds(
-        price(work.forward), again + price(work.backward), again + price(work.input_gradient), price(work.weight_gradient)
+        price(work.forward),
+        recompute + price(work.backward),
+        recompute + price(work.input_gradient),
+        price(work.weight_gradient),
     )
 
 
-def _by_kind(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
-    """Returns the operators of each of `KINDS`, recomputation included."""
-    again = work.recompute
-    return work.forward, again + work.backward, again + work.input_gradient, work.weight_gradient
+def _operators_by_kind(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
+    """Returns the operators of each of `KINDS`, with recomputation."""
+    recompute = work.recompute
+    return work.forward, recompute + work.backward, recompute + work.input_gradient, work.weight_gradient
 
 
 def _ratio(measured: float, counted: float) -> float:
     return measured / counted if counted > 0 else 1.0
 
 
-def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of operators: on CUDA the longer of starts and work, on a CPU their sum. Raises "machine-matmul"."""
-    host_s, device_s = device.launch_s * len(operators), device_seconds_of(operators, device)
+def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
+    """Returns the seconds of operators: on CUDA the maximum of launches and work, on a CPU their sum. Raises PlanError
+    "machine-matmul".
+    """
+    host_s, device_s = device.launch_s * len(operators), device_operators_s(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
 
 
-def device_seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of consecutive operators without the host's starts. Raises as `seconds_of`."""
+def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
+    """Returns the device seconds of consecutive operators without launches. Raises the errors of `operators_s`."""
     total_s = 0.0
     for operator in operators:
         seconds = operator.num_bytes / device.memory_bandwidth
         if operator.flops:
             table: MatmulTable | None = getattr(device.matmul, operator.dtype)
             if table is None:
-                what = f"`[device.matmul.{operator.dtype}]`, and a layer multiplies {operator.dtype}"
+                missing = f"`[device.matmul.{operator.dtype}]`, and a layer multiplies {operator.dtype}"
                 hint = "`train-cli calibrate` measures every dtype that the device has"
-                raise PlanError("machine-matmul", f"the machine `{device.name}` has no {what}", hint=hint)
+                raise PlanError("machine-matmul", f"the machine `{device.name}` has no {missing}", hint=hint)
             seconds = max(seconds, (operator.flops + table.half_flops) / table.flops_per_s)
         total_s += seconds
     return total_s
@@ -153,65 +163,67 @@ def device_seconds_of(operators: Sequence[Operator], device: DeviceTable) -> flo
 
 @dataclass(frozen=True, eq=False)
 class MeasuredVariant:
-    """A layer took `seconds` as `variant`, by the machine file."""
+    """The measured seconds of a layer in `variant`, from the machine file."""
 
     variant: Variant
     seconds: LayerSeconds
 
 
 class NearestLayers:
-    """Prices layers of `variants` by those in `machine`. choices: policies and attentions under which they may be there."""
+    """Prices layers of `variants` from the measured layers in `machine`. choices: the policies and attentions of possible
+    measurements.
+    """
 
     def __init__(self, variants: LayerVariants, machine: MachineFile, choices: Choices) -> None:
         self.variants = variants
         self.machine = machine
         self.policies = choices.policies
         self.attention: Choice | Component | None = choices.attention[0] if choices.attention else None
-        self._known = {table.key: LayerSeconds.measured(table) for table in machine.layers}
+        self._known = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
 
-    def priced(
+    def price(
         self, variant: Variant, works: Sequence[LayerWork], attention: Choice | Component | None = None
     ) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
 
-        works: of the layers in this variant; one object for equal layers. attention: needed where a sequence is cut. Raises
-        PlanError "machine-matmul".
+        works: the work of each layer in this variant; equal layers share one object. attention: required for sliced sequences.
+        Raises PlanError "machine-matmul".
         """
         keys = self.variants.keys(variant, attention) if self._known else [""] * len(works)
         priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
         result = []
-        for at, (work, key, nearest) in enumerate(zip(works, keys, self._nearest(variant), strict=True)):
-            place = id(work), key, nearest
-            if place not in priced:
-                priced[place] = self._price(at, work, key, nearest)
-            result.append(priced[place])
+        for index, (work, key, nearest) in enumerate(zip(works, keys, self._nearest_variants(variant), strict=True)):
+            price_key = id(work), key, nearest
+            if price_key not in priced:
+                priced[price_key] = self._price_layer(index, work, key, nearest)
+            result.append(priced[price_key])
         return result
 
-    def _price(self, at: int, work: LayerWork, key: str, nearest: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
+    def _price_layer(
+        self, index: int, work: LayerWork, key: str, nearest: MeasuredVariant | None
+    ) -> tuple[LayerSeconds, Source]:
         if key in self._known:
             return self._known[key], "measured"
         if nearest is not None:
             with suppress(SleyError):  # the measured variant may not be countable
-                other = self.variants.works(nearest.variant)[at]
-                return LayerSeconds.in_proportion(work, other, nearest.seconds, self.machine.device), "in proportion"
-        return LayerSeconds.counted(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
+                other = self.variants.works(nearest.variant)[index]
+                return LayerSeconds.scaled(work, other, nearest.seconds, self.machine.device), "in proportion"
+        return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
-    def _nearest(self, variant: Variant) -> list[MeasuredVariant | None]:
-        """Returns for each layer its nearest measured variant: by samples, then by slices, then by policy."""
+    def _nearest_variants(self, variant: Variant) -> list[MeasuredVariant | None]:
+        """Returns the nearest measured variant of each layer: by samples, then by slices, then by policy."""
 
         def distance(measured: MeasuredVariant) -> tuple[float, bool, bool]:
             other = measured.variant
             samples = abs(log2(other.samples / variant.samples))
             return samples, other.sp != variant.sp, str(other.policy) != str(variant.policy)
 
-        nearest = {each: min(each, key=distance, default=None) for each in set(self._measured)}
-        return [nearest[each] for each in self._measured]
+        nearest = {each: min(each, key=distance, default=None) for each in set(self._measured_variants)}
+        return [nearest[each] for each in self._measured_variants]
 
     @cached_property
-    def _measured(self) -> list[tuple[MeasuredVariant, ...]]:
-        """Returns for each layer its variants in the machine file; equal for equal layers. Policies that copy are priced by
-        themselves.
-        """
+    def _measured_variants(self) -> list[tuple[MeasuredVariant, ...]]:
+        """Returns the measured variants of each layer, equal for equal layers. Policies that copy are priced separately."""
         if not self._known:
             return [()] * len(self.variants.model.layers)
         plan, tables = self.variants.plan, self.machine.layers
@@ -224,7 +236,7 @@ class NearestLayers:
             variant = Variant(*parts)
             try:
                 keys = self.variants.keys(variant, self.attention)
-            except SleyError:  # a policy that cannot be built here was not measured
+            except SleyError:  # a policy that cannot be built was not measured
                 continue
             for known, key in zip(by_layer, keys, strict=True):
                 if key in self._known:
@@ -234,7 +246,7 @@ class NearestLayers:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """A layer's seconds and their source, and the bytes of its output. key: of equal layers."""
+    """The seconds of a layer, their source, and the bytes of its output. key: the key shared by equal layers."""
 
     name: str
     key: str
@@ -243,19 +255,19 @@ class PricedLayer:
     source: Source
 
 
-def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer] | None:
-    """Returns every layer of `model`, on meta, in order, with its seconds, without exchanges of slices. None for a plan with
-    slices where no layer was measured or some cannot be counted: they are priced by their recorded operators.
+def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer] | None:
+    """Returns every layer of `model`, on meta, in order, with its seconds without exchanges of slices. Returns None for a plan
+    with slices if no layer was measured or a layer cannot be counted: its recorded operators are priced instead.
 
-    fields: a micro-batch, of slices the first, on meta. Raises PlanError "estimate-layer" for a layer that was not measured and
-    cannot be counted, "machine-matmul".
+    fields: a micro-batch on meta, or its first slice. Raises PlanError "estimate-layer" for a layer that was not measured and
+    cannot be counted, and PlanError "machine-matmul".
     """
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, fields)
     known = {table.key: table for table in machine.layers}
     if known.keys() >= set(keys):
         return [
-            PricedLayer(layer.name, key, LayerSeconds.measured(known[key]), known[key].output_bytes, "measured")
+            PricedLayer(layer.name, key, LayerSeconds.from_table(known[key]), known[key].output_bytes, "measured")
             for layer, key in zip(model.layers, keys, strict=True)
         ]
     is_sliced = plan.parallel.sp > 1
@@ -263,10 +275,10 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
         return None
     works = [] if is_sliced else layer_works(plan, model, fields, keys)
     if not machine.layers:
-        seconds = (LayerSeconds.counted(work, machine.device, with_host=machine.engine is not None) for work in works)
+        seconds = (LayerSeconds.from_operators(work, machine.device, with_host=machine.engine is not None) for work in works)
         priced: list[tuple[LayerSeconds, Source]] = [(each, "counted") for each in seconds]
     else:
-        choices = choices_of(plan)
+        choices = list_choices(plan)
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         nearest = NearestLayers(LayerVariants(plan, model, dataset), machine, choices)
         variant = Variant(choices.policies[0], plan.batch.micro_size, plan.parallel.sp)
@@ -275,7 +287,7 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
                 works = nearest.variants.works(variant)
             except SleyError:
                 return None
-        priced = nearest.priced(variant, works, plan.sequence)
+        priced = nearest.price(variant, works, plan.sequence)
         if is_sliced and all(source == "counted" for _, source in priced):
             return None
     return [

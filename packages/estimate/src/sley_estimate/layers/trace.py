@@ -1,10 +1,9 @@
-"""Counts the operators of layers on meta, as the executor runs them: forward, recomputation, both kinds of backward.
+"""Counts the operators of layers on meta as in the executor: forward, recomputation, both kinds of backward.
 
     layer ── forward under the activation policy ──> output ── backward, whole ──> operators
                                                             └─ backward, split ──> input half | weight half
 
-Each distinct layer is traced once, on the output of the layer before it. A layer that reads a value of a tensor is refused by
-name.
+Each distinct layer is traced once, on the output of the previous layer. A layer that reads a tensor value is an error.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from sley_core.protocols import ActivationPolicy, Loss
 from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
 
 MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
-PLACE = (0, 0)
+QUEUE_KEY = (0, 0)
 
-Value = tuple[Description, list[Tensor]]  # the output of a layer, as it crosses between stages
+Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form sent between stages
 
 Traced = dict[tuple[str, object], tuple[LayerWork, Value]]
-"""Work and output of layers, by key and description of the input."""
+"""Work and output of layers by key and input description."""
 
 
 def layer_works(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: Traced | None = None
 ) -> list[LayerWork]:
-    """Returns the work of each layer under the plan's policy, in order; layers with equal keys and inputs are traced once.
+    """Returns the work of each layer under the plan's policy, in order. Layers with equal keys and inputs are traced once.
 
-    fields: a micro-batch on meta. traced: results from before, which is added to. Raises PlanError "estimate-layer" for a layer
+    fields: a micro-batch on meta. traced: earlier results; new results are added. Raises PlanError "estimate-layer" for a layer
     that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
@@ -55,16 +54,16 @@ def layer_works(
     works: list[LayerWork] = []
     value: Value | None = None
     for layer, key in zip(model.layers, keys, strict=True):
-        place = key, value and value[0]
-        if place not in traced:
-            last = loss if layer is model.layers[-1] else None
-            traced[place] = trace(layer, value, fields, policy, last, working, gradients)
-        work, value = traced[place]
+        cache_key = key, value and value[0]
+        if cache_key not in traced:
+            layer_loss = loss if layer is model.layers[-1] else None
+            traced[cache_key] = trace_layer(layer, value, fields, policy, layer_loss, working, gradients)
+        work, value = traced[cache_key]
         works.append(work)
     return works
 
 
-def trace(
+def trace_layer(
     layer: Layer,
     value: Value | None,
     fields: Mapping[str, Tensor],
@@ -73,32 +72,32 @@ def trace(
     working: torch.dtype,
     gradients: torch.dtype,
 ) -> tuple[LayerWork, Value]:
-    """Returns the work of a layer on one micro-batch, and its output. Results that layers share (`once_per_field`) are left
-    out.
+    """Returns the work of a layer on one micro-batch, and its output. Excludes results that layers share (`once_per_field`).
 
-    value: the output of the layer before; None for the first. loss: computed after the last layer. working, gradients: dtypes
-    of weights and of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    value: the output of the previous layer, or None for the first layer. loss: the loss after the last layer. working,
+    gradients: the dtypes of weights and of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot run
+    on meta.
     """
-    with _on_meta(layer.module, working):  # also computes what layers share, such as a mask of documents
-        split, _ = _run(layer, value, fields, policy, loss, gradients, split=True)
-    with _on_meta(layer.module, working):  # anew: the first gradient of a parameter is not added to another
-        whole, output = _run(layer, value, fields, policy, loss, gradients, split=False)
+    with _place_on_meta(layer.module, working):  # also computes shared results, such as a document mask
+        split, _ = _record_layer(layer, value, fields, policy, loss, gradients, split=True)
+    with _place_on_meta(layer.module, working):  # new parameters, whose first gradient is not added to another
+        whole, output = _record_layer(layer, value, fields, policy, loss, gradients, split=False)
     description, tensors = describe(output, layer.name)
     output_bytes = sum(map(moved_bytes, tensors))
     work = LayerWork(
-        forward=whole.of("forward"),
-        recompute=whole.of("recompute"),
-        backward=whole.of("backward"),
-        input_gradient=split.of("input_gradient"),
-        weight_gradient=split.of("weight_gradient"),
+        forward=whole.operators("forward"),
+        recompute=whole.operators("recompute"),
+        backward=whole.operators("backward"),
+        input_gradient=split.operators("input_gradient"),
+        weight_gradient=split.operators("weight_gradient"),
         num_parameters=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
         output_bytes=output_bytes,
-        kept_bytes=whole.kept_bytes + (output_bytes if loss is not None else 0),  # the loss keeps its input, or as much
+        kept_bytes=whole.kept_bytes + (output_bytes if loss is not None else 0),  # the loss saves its input or as many bytes
     )
     return work, (description, [tensor.detach() for tensor in tensors])
 
 
-def _run(
+def _record_layer(
     layer: Layer,
     value: Value | None,
     fields: Mapping[str, Tensor],
@@ -108,37 +107,37 @@ def _run(
     *,
     split: bool,
 ) -> tuple[OperatorRecorder, Any]:
-    """Runs a forward and a backward, split in two halves or whole; returns the recorder of its operators, and the output."""
+    """Runs a forward and a whole or split backward. Returns the recorder of the operators, and the output."""
     recorder, queue = OperatorRecorder(), WeightQueue()
-    in_flight, args, named = entered(layer, value, fields)
+    in_flight, args, named = start_call(layer, value, fields)
     shared = [leaf for field in named.values() for leaf in tree_leaves([computed_from(field)]) if isinstance(leaf, Tensor)]
     recorder.shared.update(map(storage_id, shared))
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]  # torch's
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
 
     def call(*args: Any, **named: Any) -> Any:
         """Calls the layer; in a backward that is recomputation, which torch may stop early by an exception."""
-        before = recorder.phase
-        recorder.phase = "forward" if before == "forward" else "recompute"
+        previous_phase = recorder.phase
+        recorder.phase = "forward" if previous_phase == "forward" else "recompute"
         try:
             return layer.module(*args, **named)
         finally:
-            recorder.phase = before
+            recorder.phase = previous_phase
 
     try:
-        halves = queued_products(layer.module, queue, gradients) if split else nullcontext()
-        with halves, FusedKernels(recorder.note), recorder:
+        halves = queue_weight_gradients(layer.module, queue, gradients) if split else nullcontext()
+        with halves, FusedKernels(recorder.record), recorder:
             with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
                 output = policy.call(layer.name, call, args, named, MICRO)
             in_flight.loss = loss.loss(output, fields) if loss is not None else None
-            first = seeds(in_flight, output, torch.empty_like)
+            first = output_gradients(in_flight, output, torch.empty_like)
             recorder.phase = "input_gradient" if split else "backward"
-            with queue.collecting(PLACE) if split else nullcontext():
+            with queue.collecting(QUEUE_KEY) if split else nullcontext():
                 run_backward(in_flight, first)
             if split:
                 recorder.phase = "weight_gradient"
-                queue.run(PLACE)
+                queue.run(QUEUE_KEY)
     except (SleyError, AssertionError):
         raise
     except Exception as error:
@@ -148,7 +147,7 @@ def _run(
             message += f" (the last operator was {recorder.last})"
         hint = "time it: `train-cli calibrate --plan plan.toml --out machine.toml`"
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
-    if recorder.of("recompute"):
+    if recorder.operators("recompute"):
         for tensor in value[1] if value else ():
             recorder.keep(tensor)  # the input of the recomputation
     recorder.phase = "input_gradient" if split else "backward"
@@ -156,25 +155,27 @@ def _run(
     for name, parameter in layer.module.named_parameters():
         if parameter.requires_grad and not (split and name in queued):
             num_bytes = parameter.numel() * (parameter.element_size() + 2 * gradients.itemsize)
-            recorder.note(Operator("accumulate", num_bytes))
+            recorder.record(Operator("accumulate", num_bytes))
     return recorder, output
 
 
-def _drop(parameter: Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def entered(
+def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns a call of `layer` in flight, its argument `value` (None for the first layer), and the layer's own fields."""
+    """Returns a new call of `layer` in flight, its positional arguments, and the layer's own fields. value: the input, or None
+    for the first layer.
+    """
     in_flight = InFlight()
     args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
 
 
-def seeds(in_flight: InFlight, output: Any, like: Callable[[Tensor], Tensor] = torch.ones_like) -> list[Tensor]:
-    """Returns the gradients from which the backward starts: of the loss a one, of the output tensors that `like` makes."""
+def output_gradients(in_flight: InFlight, output: Any, like: Callable[[Tensor], Tensor] = torch.ones_like) -> list[Tensor]:
+    """Returns the gradients at the start of the backward: ones for the loss, or tensors made by `like` for the outputs."""
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe(output)
@@ -183,14 +184,16 @@ def seeds(in_flight: InFlight, output: Any, like: Callable[[Tensor], Tensor] = t
 
 
 def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
-    """Runs the backward, but not that of a loss without a gradient."""
+    """Runs the backward unless the loss has no gradient."""
     if in_flight.loss is None or in_flight.loss.requires_grad:
         in_flight.backward(gradients)
 
 
 @contextmanager
-def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Makes an I queue the weight gradients of the module's plain linears in `queue`, to which W adds in memory of `dtype`."""
+def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
+    """Makes a first backward half queue the weight gradients of the module's plain linears in `queue`. The second half adds
+    them in memory of `dtype`.
+    """
 
     def add(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Adds rows^T inputs, in one kernel if the dtypes are equal, as the store does."""
@@ -212,10 +215,10 @@ def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -
 
 
 @contextmanager
-def _on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
-    """Replaces parameters and buffers of the module by tensors on meta within the block; tied ones stay tied."""
+def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
+    """Replaces the parameters and buffers of the module by meta tensors within the block. Tied parameters stay tied."""
     replaced: dict[int, Tensor] = {}
-    places: list[tuple[dict[str, Any], str, Any]] = []
+    originals: list[tuple[dict[str, Any], str, Any]] = []
     for each in module.modules():
         for tensors in (each._parameters, each._buffers):
             for name, tensor in tensors.items():
@@ -227,10 +230,10 @@ def _on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
                         dtype = working if is_parameter else torch.promote_types(dtype, working)
                     empty = torch.empty_like(tensor, dtype=dtype, device="meta")
                     replaced[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                places.append((tensors, name, tensor))
+                originals.append((tensors, name, tensor))
                 tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]  # the module's own dict
     try:
         yield
     finally:
-        for tensors, name, tensor in places:
+        for tensors, name, tensor in originals:
             tensors[name] = tensor

@@ -1,13 +1,12 @@
-"""How long a step of a plan takes on a machine, before it runs: `train-cli estimate --machine`.
+"""Estimates the seconds of a step of a plan on a machine before a run: `train-cli estimate --machine`.
 
 plan ── draft ──> layers, priced one by one ──────────────────────────────────┐
      ── a rank of each kind of stage takes steps without values: bytes, and ──┼──> programs ──> simulated step
         what it computed, exchanged, updated                                  │
      ── schedule ──> lists of all stages, lowered ────────────────────────────┘
 
-A stage's program is made of its recorded step and priced on the machine. Messages between stages come from the lists; other
-exchanges are those that the rank began, in its order. A rank stands for its whole stage, since the ranks of a stage do the same
-at the same time.
+A stage's program is its recorded step, priced on the machine. Messages between stages come from the lists; other exchanges come
+from the rank, in its order. A rank represents its whole stage, since the ranks of a stage do the same work at the same time.
 """
 
 from __future__ import annotations
@@ -31,14 +30,32 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes
-from sley_estimate.bytes.stages import each_stage, first_draft, representatives, take_steps
+from sley_estimate.bytes.stages import build_first_draft, estimate_stages, representative_stages, take_steps
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_seconds_of, priced_layers, seconds_of
-from sley_estimate.layers.variants import once
+from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, operators_s, price_layers
+from sley_estimate.layers.variants import memoize
 from sley_estimate.machine import MachineFile
 from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, StepSeconds, simulate_programs
-from sley_estimate.step.links import Cost, Ranks, copy_cost, groups_at_once, on_host_s, slowest, slowest_message
-from sley_estimate.step.record import HOST, Awaited, Began, Computed, Events, Queue, RankRecord, RecordedStep, expanded
+from sley_estimate.step.links import (
+    Cost,
+    Ranks,
+    concurrent_groups,
+    copy_cost,
+    host_operators_s,
+    slowest_cost,
+    slowest_message_cost,
+)
+from sley_estimate.step.record import (
+    HOST,
+    BeginEvent,
+    ComputeEvent,
+    Events,
+    Queue,
+    RankRecord,
+    RecordedStep,
+    WaitEvent,
+    expand_step,
+)
 from train_cli.on_meta import meta_micro_batch
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
@@ -52,35 +69,35 @@ class Records(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How the measured seconds of an action are spread over its operators: a factor of their own seconds, seconds of an action
-    without operators, and the host's seconds to start each.
+    """The distribution of an action's measured seconds over its operators. factor: multiplies their own seconds. fixed_s: the
+    seconds of an action without operators. start_s: the host's seconds to launch each operator.
     """
 
     factor: float = 1.0
-    rest_s: float = 0.0
+    fixed_s: float = 0.0
     start_s: float = 0.0
 
 
 class _OperatorSeconds(NamedTuple):
-    """Seconds of consecutive operators: on the host's cores, of which the host of a GPU takes started_s; on the device, and
-    there with their starts. number: of the latter.
+    """The seconds of consecutive operators: on the host's cores, of which the host of a GPU needs host_start_s; on the device;
+    and on the device with their launches. number: the number of device operators.
     """
 
-    on_host_s: float
-    started_s: float
+    host_operators_s: float
+    host_start_s: float
     device_s: float
     with_starts_s: float
     number: int
 
 
-def seconds_of_records(
+def simulate_records(
     records: Records, num_micros: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
 ) -> StepSeconds:
     """Returns the simulated step of `num_micros` micro-batches.
 
-    measured: seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an update.
-    Raises PlanError "machine-matmul", "machine-links" and "machine-host" for what the machine file lacks, "estimate-seconds"
-    for an action that was not recorded.
+    measured: the seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an
+    update. Raises PlanError "machine-matmul", "machine-links" or "machine-host" for a missing part of the machine file, and
+    PlanError "estimate-seconds" for an action that was not recorded.
     """
     pricing = _Pricing(records, machine, measured or {}, num_micros, waits=waits)
     lists = records.lists.of_all_stages(num_micros)
@@ -88,7 +105,7 @@ def seconds_of_records(
 
 
 class _Pricing:
-    """Prices recorded steps. Where all layers of a chunk were measured, the operators of an action share their seconds."""
+    """Prices recorded steps. If all layers of a chunk were measured, the operators of an action share their seconds."""
 
     def __init__(self, records: Records, machine: MachineFile, measured: Measured, num_micros: int, *, waits: bool) -> None:
         self.records = records.ranks
@@ -103,33 +120,35 @@ class _Pricing:
         self._known: dict[int, _OperatorSeconds | SleyError] = {}  # by `id` of operators, which the records hold
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
-        """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, engine's seconds."""
+        """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, and the engine's
+        seconds.
+        """
         record = self.records[stage]
         computing = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
-        step = expanded(record.step, computing, record.more)
-        awaited, numbers = _awaited(step), count()
+        step = expand_step(record.step, computing, record.more)
+        awaited, numbers = _awaited_exchanges(step), count()
         begun: dict[Queue, list[Exchange | None]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
-        def begin(began: Began) -> Iterator[Begin]:
-            """Begins an exchange that this step waits for; at the beginning of the next one it is `carried`."""
+        def begin(began: BeginEvent) -> Iterator[Begin]:
+            """Begins an exchange that this step waits for, unless the next step waits for it as `carried`."""
             number, exchange = next(numbers), None
             if number in awaited:
-                after = begun[began.after.queue][-began.after.back] if began.after is not None else None
+                after = begun[began.after.queue][-began.after.distance] if began.after is not None else None
                 exchange = self._exchange(began, number, stage, counts, after)
                 yield Begin(exchange)
             begun[began.queue].append(exchange)
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
             scale = Scale() if action is None else self._scale(events, stage, action)
-            if scale.rest_s:
-                yield Compute(scale.rest_s, action)
+            if scale.fixed_s:
+                yield Compute(scale.fixed_s, action)
             for event in events:
-                if isinstance(event, Computed):
+                if isinstance(event, ComputeEvent):
                     seconds, host_s = self._computed_s(event.operators, stage, action, scale)
                     yield Compute(seconds, action, host_s)
-                elif isinstance(event, Awaited):
-                    exchange = begun[event.exchange.queue][-event.exchange.back]
+                elif isinstance(event, WaitEvent):
+                    exchange = begun[event.exchange.queue][-event.exchange.distance]
                     assert exchange is not None, event
                     yield Await(exchange.key)
                 else:
@@ -141,7 +160,7 @@ class _Pricing:
         recorded = iter(step.actions)
         for entry in entries:
             if isinstance(entry, Transfer):
-                yield Begin(message_exchange(entry, stage, self.placement, self._message))
+                yield Begin(message_exchange(entry, stage, self.placement, self._message_cost))
             elif entry.kind is not Kind.CHUNK_DONE:
                 action, events = next(recorded)
                 assert action == entry, (action, entry)
@@ -161,52 +180,54 @@ class _Pricing:
         layers = self._measured.get((stage, action.chunk))
         if layers is None:
             return Scale()
-        parts = [self._operators_s(event.operators) for event in events if isinstance(event, Computed)]
+        parts = [self._operators_s(event.operators) for event in events if isinstance(event, ComputeEvent)]
         has_host = (stage, action.chunk) in self._with_host
         counted_s = sum(part.device_s if has_host else part.with_starts_s for part in parts)
-        measured_s = sum(layer.of(action.kind) for layer in layers)
+        measured_s = sum(layer.action_s(action.kind) for layer in layers)
         if not counted_s:
             return Scale(1.0, measured_s)
-        host_s = sum(layer.host_of(action.kind) for layer in layers)
+        host_s = sum(layer.host_action_s(action.kind) for layer in layers)
         return Scale(measured_s / counted_s, 0.0, host_s / sum(part.number for part in parts))
 
     def _computed_s(
         self, operators: tuple[Operator, ...], stage: int, action: Action | None, scale: Scale
     ) -> tuple[float, float]:
-        """Returns the seconds of consecutive operators, and the host's to start them where it runs ahead."""
+        """Returns the seconds of consecutive operators, and the host's seconds to launch them if it runs ahead."""
         part, machine = self._operators_s(operators), self.machine
-        if action is None:  # the engine's seconds include the host's for these
+        if action is None:  # the engine's seconds include the host's seconds for these
             device_s = part.device_s if machine.engine is not None else part.with_starts_s
-            return part.on_host_s + device_s, part.started_s
+            return part.host_operators_s + device_s, part.host_start_s
         has_host = (stage, action.chunk) in self._with_host
-        seconds = part.on_host_s + (part.device_s if has_host else part.with_starts_s) * scale.factor
+        seconds = part.host_operators_s + (part.device_s if has_host else part.with_starts_s) * scale.factor
         if machine.device.kind == "cpu":
             return seconds, 0.0
         start_s = scale.start_s if has_host else machine.device.launch_s if machine.engine else 0.0
-        return seconds, part.started_s + start_s * part.number
+        return seconds, part.host_start_s + start_s * part.number
 
     def _operators_s(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
         def price() -> _OperatorSeconds:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]
-            others = [operator for operator in operators if not operator.is_on_host]
-            host_s = on_host_s(on_host, self.machine) if on_host else 0.0
-            started_s = 0.0 if device.kind == "cpu" else host_s
+            on_device = [operator for operator in operators if not operator.is_on_host]
+            host_s = host_operators_s(on_host, self.machine) if on_host else 0.0
+            host_start_s = 0.0 if device.kind == "cpu" else host_s
             return _OperatorSeconds(
-                host_s, started_s, device_seconds_of(others, device), seconds_of(others, device), len(others)
+                host_s, host_start_s, device_operators_s(on_device, device), operators_s(on_device, device), len(on_device)
             )
 
-        return once(self._known, id(operators), price)
+        return memoize(self._known, id(operators), price)
 
-    def _exchange(self, began: Began, number: int, stage: int, counts: Counter[str], after: Exchange | None) -> Exchange:
-        """Returns an exchange or copy; the key of one over several stages is the axis and its count, in which members agree."""
+    def _exchange(self, began: BeginEvent, number: int, stage: int, counts: Counter[str], after: Exchange | None) -> Exchange:
+        """Returns an exchange or copy. The key of an exchange over several stages is the axis and its count, which is equal on
+        all members.
+        """
         record = self.records[stage]
         is_copy = began.axis == HOST
 
         def stages() -> tuple[int, ...]:
             return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[began.axis]}))
 
-        members = (stage,) if is_copy else once(self._members, (began.axis, stage), stages)
+        members = (stage,) if is_copy else memoize(self._members, (began.axis, stage), stages)
         key: Hashable = ("exchange", stage, number)
         if len(members) > 1:
             key = began.axis, counts[began.axis]
@@ -215,39 +236,41 @@ class _Pricing:
         if began.kind == "to_host" or began.kind == "to_device":
             cost = copy_cost(began.kind, began.num_bytes, self.machine)
         else:
-            at_once = partial(groups_at_once, record.topology, began.axis, record.groups[began.axis], links)
-            groups: list[Ranks] = once(self._groups, (began.axis, stage), at_once)
-            cost = slowest(began.kind, began.num_bytes, groups, links)
-        ways: tuple[str, ...] = (began.kind,) if is_copy else ("sends", "receives")
+            list_groups = partial(concurrent_groups, record.topology, began.axis, record.groups[began.axis], links)
+            groups: list[Ranks] = memoize(self._groups, (began.axis, stage), list_groups)
+            cost = slowest_cost(began.kind, began.num_bytes, groups, links)
+        directions: tuple[str, ...] = (began.kind,) if is_copy else ("sends", "receives")
         return Exchange(
             key,
             f"{'all' if began.axis == 'all' else began.kind} {began.axis}.{began.lane}",
             members,
             *cost,
-            links=tuple((way, member) for member in members for way in ways),
+            links=tuple((direction, member) for member in members for direction in directions),
             after=None if after is None else after.key,
         )
 
-    def _message(self, position: int) -> Cost:
+    def _message_cost(self, position: int) -> Cost:
         ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
         first = self.records[0]
-        return slowest_message(first.messages[position], ends, first.topology, self.machine.links)
+        return slowest_message_cost(first.messages[position], ends, first.topology, self.machine.links)
 
 
-def _awaited(step: RecordedStep) -> set[int]:
-    """Returns the exchanges for which a step waits, as their numbers in the order in which they begin, `carried` first."""
+def _awaited_exchanges(step: RecordedStep) -> set[int]:
+    """Returns the exchanges for which a step waits, as their indices in the order in which they begin, `carried` first."""
     numbers, awaited = count(), set[int]()
     queues: dict[Queue, list[int]] = defaultdict(list)
     for event in (*step.carried, *step.events):
-        if isinstance(event, Began):
+        if isinstance(event, BeginEvent):
             queues[event.queue].append(next(numbers))
-        elif isinstance(event, Awaited):
-            awaited.add(queues[event.exchange.queue][-event.exchange.back])
+        elif isinstance(event, WaitEvent):
+            awaited.add(queues[event.exchange.queue][-event.exchange.distance])
     return awaited
 
 
 def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
-    """Returns the message of which `entry` is one end, at `stage`; equal at both ends. cost: by its lower position."""
+    """Returns the message that `entry` sends or receives at `stage`; it is equal at both ends. cost: the cost by the message's
+    lower position.
+    """
     if entry.op == "send":
         position, sender, receiver = placement.position(entry.peer, entry.peer_chunk), stage, entry.peer
     else:
@@ -260,47 +283,52 @@ def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Ca
 
 @dataclass(frozen=True)
 class PlanSeconds:
-    """The estimate of a plan's step. layers: priced, in the order of the model; empty if they were priced by recorded steps."""
+    """The estimate of a plan's step. layers: the priced layers in model order; empty if recorded steps were priced instead."""
 
     step: StepSeconds
     layers: Sequence[PricedLayer]
 
 
-def on_machine(plan: Plan, machine: MachineFile) -> Plan:
-    """Returns `plan` with the machine's kind of device as `run.device`."""
+def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
+    """Returns `plan` with the machine's device type as `run.device`."""
     kind = machine.device.kind
     return plan if plan.run.device == kind else replace_values(plan, {("run", "device"): kind})
 
 
-def estimate_both(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> tuple[list[RankBytes], PlanSeconds]:
-    """Returns the bytes of each stage, and the seconds of a step, of `plan` on `size` ranks of `machine`, from the same steps.
-    Raises PlanError for all that the plan's checks find and for what the machine file lacks, and as `rank_bytes`.
+def estimate_bytes_and_seconds(
+    plan: Plan, size: int, machine: MachineFile, cores: int = 1
+) -> tuple[list[RankBytes], PlanSeconds]:
+    """Returns the bytes of each stage and the seconds of a step of `plan` on `size` ranks of `machine`, from the same steps.
+    Raises PlanError for each failed check of the plan and for a missing part of the machine file, and the errors of
+    `rank_bytes`.
     """
-    plan = on_machine(plan, machine)
-    draft = first_draft(plan, size)
-    stages = each_stage(plan, size, cores, draft, records=True)
-    samples = representatives(plan, plan.topology(size), draft)
-    records = records_from({number: record for number, (_, record) in enumerate(stages) if record}, samples, draft)
-    return [held for held, _ in stages], seconds_from(records, plan, size, machine, draft)
+    plan = plan_for_machine(plan, machine)
+    draft = build_first_draft(plan, size)
+    stages = estimate_stages(plan, size, cores, draft, records=True)
+    samples = representative_stages(plan, plan.topology(size), draft)
+    records = build_records({number: record for number, (_, record) in enumerate(stages) if record}, samples, draft)
+    return [memory for memory, _ in stages], estimate_from_records(records, plan, size, machine, draft)
 
 
 def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
-    """Returns the seconds of a step, from steps of the stages that stand for others. Raises as `estimate_both`."""
-    plan = on_machine(plan, machine)
-    draft = first_draft(plan, size)
-    return seconds_from(records_of(plan, size, draft, cores), plan, size, machine, draft)
+    """Returns the seconds of a step from representative stages. Raises the errors of `estimate_bytes_and_seconds`."""
+    plan = plan_for_machine(plan, machine)
+    draft = build_first_draft(plan, size)
+    return estimate_from_records(record_stages(plan, size, draft, cores), plan, size, machine, draft)
 
 
-def records_of(plan: Plan, size: int, draft: Draft, cores: int = 1) -> Records:
-    """Returns a recorded step of each stage of a world of `size`. draft: is not used up. Raises as `rank_bytes`."""
-    samples = representatives(plan, plan.topology(size), draft)
-    stages = sorted({stage for each in samples for stage in each})
+def record_stages(plan: Plan, size: int, draft: Draft, cores: int = 1) -> Records:
+    """Returns a recorded step of each stage in a world of `size` ranks. draft: is not consumed. Raises the errors of
+    `rank_bytes`.
+    """
+    samples = representative_stages(plan, plan.topology(size), draft)
+    stages = sorted({stage for sample in samples for stage in sample})
     steps = take_steps(plan, size, stages, cores, draft, records=True)
-    return records_from({stage: record for stage, (_, record) in zip(stages, steps, strict=True) if record}, samples, draft)
+    return build_records({stage: record for stage, (_, record) in zip(stages, steps, strict=True) if record}, samples, draft)
 
 
-def records_from(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int]], draft: Draft) -> Records:
-    """Returns the records of all stages. known: by stage. samples: the stages that stand for each stage."""
+def build_records(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int]], draft: Draft) -> Records:
+    """Returns the records of all stages. known: the records by stage. samples: the representative stages of each stage."""
     lists = draft.stage.lists
     names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
     chunks = range(lists.placement.chunks)
@@ -309,7 +337,7 @@ def records_from(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int
             known[first].on_stage(
                 number,
                 [names[lists.placement.position(number, chunk)] for chunk in chunks],
-                [known[each].step for each in more],
+                [known[stage].step for stage in more],
             )
             for number, (first, *more) in enumerate(samples)
         ],
@@ -317,10 +345,12 @@ def records_from(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int
     )
 
 
-def seconds_from(records: Records, plan: Plan, size: int, machine: MachineFile, draft: Draft) -> PlanSeconds:
-    """Returns the seconds of a step; chunks whose layers are all measured take those. Raises as `seconds_of_records`."""
+def estimate_from_records(records: Records, plan: Plan, size: int, machine: MachineFile, draft: Draft) -> PlanSeconds:
+    """Returns the seconds of a step. Chunks whose layers are all measured use the measured seconds. Raises the errors of
+    `simulate_records`.
+    """
     fields = meta_micro_batch(plan, draft.dataset)
-    layers = priced_layers(plan, draft.model, fields, machine) or []
+    layers = price_layers(plan, draft.model, fields, machine) or []
     by_name = {layer.name: layer for layer in layers if layer.source != "counted"}
     measured: Measured = {
         (stage, chunk): [by_name[name].seconds for name in names]
@@ -330,20 +360,22 @@ def seconds_from(records: Records, plan: Plan, size: int, machine: MachineFile, 
     }
     num_micros = plan.num_micros(plan.topology(size))
     waits = machine.engine is not None and waits_before_updates(plan)
-    step = seconds_of_records(records, num_micros, machine, measured, waits=waits)
+    step = simulate_records(records, num_micros, machine, measured, waits=waits)
     return PlanSeconds(step, layers)
 
 
 def waits_before_updates(plan: Plan) -> bool:
-    """Returns whether host and device wait before each update: it is stepped there, scaled, or cannot be skipped."""
+    """Returns whether host and device wait before each update: it runs on the host, has a loss scale, or cannot be skipped on
+    the device.
+    """
     if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
         return True
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))]}]
     return not skips_on_device(plan.optimizer.build(groups, torch.device("cpu")))
 
 
-def moved_by_update(plan: Plan, num_states: int) -> int:
-    """Returns the bytes that norm, clipping and update move per element, with masters' working copies."""
+def update_bytes_per_element(plan: Plan, num_states: int) -> int:
+    """Returns the bytes per element that norm, clipping and update move, with the working copies of master weights."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, stepped = weight_dtypes(plan)
@@ -354,8 +386,8 @@ def moved_by_update(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns how many tensors of the weight's shape the plan's optimizer keeps per weight, from a step on the CPU. Raises
-    PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
+    """Returns the number of tensors with the weight's shape that the plan's optimizer keeps per weight, from a step on the CPU.
+    Raises PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:

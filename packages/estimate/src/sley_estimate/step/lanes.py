@@ -1,15 +1,15 @@
-"""Simulates a step: a program per stage computes on one lane, exchanges run on lanes beside it.
+"""Simulates a step: a program per stage computes on one lane, and exchanges run on parallel lanes.
 
     compute   F0 F1 F2 ......B0===B1===B2===|wait|update
     up          >> >> >>
     down               << <<
     reduce                          [=========]            hidden under B2, then exposed
 
-Exchanges that share a link share its bandwidth: n of them run at 1/n, so an end moves whenever an exchange starts or ends on
-one of its links. Time goes from event to event; the result does not depend on the order of the programs.
+Exchanges on one link share its bandwidth: n of them run at 1/n, so an end moves whenever an exchange starts or ends on one of
+its links. Time advances from event to event. The result does not depend on the order of the programs.
 
-A host that runs ahead of its device may be a step ahead, so that it catches up in wide layers what it loses in narrow ones: a
-step takes the longer of its devices and of the slowest host.
+A host may be a step ahead of its device, so it gains in wide layers the time that it loses in narrow ones. A step takes the
+maximum of its devices and the slowest host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """The rank computes. action: which this is part of; None outside the list. host_s: of the host to start it."""
+    """A computation of the rank. action: the action it belongs to, or None outside the list. host_s: the host's seconds to
+    launch it.
+    """
 
     seconds: float
     action: Action | None = None
@@ -34,10 +36,11 @@ class Compute(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An exchange of the programs `members`, which starts once all have begun it and the earlier ones of its lane have ended.
+    """An exchange of the programs `members`. It starts after all members have begun it and the earlier exchanges of its lane
+    have ended.
 
-    latency_s: not shared. work_s: of its bytes on free links. attended_s: for which each member that waits works at the end.
-    links: what it shares. after: the key of an exchange that ends first.
+    latency_s: the latency, which is not shared. work_s: the seconds of its bytes on free links. member_work_s: the seconds that
+    each waiting member works at the end. links: the links that it shares. after: the key of an exchange that ends first.
     """
 
     key: Hashable
@@ -45,13 +48,13 @@ class Exchange(NamedTuple):
     members: tuple[int, ...]
     latency_s: float
     work_s: float
-    attended_s: float = 0.0
+    member_work_s: float = 0.0
     links: tuple[Hashable, ...] = ()
     after: Hashable | None = None
 
 
 class Begin(NamedTuple):
-    """The rank is ready for its part of an exchange, and goes on."""
+    """The rank is ready for its part of an exchange and continues."""
 
     exchange: Exchange
 
@@ -66,8 +69,8 @@ Instruction = Compute | Begin | Await
 Program = Sequence[Instruction]
 
 
-class Exposed(NamedTuple):
-    """A rank waited for the exchange `key`, or did its own part of it."""
+class ExposedWait(NamedTuple):
+    """A time span in which a rank waited for the exchange `key` or did its own part of it."""
 
     rank: int
     lane: str
@@ -78,139 +81,143 @@ class Exposed(NamedTuple):
 
 @dataclass
 class _Running:
-    """An exchange that has not ended. begun: members that are ready. left_s: its bytes, in seconds of a free link."""
+    """An exchange that has not ended. ready_members: the members that are ready. remaining_s: the seconds of its remaining
+    bytes on a free link.
+    """
 
     exchange: Exchange
-    begun: set[int] = field(default_factory=set)
+    ready_members: set[int] = field(default_factory=set)
     start_s: float = -1.0
-    left_s: float = 0.0
-    since_s: float = 0.0
+    remaining_s: float = 0.0
+    updated_s: float = 0.0
     share: float = 1.0
     version: int = 0
 
 
 class Lanes:
-    """One simulation of `programs`; `run` fills `computed` (rank, instruction, start, end), `exposed` and `ends_s`."""
+    """One simulation of `programs`. `run` fills `computed` (rank, instruction, start, end), `exposed` and `ends_s`."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
         self.computed: list[tuple[int, Compute, float, float]] = []
-        self.exposed: list[Exposed] = []
+        self.exposed: list[ExposedWait] = []
         self.ends_s = [0.0] * len(programs)
-        self._at = [0] * len(programs)
+        self._next = [0] * len(programs)
         self._waits: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
         self._followers: dict[Hashable, list[Hashable]] = defaultdict(list)
         self._running: dict[Hashable, _Running] = {}
         self._ended: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
-        # A dict keeps the order in which they came; a set's is another in each process.
-        self._on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
+        # A dict keeps the insertion order. The order of a set differs between processes.
+        self._active_on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
         self._events: list[tuple[float, int, str, Hashable, int]] = []
         self._count = 0
 
     def run(self) -> None:
-        """Runs all programs to their ends. Raises PlanError "schedule-deadlock" if some wait for ever."""
+        """Runs all programs to their ends. Raises PlanError "schedule-deadlock" if a program waits forever."""
         for rank in range(len(self.programs)):
-            self._continue(rank, 0.0)
+            self._run_rank(rank, 0.0)
         while self._events:
-            now_s, _, what, key, version = heapq.heappop(self._events)
-            if what == "rank":
+            now_s, _, event, key, version = heapq.heappop(self._events)
+            if event == "rank":
                 assert isinstance(key, int), key
-                self._continue(key, now_s)
+                self._run_rank(key, now_s)
             elif (running := self._running.get(key)) is not None and running.version == version:
-                if what == "bytes":
-                    running.since_s = now_s
+                if event == "bytes":
+                    running.updated_s = now_s
                     for link in running.exchange.links:
-                        self._on_link[link][key] = None
-                    self._share_again(running, now_s)
+                        self._active_on_link[link][key] = None
+                    self._update_shares(running, now_s)
                 else:
                     self._end(running, now_s)
-        stuck = [rank for rank, program in enumerate(self.programs) if self._at[rank] < len(program)]
+        stuck = [rank for rank, program in enumerate(self.programs) if self._next[rank] < len(program)]
         if stuck:
-            waits = [self.programs[rank][self._at[rank]] for rank in stuck]
+            waits = [self.programs[rank][self._next[rank]] for rank in stuck]
             names = (wait.key if isinstance(wait, Await) else wait for wait in waits)
-            places = "; ".join(f"program {rank} waits for {name}" for rank, name in zip(stuck, names, strict=True))
-            raise PlanError("schedule-deadlock", f"the step comes to a stop: {places}", path=("pipeline", "use"))
+            reasons = "; ".join(f"program {rank} waits for {name}" for rank, name in zip(stuck, names, strict=True))
+            raise PlanError("schedule-deadlock", f"the step comes to a stop: {reasons}", path=("pipeline", "use"))
 
-    def _continue(self, rank: int, now_s: float) -> None:
-        """Runs a rank's instructions until one takes time or must wait."""
+    def _run_rank(self, rank: int, now_s: float) -> None:
+        """Runs a rank's instructions until one needs time or must wait."""
         program = self.programs[rank]
-        while self._at[rank] < len(program):
-            instruction = program[self._at[rank]]
+        while self._next[rank] < len(program):
+            instruction = program[self._next[rank]]
             if isinstance(instruction, Compute):
                 end_s = now_s + instruction.seconds
                 self.computed.append((rank, instruction, now_s, end_s))
-                self._at[rank] += 1
+                self._next[rank] += 1
                 if instruction.seconds:
-                    self._event(end_s, "rank", rank)
+                    self._schedule(end_s, "rank", rank)
                     return
                 continue
             if isinstance(instruction, Begin):
                 self._begin(instruction.exchange, rank, now_s)
-            elif (ended := self._ended.get(instruction.key)) is None:
+            elif (exchange := self._ended.get(instruction.key)) is None:
                 self._waits[instruction.key].append((rank, now_s))
                 return
-            elif ended.attended_s:
-                self._attend(ended, rank, now_s, now_s)
+            elif exchange.member_work_s:
+                self._finish_wait(exchange, rank, now_s, now_s)
                 return
-            self._at[rank] += 1
+            self._next[rank] += 1
         self.ends_s[rank] = now_s
 
-    def _attend(self, exchange: Exchange, rank: int, since_s: float, now_s: float) -> None:
-        """Ends a wait that began at `since_s`: the rank does its part of the exchange, then goes on. Both are exposed."""
-        end_s = now_s + exchange.attended_s
-        if end_s > since_s:
-            self.exposed.append(Exposed(rank, exchange.lane, exchange.key, since_s, end_s))
-        self._at[rank] += 1
-        if exchange.attended_s:
-            self._event(end_s, "rank", rank)
+    def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
+        """Ends a wait that began at `wait_start_s`: the rank does its part of the exchange and continues. Both are exposed."""
+        end_s = now_s + exchange.member_work_s
+        if end_s > wait_start_s:
+            self.exposed.append(ExposedWait(rank, exchange.lane, exchange.key, wait_start_s, end_s))
+        self._next[rank] += 1
+        if exchange.member_work_s:
+            self._schedule(end_s, "rank", rank)
         else:
-            self._continue(rank, now_s)
+            self._run_rank(rank, now_s)
 
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         running = self._running.setdefault(exchange.key, _Running(exchange))
         assert running.exchange == exchange, f"{exchange} at {rank}, {running.exchange} elsewhere"
-        running.begun.add(rank)
+        running.ready_members.add(rank)
         self._queues[exchange.lane, rank].append(exchange.key)
         self._start_if_ready(exchange.key, now_s)
 
     def _start_if_ready(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange once all members have begun it, it is the first of its lane at each, and `after` has ended."""
+        """Starts an exchange once all members have begun it, it is first in its lane on each member, and `after` has ended."""
         running = self._running[key]
         exchange = running.exchange
-        if len(running.begun) < len(exchange.members) or running.start_s >= 0:
+        if len(running.ready_members) < len(exchange.members) or running.start_s >= 0:
             return
         if any(self._queues[exchange.lane, member][0] != key for member in exchange.members):
             return
         if exchange.after is not None and exchange.after not in self._ended:
             self._followers[exchange.after].append(key)
             return
-        running.start_s, running.left_s = now_s, exchange.work_s
-        self._event(now_s + exchange.latency_s, "bytes", key, running.version)
+        running.start_s, running.remaining_s = now_s, exchange.work_s
+        self._schedule(now_s + exchange.latency_s, "bytes", key, running.version)
 
-    def _share_again(self, changed: _Running, now_s: float) -> None:
-        """Computes new ends of exchanges that share a link with `changed`: each runs at 1/n, n on its fullest link."""
-        neighbours = {key: None for link in changed.exchange.links for key in self._on_link[link]}
-        if changed.exchange.key in self._running:
-            neighbours[changed.exchange.key] = None
+    def _update_shares(self, running_exchange: _Running, now_s: float) -> None:
+        """Computes new ends of exchanges that share a link with `running_exchange`. Each runs at 1/n, with n exchanges on its
+        fullest link.
+        """
+        neighbours = {key: None for link in running_exchange.exchange.links for key in self._active_on_link[link]}
+        if running_exchange.exchange.key in self._running:
+            neighbours[running_exchange.exchange.key] = None
         for key in neighbours:
             running = self._running[key]
-            running.left_s -= (now_s - running.since_s) * running.share
-            running.since_s = now_s
-            fullest = max((len(self._on_link[link]) for link in running.exchange.links), default=1)
+            running.remaining_s -= (now_s - running.updated_s) * running.share
+            running.updated_s = now_s
+            fullest = max((len(self._active_on_link[link]) for link in running.exchange.links), default=1)
             running.share = 1.0 / fullest
             running.version += 1
-            self._event(now_s + max(0.0, running.left_s) * fullest, "end", key, running.version)
+            self._schedule(now_s + max(0.0, running.remaining_s) * fullest, "end", key, running.version)
 
     def _end(self, running: _Running, now_s: float) -> None:
         exchange = running.exchange
         del self._running[exchange.key]
         self._ended[exchange.key] = exchange
         for link in exchange.links:
-            self._on_link[link].pop(exchange.key, None)
+            self._active_on_link[link].pop(exchange.key, None)
         if exchange.links:
-            self._share_again(running, now_s)
+            self._update_shares(running, now_s)
         for member in exchange.members:
             queue = self._queues[exchange.lane, member]
             assert queue.popleft() == exchange.key
@@ -218,24 +225,26 @@ class Lanes:
                 self._start_if_ready(queue[0], now_s)
         for follower in self._followers.pop(exchange.key, ()):
             self._start_if_ready(follower, now_s)
-        for rank, since_s in self._waits.pop(exchange.key, ()):
-            self._attend(exchange, rank, since_s, now_s)
+        for rank, wait_start_s in self._waits.pop(exchange.key, ()):
+            self._finish_wait(exchange, rank, wait_start_s, now_s)
 
-    def _event(self, at_s: float, what: str, key: Hashable, version: int = 0) -> None:
-        """what: "rank" to go on, "bytes" when a latency is over, "end" of an exchange. An older version does not count."""
+    def _schedule(self, time_s: float, event: str, key: Hashable, version: int = 0) -> None:
+        """Schedules an event: "rank" continues a rank, "bytes" ends a latency, "end" ends an exchange. Events of older versions
+        are ignored.
+        """
         self._count += 1
-        heapq.heappush(self._events, (at_s, self._count, what, key, version))
+        heapq.heappush(self._events, (time_s, self._count, event, key, version))
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A simulated step. exposed: waits of stages, and their own parts of exchanges. computing_s: of each stage, of which
-    updating_s outside the list: norm and update. devices_s: until all devices are done. host_s: of each stage's host; 0 where
-    it does not run ahead.
+    """A simulated step. exposed: the waits of stages and their own parts of exchanges. computing_s: the computing seconds of
+    each stage. updating_s: the part of them outside the list, for norm and update. devices_s: the time at which all devices are
+    done. host_s: the host's seconds of each stage, or 0 if it does not run ahead.
     """
 
     timeline: Timeline
-    exposed: tuple[Exposed, ...]
+    exposed: tuple[ExposedWait, ...]
     computing_s: tuple[float, ...]
     updating_s: tuple[float, ...]
     devices_s: float
@@ -243,7 +252,7 @@ class StepSeconds:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the step: of the devices, or of the slowest host."""
+        """Returns the seconds of the step: the maximum of the devices and the slowest host."""
         return max((self.devices_s, *self.host_s))
 
     def idle(self, stage: int) -> float:
@@ -251,7 +260,7 @@ class StepSeconds:
         return self.timeline.idle(stage)
 
     def exposed_s(self, stage: int) -> dict[str, float]:
-        """Returns a stage's seconds of waiting, by the first word of the lane: `up`, `down`, `reduce`, `gather`, `all`, ..."""
+        """Returns a stage's waiting seconds by the first word of the lane: `up`, `down`, `reduce`, `gather`, `all`, ..."""
         seconds: dict[str, float] = defaultdict(float)
         for span in self.exposed:
             if span.rank == stage:
@@ -260,7 +269,7 @@ class StepSeconds:
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
-    """Returns the step that the programs make, one per stage. Pure. Raises PlanError "schedule-deadlock"."""
+    """Returns the step of the given programs, one per stage. Pure. Raises PlanError "schedule-deadlock"."""
     lanes = Lanes(programs)
     lanes.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
@@ -273,7 +282,7 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
             before = spans.get((rank, compute.action))
             spans[rank, compute.action] = TimedAction(rank, compute.action, before.start_s if before else start_s, end_s)
     devices_s = max(lanes.ends_s, default=0.0)
-    host_s = tuple(sum(each.host_s for each in program if isinstance(each, Compute)) for program in programs)
+    host_s = tuple(sum(item.host_s for item in program if isinstance(item, Compute)) for program in programs)
     timeline = replace(
         Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )

@@ -1,11 +1,11 @@
-"""Records one step of a rank, action by action: the operators that ran, the exchanges that began, the waits for them.
+"""Records one step of a rank, action by action: its operators, the starts of its exchanges, and the waits for them.
 
 opening      before the first action
-F0.0         Computed, Began(gather of the next layer), Computed, Awaited(gather), Computed ...
-B0.0         ... Computed, Began(reduction), Computed
+F0.0         ComputeEvent, BeginEvent(gather of the next layer), ComputeEvent, WaitEvent(gather), ComputeEvent ...
+B0.0         ... ComputeEvent, BeginEvent(reduction), ComputeEvent
 closing      handlers' waits, norm, update, and the gathers that the next step waits for
 
-`expanded` makes a step of many micro-batches from a recorded one of few.
+`expand_step` builds a step with many micro-batches from a recorded step with few.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from sley_core.protocols import Collective
 from sley_core.run import Run
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.fake_world import CopyKind, FakeDevice, StepListener, TakenSteps
-from sley_estimate.layers.operators import Operator, operator_of
+from sley_estimate.bytes.fake_world import CopyKind, FakeDevice, StepListener, StepSimulation
+from sley_estimate.layers.operators import Operator, describe_operator
 
-HOST = "host"  # the axis of copies between a device and its host: no group, the rank alone
-MESSAGES = "pp"  # the axis of messages, which the lists have already
+HOST = "host"  # the axis of copies between a device and its host, which has no group
+MESSAGES = "pp"  # the axis of messages, which are already in the lists
 
 
 @dataclass(frozen=True)
-class Computed:
-    """The rank ran `operators`, one after the other."""
+class ComputeEvent:
+    """The rank ran `operators` one after the other."""
 
     operators: tuple[Operator, ...]
 
 
-Queue = tuple[str, str]  # axis and lane: exchanges of one queue run one after another
+Queue = tuple[str, str]  # axis and lane; exchanges of one queue run one after another
 
 
-class Earlier(NamedTuple):
-    """An exchange that began before: the `back`-th from the end of its queue at that time; 1 is the last."""
+class ExchangeReference(NamedTuple):
+    """A reference to an earlier exchange: the `distance`-th from the end of its queue at that time, where 1 is the last."""
 
     queue: Queue
-    back: int
+    distance: int
 
 
 @dataclass(frozen=True)
-class Began:
-    """The rank began an exchange of `num_bytes` (of whole tensors) on a lane of its group of `axis`, or a copy on stream `lane`
-    of the axis `HOST`. after: a copy that comes first.
+class BeginEvent:
+    """The rank began an exchange of `num_bytes` (of full tensors) on a lane of its group of `axis`, or a copy on stream `lane`
+    of the axis `HOST`. after: a copy that must end first.
     """
 
     kind: Collective | CopyKind
     axis: str
     lane: str
     num_bytes: int
-    after: Earlier | None = None
+    after: ExchangeReference | None = None
 
     @property
     def queue(self) -> Queue:
@@ -67,26 +67,28 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Awaited:
-    """The rank waited for an exchange, for the first time."""
+class WaitEvent:
+    """The rank waited for an exchange for the first time."""
 
-    exchange: Earlier
+    exchange: ExchangeReference
 
 
-_Raw = Computed | tuple[Literal["began", "awaited"], int]  # operators, or what was done with the exchange of a number
+_Raw = ComputeEvent | tuple[Literal["began", "awaited"], int]  # operators, or an event and the number of its exchange
 
-Event = Computed | Began | Awaited
+Event = ComputeEvent | BeginEvent | WaitEvent
 Events = tuple[Event, ...]
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank. actions: with their events. carried: exchanges of the step before that this one waited for."""
+    """One step of one rank. actions: the actions with their events. carried: the exchanges of the previous step for which this
+    step waited.
+    """
 
     opening: Events
     actions: Sequence[tuple[Action, Events]]
     closing: Events
-    carried: Sequence[Began] = ()
+    carried: Sequence[BeginEvent] = ()
 
     @property
     def events(self) -> list[Event]:
@@ -95,8 +97,9 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A recorded step, and facts of the run. groups: global ranks of this rank's groups, by axis. messages: bytes that each
-    position of the model but the last hands on. layers: names, by chunk. num_trained: parameters. more: steps of alike stages.
+    """A recorded step and information about the run. groups: the global ranks of this rank's groups, by axis. messages: the
+    bytes of each position's output except the last. layers: the layer names by chunk. num_trained: the number of trained
+    parameters. more: recorded steps of stages with equal work.
     """
 
     step: RecordedStep
@@ -108,28 +111,28 @@ class RankRecord:
     more: Sequence[RecordedStep] = ()
 
     def on_stage(self, stage: int, layers: Sequence[Sequence[str]], more: Sequence[RecordedStep]) -> RankRecord:
-        """Returns the record of the first rank of an alike stage, with the names of its layers."""
+        """Returns the record of the first rank of a stage with equal work, with the names of its layers."""
         size = self.topology.ranks_per_stage
-        here = min(self.groups["stage"])
-        own, shift = range(here, here + size), stage * size - here
+        first_rank = min(self.groups["stage"])
+        stage_ranks, shift = range(first_rank, first_rank + size), stage * size - first_rank
         shifted = {
-            axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(own) else ranks
+            axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(stage_ranks) else ranks
             for axis, ranks in self.groups.items()
         }
         return replace(self, groups=shifted, layers=layers, more=more)
 
 
 class Recording(StepListener):
-    """Records the last step of a fake run: `follow` the run, `begin` and `end` around the step, then read `record`. Exchanges
-    before it are numbered too, since the step may wait for them.
+    """Records the last step of a fake run. Call `follow` with the run, `begin` and `end` around the step, then read `record`.
+    Earlier exchanges are numbered too, since the step may wait for them.
     """
 
     record: RankRecord
 
     def follow(self, run: Run, tensors: FakeTensors) -> None:
-        """Listens to `run`, which has taken no step yet; forgets an earlier run."""
+        """Listens to `run`, which has run no step yet, and discards earlier records."""
         self._run, self._tensors = run, tensors
-        self._all: list[Began] = []
+        self._exchanges: list[BeginEvent] = []
         self._after: dict[int, int] = {}
         self._awaited: set[int] = set()
         self._first = 0
@@ -144,28 +147,28 @@ class Recording(StepListener):
         self._events = self._opening
         device, simulation = run.world.device, run.world.simulation
         assert isinstance(device, FakeDevice), device
-        assert isinstance(simulation, TakenSteps), simulation
+        assert isinstance(simulation, StepSimulation), simulation
         simulation.listener = device.copies.listener = self
 
     def begin(self) -> None:
         masters = self._run.stepper.update.masters
         if masters.home is not None:
             self._on_host = {storage_id(each.parameter) for each in masters.stepped}
-        self._first = len(self._all)
+        self._first = len(self._exchanges)
         self._is_recording = True
-        self._run.groups.progress.step_progress.follow = self._entered
-        self._tensors.listener = self._ran
+        self._run.groups.progress.step_progress.follow = self._record_entry
+        self._tensors.listener = self._record_operator
 
     def end(self) -> None:
         run, self._tensors.listener = self._run, None
-        self._end_work()
+        self._flush_operators()
         self._is_recording = False
         step = self._step()
-        placement, described = run.stepper.lists.placement, run.parts.foretold
+        placement, describe_output = run.stepper.lists.placement, run.parts.foretold
         messages = []
-        if described is not None:
+        if describe_output is not None:
             for position in range(placement.num_positions - 1):
-                leaves = described(*placement.holder(position)).leaves
+                leaves = describe_output(*placement.holder(position)).leaves
                 messages.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
         self.record = RankRecord(
             step,
@@ -178,131 +181,133 @@ class Recording(StepListener):
         del self._run
 
     def _step(self) -> RecordedStep:
-        """Returns what was recorded, with each exchange that is referred to as a place in its queue."""
+        """Returns the recorded step. Each reference to an exchange is a position in its queue."""
         lists = [self._opening, *(events for _, events in self._actions), self._closing]
-        raw = [each for events in lists for each in events if not isinstance(each, Computed)]
-        carried = [number for what, number in raw if what == "awaited" and number < self._first]
+        raw = [each for events in lists for each in events if not isinstance(each, ComputeEvent)]
+        carried = [number for event_type, number in raw if event_type == "awaited" and number < self._first]
         queues: dict[Queue, list[int]] = defaultdict(list)
         for number in carried:
-            queues[self._all[number].queue].append(number)
+            queues[self._exchanges[number].queue].append(number)
 
-        def earlier(number: int | None) -> Earlier | None:
-            queue = queues[self._all[number].queue] if number is not None else []
-            return Earlier(self._all[number].queue, len(queue) - queue.index(number)) if number in queue else None
+        def reference(number: int | None) -> ExchangeReference | None:
+            queue = queues[self._exchanges[number].queue] if number is not None else []
+            return (
+                ExchangeReference(self._exchanges[number].queue, len(queue) - queue.index(number)) if number in queue else None
+            )
 
         def event(each: _Raw) -> Event:
-            if isinstance(each, Computed):
+            if isinstance(each, ComputeEvent):
                 return each
-            what, number = each
-            if what == "awaited":
-                exchange = earlier(number)
-                assert exchange is not None, self._all[number]
-                return Awaited(exchange)
-            began = replace(self._all[number], after=earlier(self._after.get(number)))
+            event_type, number = each
+            if event_type == "awaited":
+                exchange = reference(number)
+                assert exchange is not None, self._exchanges[number]
+                return WaitEvent(exchange)
+            began = replace(self._exchanges[number], after=reference(self._after.get(number)))
             queues[began.queue].append(number)
             return began
 
         opening, *actions, closing = [tuple(map(event, events)) for events in lists]
         named = [(action, events) for (action, _), events in zip(self._actions, actions, strict=True)]
-        return RecordedStep(opening, named, closing, [self._all[number] for number in carried])
+        return RecordedStep(opening, named, closing, [self._exchanges[number] for number in carried])
 
-    def note(self, operator: Operator) -> None:
-        """Records a kernel that torch does not see as one operator; ignored before `begin`."""
+    def record_kernel(self, operator: Operator) -> None:
+        """Records a kernel that torch does not see as one operator. Ignores kernels before `begin`."""
         if self._is_recording:
             self._operators.append(operator)
 
-    def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+    def on_exchange(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
         if axis == MESSAGES:
             return lambda: None
-        number = self._begin(Began(kind, axis, lane, num_bytes))
-        return lambda: self.awaited(number)
+        number = self._record_exchange(BeginEvent(kind, axis, lane, num_bytes))
+        return lambda: self.on_wait(number)
 
-    def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
+    def on_copy(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
         if after is not None:
-            self._after[len(self._all)] = after
-        return self._begin(Began(kind, HOST, str(stream), num_bytes))
+            self._after[len(self._exchanges)] = after
+        return self._record_exchange(BeginEvent(kind, HOST, str(stream), num_bytes))
 
-    def awaited(self, number: int) -> None:
+    def on_wait(self, number: int) -> None:
         if number in self._awaited:
             return
         self._awaited.add(number)
         if self._is_recording:
-            self._end_work()
+            self._flush_operators()
             self._events.append(("awaited", number))
 
-    def _entered(self, entry: object) -> None:
-        """Is called when another entry of the step begins: an action, a transfer, or a text for a part after the list."""
-        self._end_work()
+    def _record_entry(self, entry: object) -> None:
+        """Handles the start of a step entry: an action, a transfer, or a text for a part after the list."""
+        self._flush_operators()
         self._entry = entry
         if isinstance(entry, Action):
-            if entry.kind is not Kind.CHUNK_DONE:  # what begins there belongs to the chunk's last action
+            if entry.kind is not Kind.CHUNK_DONE:  # exchanges that start there belong to the chunk's last action
                 self._actions.append((entry, []))
             self._events = self._actions[-1][1]
         elif not isinstance(entry, Transfer) and self._actions:
             self._events = self._closing
 
-    def _ran(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one call of torch's operator `func`, outside of transfers. key: equal for equal calls on equal shapes."""
+    def _record_operator(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Records one call of torch's operator `func` outside of transfers. key: equal for equal calls on equal shapes."""
         if isinstance(self._entry, Transfer):
             return
         try:
             operator = self._known[key]
         except KeyError:
-            operator = operator_of(func, args, kwargs, result)
+            operator = describe_operator(func, args, kwargs, result)
             if key is not None:
                 self._known[key] = operator
         if operator is not None:
             is_on_host = bool(self._on_host) and any(
                 isinstance(leaf, Tensor) and storage_id(leaf) in self._on_host for leaf in tree_leaves(args)
             )
-            self.note(replace(operator, is_on_host=True) if is_on_host else operator)
+            self.record_kernel(replace(operator, is_on_host=True) if is_on_host else operator)
 
-    def _begin(self, began: Began) -> int:
-        number = len(self._all)
-        self._all.append(began)
+    def _record_exchange(self, began: BeginEvent) -> int:
+        number = len(self._exchanges)
+        self._exchanges.append(began)
         if self._is_recording:
-            self._end_work()
+            self._flush_operators()
             self._events.append(("began", number))
         return number
 
-    def _end_work(self) -> None:
+    def _flush_operators(self) -> None:
         if self._operators:
-            self._events.append(Computed(tuple(self._operators)))
+            self._events.append(ComputeEvent(tuple(self._operators)))
             self._operators = []
 
 
-def expanded(step: RecordedStep, actions: Sequence[Action], more: Sequence[RecordedStep] = ()) -> RecordedStep:
-    """Returns `step` as a step of the compute actions `actions`; itself if these are its own. Pure.
+def expand_step(step: RecordedStep, actions: Sequence[Action], more: Sequence[RecordedStep] = ()) -> RecordedStep:
+    """Returns `step` with the compute actions `actions`, or `step` itself if it has these actions. Pure.
 
-    Each action gets the events of a recorded one with the same neighbours and the same place (first or last) in its chunk; else
-    of the last recorded one of its kind and chunk. Waits keep their distance in the queue. more: steps of alike stages, for
-    places that `step` does not have. Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not
-    recorded.
+    Each action has the events of a recorded action with the same neighbours and the same position (first or last) in its chunk.
+    If there is none, it has those of the last recorded action with its kind and chunk. Waits keep their distance in the queue.
+    more: steps of stages with equal work, for positions that `step` does not have. Raises PlanError "estimate-seconds" for an
+    action of a kind or chunk that was not recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
     known: dict[Hashable, Events] = {}
     for each in (*more, step):
-        for (_, events), places in zip(each.actions, _places([action for action, _ in each.actions]), strict=True):
-            for place in places:
-                known[place] = events
+        for (_, events), keys in zip(each.actions, _neighbour_keys([action for action, _ in each.actions]), strict=True):
+            for key in keys:
+                known[key] = events
     expanded_actions = []
-    for action, places in zip(actions, _places(actions), strict=True):
-        place = next((place for place in places if place in known), None)
-        if place is None:
+    for action, keys in zip(actions, _neighbour_keys(actions), strict=True):
+        key = next((key for key in keys if key in known), None)
+        if key is None:
             raise PlanError("estimate-seconds", f"no action like {action} was recorded")
-        expanded_actions.append((action, known[place]))
+        expanded_actions.append((action, known[key]))
     return replace(step, actions=expanded_actions)
 
 
-def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
-    """Yields for each action keys of its place, the most exact first."""
-    last = {action.chunk: at for at, action in enumerate(actions) if action.kind.makes_gradients}
+def _neighbour_keys(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
+    """Yields keys of each action's position, the most specific first."""
+    last = {action.chunk: index for index, action in enumerate(actions) if action.kind.makes_gradients}
     first: dict[tuple[Kind, int], int] = {}
-    for at, action in enumerate(actions):
-        first.setdefault((action.kind, action.chunk), at)
+    for index, action in enumerate(actions):
+        first.setdefault((action.kind, action.chunk), index)
     kinds = [None, *((action.kind, action.chunk) for action in actions), None]
-    for at, action in enumerate(actions):
+    for index, action in enumerate(actions):
         own = action.kind, action.chunk
-        ends = first[own] == at, last.get(action.chunk) == at
-        yield [(own, ends, kinds[at], kinds[at + 2]), (own, ends, kinds[at + 2]), (own, ends), own]
+        ends = first[own] == index, last.get(action.chunk) == index
+        yield [(own, ends, kinds[index], kinds[index + 2]), (own, ends, kinds[index + 2]), (own, ends), own]
