@@ -24,7 +24,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_doctor.reports import work_recorder
-from sley_doctor.reports.work_file import MOST_STEPS
+from sley_doctor.reports.work_file import MAX_STEPS
 from sley_doctor.reports.work_recorder import WorkRecorder
 
 CALLS, REPEATS = 2000, 9
@@ -36,21 +36,21 @@ def counted(run: Run, steps: int) -> tuple[Counter[str], float]:
     counts: Counter[str] = Counter()
 
     class Counting(WorkRecorder):
-        def entered(self, entry: object) -> None:
-            counts["entered"] += 1
-            super().entered(entry)
+        def on_entry(self, entry: object) -> None:
+            counts["on_entry"] += 1
+            super().on_entry(entry)
 
-        def called(self, layer: str) -> None:
-            counts["called"] += 1
-            super().called(layer)
+        def on_layer(self, layer: str) -> None:
+            counts["on_layer"] += 1
+            super().on_layer(layer)
 
-        def made(self, layer: str, output: Any) -> None:
-            counts["made"] += 1
-            super().made(layer, output)
+        def on_output(self, layer: str, output: Any) -> None:
+            counts["on_output"] += 1
+            super().on_output(layer, output)
 
-        def waited(self, turn: Any, since: float) -> None:
-            counts["waited"] += 1
-            super().waited(turn, since)
+        def on_wait(self, turn: Any, since: float) -> None:
+            counts["on_wait"] += 1
+            super().on_wait(turn, since)
 
     recorder = Counting(run.parts, run.feed, lambda _: None)
     recorder.attach()
@@ -59,7 +59,7 @@ def counted(run: Run, steps: int) -> tuple[Counter[str], float]:
         begin = time.perf_counter()
         run.step()
         seconds.append(time.perf_counter() - begin)
-    counts["entered"] -= steps  # those that end a step, timed apart
+    counts["on_entry"] -= steps  # those that end a step, timed apart
     counts["end of a step"] = steps
     recorder.detach()
     return Counter({name: count / steps for name, count in counts.items()}), median(seconds)
@@ -77,25 +77,25 @@ def costs(run: Run) -> dict[str, float]:
 
     def end_step() -> None:
         step_progress.step += 1
-        recorder.entered(BETWEEN)
-        recorder.entered(BEGINNING)
+        recorder.on_entry(BETWEEN)
+        recorder.on_entry(BEGINNING)
 
     def fill_and_write() -> None:
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             end_step()
         recorder.detach()
         recorder.attach()
 
     found = {
-        "entered": _seconds(lambda: recorder.entered(action)),
-        "called": _seconds(lambda: recorder.called("embed")),
-        "made": _seconds(lambda: recorder.made("embed", output)),
-        "waited": _seconds(lambda: recorder.waited(turn, 0.0)),
+        "on_entry": _seconds(lambda: recorder.on_entry(action)),
+        "on_layer": _seconds(lambda: recorder.on_layer("embed")),
+        "on_output": _seconds(lambda: recorder.on_output("embed", output)),
+        "on_wait": _seconds(lambda: recorder.on_wait(turn, 0.0)),
     }
     found["end of a step"] = _seconds(end_step, 50)
     window = _seconds(fill_and_write, 20)
     recorder.detach()
-    return {**found, "window": window - MOST_STEPS * found["end of a step"]}
+    return {**found, "window": window - MAX_STEPS * found["end of a step"]}
 
 
 def _seconds(call: Callable[[], Any], calls: int = CALLS) -> float:
@@ -117,10 +117,12 @@ def main() -> None:
         times, step_s = counted(run, options.rounds)
         found = costs(run)
     total = sum(times[name] * found[name] for name in times)
-    share = total / step_s + found["window"] / work_recorder.LEAST_S
+    share = total / step_s + found["window"] / work_recorder.MIN_WINDOW_S
     for name, seconds in found.items():
         print(f"{name:<16}{seconds * 1e6:9.2f} us{times.get(name, 0):9.1f} a step")
-    print(f"{total * 1e6:.0f} us of a step of {step_s * 1e3:.1f} ms, and a window in {work_recorder.LEAST_S:g} s: {share:.2%}")
+    print(
+        f"{total * 1e6:.0f} us per step of {step_s * 1e3:.1f} ms, and a window in {work_recorder.MIN_WINDOW_S:g} s: {share:.2%}"
+    )
     print("target met" if share <= TARGET else f"target {TARGET:.1%} missed")
 
 

@@ -22,8 +22,8 @@ import pytest
 from acting_model import doing
 
 from sley_core.metrics.jsonl import rows
-from sley_doctor.reports.fault_report import FaultReport, LaunchReport, read, write, write_launch
-from sley_doctor.verdict.verdict import Verdict, evidence, verdict
+from sley_doctor.reports.fault_report import FaultReport, LaunchReport, read_reports, write_launch_report, write_report
+from sley_doctor.verdict.verdict import Verdict, find_verdict, list_evidence
 from train_cli.run_folder import FAULTS, WORK
 
 pytestmark = pytest.mark.timeout(3600)
@@ -177,7 +177,7 @@ def run(start: Start, folder: Path, fault: Fault) -> tuple[str, Verdict | None]:
     result = start("run", plan_of(folder, fault.layout), "--overwrite", **environ).finish(120)  # fails if a process is left
     ended = time.time()
     assert not shared_memory_of({int(path.suffix[1:]) for path in folder.glob("process.*")})
-    reports = read(folder / "runs" / "small")
+    reports = read_reports(folder / "runs" / "small")
     if fault.kind in CLEAN:
         assert (result.code, reports) == (0, []), (fault, result.err)
         assert fault.kind == "none" or hit_file.exists(), f"{fault} did not happen"
@@ -187,7 +187,7 @@ def run(start: Start, folder: Path, fault: Fault) -> tuple[str, Verdict | None]:
     assert ended - hit_file.stat().st_mtime < LIMIT_S + GRACE_S + 5, "of which 5 for a busy machine"
     place = json.loads(hit_file.read_text("utf-8"))
     hit, number = place["what"], place.get("number", 0)
-    seen = verdict(reports[-1])
+    seen = find_verdict(reports[-1])
     return ("found" if is_found(fault, seen, hit, number) else f"missed {hit}"), seen
 
 
@@ -198,7 +198,7 @@ def check_all(start: Start, folder: Path, faults: list[Fault]) -> None:
         outcome, seen = run(start, folder, fault)
         print(f"{fault}: {outcome}; {seen.cause if seen else 'nothing said'}", flush=True)
         if outcome.startswith("missed"):
-            print(*evidence(read(folder / "runs" / "small")[-1].ranks), sep="\n")
+            print(*list_evidence(read_reports(folder / "runs" / "small")[-1].ranks), sep="\n")
             missed.append((fault, outcome, seen))
     assert not missed, missed
 
@@ -223,7 +223,7 @@ GIVEN = [
 def test_a_fault_is_found_and_told(start: Start, cli: Cli, folder: Path, fault: Fault) -> None:
     check_all(start, folder, [fault])
     if fault.kind not in CLEAN:
-        seen = verdict(read(folder / "runs" / "small")[-1])
+        seen = find_verdict(read_reports(folder / "runs" / "small")[-1])
         said = cli("doctor", "runs/small")
         assert (said.code, f"cause     {seen.cause}\n" in said.out, "remedy    " in said.out) == (0, True, True), said.out
         (attempt,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)["attempts"]
@@ -291,7 +291,7 @@ def test_a_run_that_is_asked_to_end_says_where_it_was_if_it_cannot(
     os.kill(program.process.pid, signal.SIGTERM)
     assert program.finish(60).code == 143
     said = cli("doctor", "runs/small").out
-    assert "cause     rank 1 did not come to the others: it was at " in said
+    assert "cause     rank 1 did not reach the others: it was at " in said
     assert "rank 0 waited for it in the " in said
 
 
@@ -329,7 +329,7 @@ def test_where_ranks_were_is_told_of_a_run_that_was_killed_as_a_whole(
 
 def test_reports_are_of_the_last_run_and_do_not_keep_the_next_from_its_folder(cli: Cli, plan: Path, folder: Path) -> None:
     made = folder / "runs" / "small"
-    write(made, FaultReport(0, 2, "error", 1.0, "collective-failed", "it failed"))
+    write_report(made, FaultReport(0, 2, "error", 1.0, "collective-failed", "it failed"))
     (made / "plan.toml").write_text('source_folder = "."', "utf-8")
     assert cli("run", plan, changes=["parallel.dp=1"]).code == 0
     assert not (made / FAULTS).exists()
@@ -339,14 +339,14 @@ def test_reports_are_of_the_last_run_and_do_not_keep_the_next_from_its_folder(cl
 def test_attempts_damage_and_folders_that_are_none(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = folder / "runs" / "small"
     assert cli("doctor", made).code == 2
-    write_launch(made, LaunchReport(2, {1: -9}, {}, 1))
+    write_launch_report(made, LaunchReport(2, {1: -9}, {}, 1))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    write(made, FaultReport(0, 2, "error", 1.0, "own-code", "ValueError: no"))
+    write_report(made, FaultReport(0, 2, "error", 1.0, "own-code", "ValueError: no"))
     (made / FAULTS / "1" / "rank-1.json").write_text("{", "utf-8")
     said = cli("doctor", made)
     assert said.code == 0
     first, second, slow = said.out.split("\n\n")
-    assert slow == "slow      cannot be told: no rank has recorded a step\n"
+    assert slow == "slow      unknown: no rank has recorded a step\n"
     assert first.startswith("attempt 0\ncause     rank 1 was killed by SIGKILL\n")
     assert second.startswith("attempt 1\ncause     rank 0 failed: ValueError: no\n")
     assert "could not be read: rank-1.json" in second

@@ -12,7 +12,7 @@ import pytest
 from started_program import Result
 
 from sley_core.metrics.jsonl import rows
-from sley_doctor.reports.fault_report import LaunchReport, write_launch
+from sley_doctor.reports.fault_report import LaunchReport, write_launch_report
 
 Cli = Callable[..., Result]
 
@@ -85,10 +85,10 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_of_its_faults(run:
         (run / name).unlink()
     assert cli("report", run).code == 0
     assert "not ended" in Page((run / "report.html").read_text("utf-8")).texts["summary"]
-    write_launch(run, LaunchReport(2, {1: -signal.SIGKILL}, {}, 1))
+    write_launch_report(run, LaunchReport(2, {1: -signal.SIGKILL}, {}, 1))
     assert cli("report", run).code == 0
     found = Page((run / "report.html").read_text("utf-8"))
     assert "failed" in found.texts["summary"]
     assert "rank 1 was killed by SIGKILL" in found.texts["faults"]
     assert found.pictures == {}
-    assert found.texts["curves"].count("No run has recorded it.") == 7
+    assert found.texts["curves"].count("No run has recorded this metric.") == 7

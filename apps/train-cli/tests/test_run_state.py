@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sley_core.json_text import write_json
-from sley_doctor.reports.work_record import Start, line
+from sley_doctor.reports.work_record import Start, format_line
 from train_cli.run_folder import WORK, FolderLock
 
 Cli = Callable[..., Any]
@@ -31,7 +31,7 @@ def record_of(made: Path, rank: int, **more: Any) -> None:
     start = Start(rank, 2, 0, socket.gethostname(), 1, "cpu", time.time() - 960)
     (made / WORK).mkdir(exist_ok=True)
     with (made / WORK / f"rank-{rank}.jsonl").open("a") as file:
-        file.write(line(replace(start, **more)))
+        file.write(format_line(replace(start, **more)))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_rows_that_cannot_be_read_are_an_error_with_a_name(cli: Cli, ended: Path
         said = cli("doctor", ended, "--format", form)
         assert said.code == 2
         assert "no-run" in said.err
-        assert f"what is in `{ended}` cannot be read: Is a directory" in said.err
+        assert f"the files in `{ended}` cannot be read: Is a directory" in said.err
 
 
 def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli: Cli, folder: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sley_doctor.reports.work_record import read
+from sley_doctor.reports.work_record import read_records
 from sley_doctor.slow.judge import Cause, Judgement, judge
-from sley_doctor.slow.words import cause_in_words, work_in_words
+from sley_doctor.slow.words import describe_cause, describe_work
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -82,7 +82,7 @@ def judged(together: Callable[..., Any], folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("SLEY_TEST_SLOW", json.dumps(told))
     result = together(world, "run", path, "--overwrite")
     assert result.code == 0, result.err
-    return judge(read(folder / "runs" / "small"))
+    return judge(read_records(folder / "runs" / "small"))
 
 
 def is_named(case: Case, causes: tuple[Cause, ...]) -> bool:
@@ -126,7 +126,7 @@ GIVEN = [
 @pytest.mark.parametrize("case", GIVEN, ids=lambda case: f"{case.layout}, {case.kind}")
 def test_what_is_slow_is_named(run: Judged, case: Case) -> None:
     found = run(case)
-    told = "\n".join([*map(cause_in_words, found.causes), *work_in_words(found)])
+    told = "\n".join([*map(describe_cause, found.causes), *describe_work(found)])
     assert not found.why_not
     assert is_named(case, found.causes) if case.kind != "none" else not found.causes, told
 
@@ -142,11 +142,11 @@ def test_anything_slow_is_named_and_nobody_where_nothing_is(run: Judged, capsys:
     for case in cases:
         found = run(case)
         is_right = is_named(case, found.causes) if case.kind != "none" else not found.causes
-        words = "; ".join(map(cause_in_words, found.causes)) or found.why_not or "nobody"
+        words = "; ".join(map(describe_cause, found.causes)) or found.why_not or "nobody"
         with capsys.disabled():  # the ranks' lines are read from what is captured
             print(f"seed {seed}: {'' if is_right else 'WRONG '}{case}: {words}", flush=True)
             if not is_right:
-                print(*work_in_words(found), sep="\n", flush=True)
+                print(*describe_work(found), sep="\n", flush=True)
         if not is_right:
             wrong.append((case, found.causes))
     assert not wrong, wrong

@@ -16,19 +16,19 @@ from sley_core.errors import Diagnostic, RunError
 from sley_core.topology import Topology
 from sley_doctor.reports import fault_report
 from sley_doctor.reports.fault_report import (
+    ExchangeRecord,
     FaultReport,
     LaunchReport,
-    SeenExchange,
-    SeenWait,
-    forget,
-    read,
+    WaitRecord,
+    read_reports,
+    remove_reports,
     report_error,
     report_stuck,
-    write,
-    write_launch,
+    write_launch_report,
+    write_report,
 )
 
-EXCHANGE = SeenExchange("all-reduce", "a bucket", "stage[0, 1]", (0, 1), "stage main", 7, 64)
+EXCHANGE = ExchangeRecord("all-reduce", "a bucket", "stage[0, 1]", (0, 1), "stage main", 7, 64)
 REPORT = FaultReport(
     1,
     2,
@@ -40,7 +40,7 @@ REPORT = FaultReport(
     finished="F0.0",
     pending="B0.0",
     layer="blocks.1",
-    wait=SeenWait(EXCHANGE, 4.5, "late", 0),
+    wait=WaitRecord(EXCHANGE, 4.5, "late", 0),
     exchanges={"stage main": (EXCHANGE,)},
     stacks={"MainThread": ("a line", "another")},
 )
@@ -50,23 +50,23 @@ WHAT = Diagnostic("own-code", "ValueError: no good", hint="mend it")
 def test_reports_come_back_as_they_were_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By attempt; the first report of a rank counts, and a new run begins without any."""
     launch = LaunchReport(2, {0: 1, 1: -9}, {1: "it is stopped"}, 1)
-    write(tmp_path, REPORT)
-    write(tmp_path, FaultReport(1, 2, "error", 6.0, "later"))
-    write_launch(tmp_path, launch)
+    write_report(tmp_path, REPORT)
+    write_report(tmp_path, FaultReport(1, 2, "error", 6.0, "later"))
+    write_launch_report(tmp_path, launch)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    write(tmp_path, FaultReport(0, 2, "stuck", 9.0))
-    first, second = read(tmp_path)
+    write_report(tmp_path, FaultReport(0, 2, "stuck", 9.0))
+    first, second = read_reports(tmp_path)
     assert (first.attempt, first.ranks, first.launch, first.unreadable) == (0, (REPORT,), launch, ())
     assert (second.attempt, [one.rank for one in second.ranks], second.launch) == (1, [0], None)
-    forget(tmp_path)
-    assert read(tmp_path) == []
+    remove_reports(tmp_path)
+    assert read_reports(tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 2}', '{"format": 1, "rank": 0}'])
 def test_a_damaged_report_is_named_and_hides_no_other(tmp_path: Any, text: str) -> None:
-    write(tmp_path, REPORT)
+    write_report(tmp_path, REPORT)
     (tmp_path / "faults" / "0" / "rank-0.json").write_text(text, "utf-8")
-    (found,) = read(tmp_path)
+    (found,) = read_reports(tmp_path)
     assert found.ranks == (REPORT,)
     assert found.unreadable == ("rank-0.json",)
 
@@ -76,7 +76,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Any) -> None:
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
     (tmp_path / "faults").symlink_to(elsewhere)
-    forget(tmp_path)
+    remove_reports(tmp_path)
     assert (elsewhere / "mine").exists()
     assert not (tmp_path / "faults").exists()
 
@@ -97,7 +97,7 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
         report_error(tmp_path, World.alone("cpu"), WHAT, error)
     done.set()
     other.join()
-    (found,) = read(tmp_path)
+    (found,) = read_reports(tmp_path)
     (report,) = found.ranks
     assert (report.rank, report.world, report.kind) == (0, 1, "error")
     assert (report.code, report.message, report.hint) == ("own-code", "ValueError: no good", "mend it")
@@ -109,14 +109,14 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
 def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     report_error(tmp_path / "file", World.alone("cpu"), WHAT, ValueError())
-    monkeypatch.setattr(fault_report, "MOST_S", 0.2)
+    monkeypatch.setattr(fault_report, "MAX_REPORT_S", 0.2)
     released, ended = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:
         released.wait(60)
         ended.set()
 
-    monkeypatch.setattr(fault_report, "write", hang)
+    monkeypatch.setattr(fault_report, "write_report", hang)
     report_stuck(tmp_path, World.alone("cpu"), WHAT)
     assert not ended.is_set(), "it was waited for"
     released.set()
@@ -149,7 +149,7 @@ def gone_apart(folder: Any) -> str:
 
 def test_a_wait_that_runs_out_of_time_is_told_with_what_came_before_it(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2)(gone_apart, tmp_path)[0] == "collective-failed"
-    (found,) = fault_report.read(tmp_path)
+    (found,) = fault_report.read_reports(tmp_path)
     (report,) = found.ranks
     assert (report.rank, report.stage, report.step) == (0, 0, 4)
     assert (report.finished, report.pending) == ("the beginning of the step", "B0.1")

@@ -16,19 +16,19 @@ from sley_doctor.reports.work_record import (
     DATA,
     DEVICE,
     UPDATE,
+    MessageRecord,
     Queue,
-    SeenMessage,
     Spread,
     Start,
     Usage,
     Window,
     WorkRecord,
-    line,
-    read,
+    format_line,
+    read_records,
 )
-from sley_doctor.slow.blocks import MOST_BLOCKS, blocks_of
+from sley_doctor.slow.blocks import MAX_BLOCKS, build_blocks
 from sley_doctor.slow.judge import Cause, judge
-from sley_doctor.slow.words import cause_in_words, nobody, remedy, waits_of, work_in_words
+from sley_doctor.slow.words import describe_cause, describe_no_cause, describe_work, longest_waits, remedy
 from train_cli.run_folder import WORK
 
 BLOCK = "Block Linearx2 4096"
@@ -87,8 +87,8 @@ def stages(*layers: Mapping[str, float], way_s: float = 0.0, num_windows: int = 
 
     def messages(rank: int, number: int) -> dict[str, Any]:
         steps = range(10 * number + 1, 10 * number + 11, 4)
-        sent = [SeenMessage(step, step, float(step)) for step in steps]
-        taken = [SeenMessage(one.step, one.number, one.time_s + way_s + 0.0002, way_s + 0.01) for one in sent]
+        sent = [MessageRecord(step, step, float(step)) for step in steps]
+        taken = [MessageRecord(one.step, one.number, one.time_s + way_s + 0.0002, way_s + 0.01) for one in sent]
         if rank == 0:
             return {"sent": {"pp up 0>1": sent}, "queues": {}}
         return {"taken": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue((0, 1), 0, 1.0, 1e4)}}
@@ -130,8 +130,8 @@ def test_the_rank_that_works_longer_is_named_with_its_place_and_never_its_victim
     assert (cause.kind, cause.ranks, cause.place) == ("work", (slow,), place)
     assert cause.seconds == pytest.approx(0.06)
     assert cause.usual_s == pytest.approx(USUAL[place])
-    assert f"rank {slow} makes others wait" in cause_in_words(cause)
-    assert "takes 60 ms longer than others' in a step of" in cause_in_words(cause)
+    assert f"rank {slow} makes others wait" in describe_cause(cause)
+    assert "takes 60 ms longer than others' in a step of" in describe_cause(cause)
     assert remedy(cause)
 
 
@@ -139,7 +139,7 @@ def test_the_rank_that_works_longer_is_named_with_its_place_and_never_its_victim
 def test_less_than_a_quarter_of_a_step_is_not_told(more_s: float) -> None:
     judged = judge(replicas(USUAL, {**USUAL, "F0": 0.02 + more_s}))
     assert not judged.causes
-    assert nobody(judged).startswith("none: in steps 11 to 60 no rank worked 25% of a step longer than its peers")
+    assert describe_no_cause(judged).startswith("none: in steps 11 to 60 no rank worked 25% of a step longer than its peers")
 
 
 def test_work_that_nobody_waits_for_is_no_cause() -> None:
@@ -186,7 +186,7 @@ def test_a_rank_without_likes_is_compared_with_itself_before() -> None:
     cause = only(judge(ranks).causes)
     assert (cause.kind, cause.ranks, cause.place) == ("change", (1,), "W0")
     assert cause.first > 60
-    assert "rank 1 has become slower: its backward for weights of chunk 0 (W0) takes" in cause_in_words(cause)
+    assert "rank 1 has become slower: its backward for weights of chunk 0 (W0) takes" in describe_cause(cause)
 
 
 def test_a_layer_is_named_where_most_of_the_excess_is() -> None:
@@ -198,7 +198,7 @@ def test_a_layer_is_named_where_most_of_the_excess_is() -> None:
     slow = replace(slow, windows=[replace(one, **layers(0.08)) for one in slow.windows])
     cause = only(judge([quick, slow]).causes)
     assert (cause.place, cause.layer) == ("B0", "blocks.1")
-    assert "in layer `blocks.1`" in cause_in_words(cause)
+    assert "in layer `blocks.1`" in describe_cause(cause)
 
 
 def test_a_stage_of_one_rank_is_compared_with_layers_that_are_alike() -> None:
@@ -238,7 +238,7 @@ def test_a_host_that_comes_late_to_a_step_is_named_where_the_hosts_of_others_wai
     ranks = on_cuda({**USUAL, DEVICE: 0.004}, {**USUAL, DATA: 0.1, DEVICE: 0.004}, control=[0.1, 0.0005])
     cause = only(judge(ranks).causes)
     assert (cause.ranks, cause.place) == ((1,), DATA)
-    assert "waits 100 ms in `control main`" in next(iter(work_in_words(judge(ranks))))
+    assert "waits 100 ms in `control main`" in next(iter(describe_work(judge(ranks))))
 
 
 def test_a_host_with_time_left_is_not_named_although_others_wait_for_it_elsewhere() -> None:
@@ -250,7 +250,7 @@ def test_a_message_that_is_long_on_its_way_names_the_link_and_not_the_rank_that_
     even = ({"blocks.0": 0.01, "blocks.1": 0.01}, {"blocks.2": 0.01, "blocks.3": 0.01})
     cause = only(judge(stages(*even, way_s=0.05)).causes)
     assert (cause.kind, cause.ranks, cause.place) == ("link", (0, 1), "pp up 0>1")
-    assert "between ranks 0, 1" in cause_in_words(cause)
+    assert "between ranks 0, 1" in describe_cause(cause)
     assert not judge(stages(*even)).causes, "the wait of a pipeline for its first micro-batch is no link's"
 
 
@@ -299,7 +299,7 @@ def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float
     slow = replace(slow, windows=[replace(one, usage=usage) for one in slow.windows])
     cause = only(judge([quick, slow]).causes)
     assert (cause.ranks, cause.place, cause.faults > 0) == ((1,), "F0", are_why)
-    assert ("page faults" in cause_in_words(cause)) is are_why
+    assert ("page faults" in describe_cause(cause)) is are_why
 
 
 # -- how records are read, and told ------------------------------------------------------------------------------------
@@ -318,24 +318,24 @@ def test_whom_a_rank_waits_for_is_who_waits_least() -> None:
         (0.03, "in `stage main` (sums of gradients) for rank 2"),
         (0.02, "in `stage main of 0` (sums of gradients) for rank 2"),
     ]
-    assert waits_of(0, blocks)[:2] == told
+    assert longest_waits(0, blocks)[:2] == told
 
 
 def test_a_record_is_read_as_it_was_written_and_damage_is_left_out(tmp_path: Path) -> None:
     (written,) = replicas(USUAL, num_windows=2)
     folder = tmp_path / WORK
     folder.mkdir()
-    lines = [line(written.start), *map(line, written.windows), '{"first": 21, "la', "\n", "[1]\n"]
+    lines = [format_line(written.start), *map(format_line, written.windows), '{"first": 21, "la', "\n", "[1]\n"]
     (folder / "rank-0.jsonl").write_text("".join(lines), "utf-8")
-    assert read(tmp_path) == [written]
+    assert read_records(tmp_path) == [written]
     again = replace(written.start, pid=2)
     with (folder / "rank-0.jsonl").open("a") as file:
-        file.write(line(again) + line(written.windows[1]))
-    (found,) = read(tmp_path)
+        file.write(format_line(again) + format_line(written.windows[1]))
+    (found,) = read_records(tmp_path)
     assert (found.start.pid, found.windows) == (2, [written.windows[1]])
     with (folder / "rank-0.jsonl").open("a") as file:
-        file.write(line(written.windows[0]))
-    (found,) = read(tmp_path)
+        file.write(format_line(written.windows[0]))
+    (found,) = read_records(tmp_path)
     assert found.windows == [written.windows[0]], "a run that was brought back takes steps again"
 
 
@@ -348,24 +348,24 @@ def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path
         for rank, one in enumerate(replicas(*[USUAL] * world)):
             start = replace(one.start, time=1e4 * number, pid=number)
             with (folder / f"rank-{rank}.jsonl").open("a") as file:
-                file.write(line(start) + "".join(map(line, one.windows)))
+                file.write(format_line(start) + "".join(map(format_line, one.windows)))
 
     for number, world in enumerate((4, 2, 3)):
         begin(number, world)
-        assert [(one.start.rank, one.start.pid) for one in read(tmp_path)] == [(rank, number) for rank in range(world)]
-        assert judge(read(tmp_path)).why_not == ""
+        assert [(one.start.rank, one.start.pid) for one in read_records(tmp_path)] == [(rank, number) for rank in range(world)]
+        assert judge(read_records(tmp_path)).why_not == ""
 
 
 def test_blocks_are_the_steps_that_all_ranks_have() -> None:
     one, other = replicas(USUAL, USUAL)
     coarse = [replace(other.windows[0], last=30), replace(other.windows[0], first=31, last=50)]
-    blocks = blocks_of([one, replace(other, windows=coarse)])
+    blocks = build_blocks([one, replace(other, windows=coarse)])
     assert [(block.first, block.last) for block in blocks] == [(1, 30), (31, 50)]
-    assert blocks[0].ranks[0].work["F0"].middle == pytest.approx(0.02)
+    assert blocks[0].ranks[0].work["F0"].median == pytest.approx(0.02)
 
 
 def test_a_long_run_has_no_more_blocks_than_can_be_looked_at() -> None:
-    blocks = blocks_of(replicas(USUAL, USUAL, num_windows=500))
-    assert len(blocks) <= MOST_BLOCKS
+    blocks = build_blocks(replicas(USUAL, USUAL, num_windows=500))
+    assert len(blocks) <= MAX_BLOCKS
     assert (blocks[0].first, blocks[-1].last) == (1, 5000)
     assert all(one.last + 1 == other.first for one, other in pairwise(blocks))

@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 
 from sley_core.actions.action import in_words
-from sley_doctor.reports.fault_report import FaultReport, FoundReports, LaunchReport, SeenExchange, SeenWait
-from sley_doctor.verdict.verdict import Verdict, evidence, verdict
+from sley_doctor.reports.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport, WaitRecord
+from sley_doctor.verdict.verdict import Verdict, find_verdict, list_evidence
 
 FOUR = (0, 1, 2, 3)
 
 
-def exchange(number: int, what: str, ranks: tuple[int, ...] = (0, 1), axis: str = "stage", **more: Any) -> SeenExchange:
+def exchange(number: int, what: str, ranks: tuple[int, ...] = (0, 1), axis: str = "stage", **more: Any) -> ExchangeRecord:
     given = {"operation": "all-reduce", "queue": f"{axis} main", "num_bytes": 64} | more
-    return SeenExchange(what=what, group=f"{axis}{list(ranks)}", ranks=ranks, number=number, **given)
+    return ExchangeRecord(what=what, group=f"{axis}{list(ranks)}", ranks=ranks, number=number, **given)
 
 
-def report(rank: int, *exchanges: SeenExchange, wait: SeenExchange | None = None, **more: Any) -> FaultReport:
-    queues: dict[str, tuple[SeenExchange, ...]] = {}
+def report(rank: int, *exchanges: ExchangeRecord, wait: ExchangeRecord | None = None, **more: Any) -> FaultReport:
+    queues: dict[str, tuple[ExchangeRecord, ...]] = {}
     for one in exchanges:
         queues[one.queue] = (*queues.get(one.queue, ()), one)
     given = {"world": 2, "kind": "error", "time": 1.0, "code": "collective-failed", "message": "it failed"} | more
-    seen = None if wait is None else SeenWait(wait, 4.0, "late")
+    seen = None if wait is None else WaitRecord(wait, 4.0, "late")
     return FaultReport(rank=rank, wait=seen, exchanges=queues, step=3, pending="B0.1", layer="blocks.1", **given)
 
 
 def found(*reports: FaultReport, launch: LaunchReport | None = None) -> Verdict:
-    return verdict(FoundReports(0, reports, launch))
+    return find_verdict(AttemptReports(0, reports, launch))
 
 
 A, B, C = exchange(1, "a"), exchange(2, "b"), exchange(3, "c")
@@ -55,8 +55,8 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
         ([A, exchange(2, "x"), exchange(3, "y")], "other", "b"),
     ],
 )
-def test_among_four_the_odd_one_is_named(odd: list[SeenExchange], kind: str, what: str) -> None:
-    def of_all(one: SeenExchange) -> SeenExchange:
+def test_among_four_the_odd_one_is_named(odd: list[ExchangeRecord], kind: str, what: str) -> None:
+    def of_all(one: ExchangeRecord) -> ExchangeRecord:
         return replace(one, ranks=FOUR, group="stage[0, 1, 2, 3]")
 
     usual = [of_all(one) for one in (A, B, C)]
@@ -90,7 +90,7 @@ def test_a_rank_in_another_group_is_named() -> None:
     assert {one.group for one in told.exchanges} == {"stage[0, 1]", "pp[0, 2]"}
 
 
-def message(number: int, micro: int, operation: str, **more: Any) -> SeenExchange:
+def message(number: int, micro: int, operation: str, **more: Any) -> ExchangeRecord:
     verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("receives from", "1 {} stage 0")
     what = f"what stage {stages.format(verb)}, forward, its output of micro-batch {micro} (chunk 0)"
     return exchange(number, what, axis="pp", operation=operation, queue="pp up 0>1", **more)
@@ -122,7 +122,7 @@ def test_what_all_ranks_raise_is_nobodys() -> None:
     assert told.cause == "all ranks failed: loss nan"
 
 
-@pytest.mark.parametrize(("code", "words"), [(-9, "was killed by SIGKILL"), (7, "left with exit code 7")])
+@pytest.mark.parametrize(("code", "words"), [(-9, "was killed by SIGKILL"), (7, "exited with code 7")])
 def test_a_rank_that_died_is_told_by_those_that_waited(code: int, words: str) -> None:
     told = found(report(0, A, B, wait=B), launch=LaunchReport(2, {0: 1, 1: code}, {}, 1))
     assert (told.kind, told.ranks, [one.what for one in told.exchanges]) == ("killed", (1,), ["b"])
@@ -161,13 +161,13 @@ def test_words() -> None:
     assert in_words("W1.0 of the evaluation").startswith("the backward for weights of chunk 1 on micro-batch 0 of the")
     assert in_words("C1") == "the end of the gradients of chunk 1 (C1)"
     assert in_words("the update") == "the update"
-    (line,) = evidence([report(0, A, wait=A, stage=1, message="x" * 500)])
+    (line,) = list_evidence([report(0, A, wait=A, stage=1, message="x" * 500)])
     assert line.startswith("rank 0 (stage 1): step 3, in the backward of chunk 0 on micro-batch 1 (B0.1), last layer called: ")
     assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line
     assert line.endswith("...")
 
 
-def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> SeenExchange:
+def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> ExchangeRecord:
     given = {"operation": operation, "queue": queue, "peer": peer}
     return exchange(number, f"what {what} (chunk 0)", (0, 2, 4), "pp", **given)
 

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 
 from sley_doctor.reports import work_file
-from sley_doctor.reports.work_file import MOST_LINES, MOST_MESSAGES, WorkFile, fewer, merged
-from sley_doctor.reports.work_record import Queue, SeenMessage, Spread, Start, Usage, Window, line, read, roundness
+from sley_doctor.reports.work_file import MAX_LINES, MAX_MESSAGES, WorkFile, merge_windows, shorten_windows
+from sley_doctor.reports.work_record import (
+    MessageRecord,
+    Queue,
+    Spread,
+    Start,
+    Usage,
+    Window,
+    format_line,
+    read_records,
+    roundness,
+)
 
 START = Start(0, 1, 0, "here", 1, "cpu", 1.0)
 STEPS = 10
@@ -33,7 +43,7 @@ def window(number: int, forward_s: float = 0.5, **changed: Any) -> Window:
         usage=Usage(1.0, 0.5, 11),
         private_mb=float(number),
         device_mb=0.0,
-        sent={"pp up 0>1": [SeenMessage(step, 1, float(step)) for step in range(first, first + STEPS, 4)]},
+        sent={"pp up 0>1": [MessageRecord(step, 1, float(step)) for step in range(first, first + STEPS, 4)]},
     )
     return replace(found, **changed)
 
@@ -44,7 +54,7 @@ def written(folder: Path, numbers: range) -> Path:
     notes: list[str] = []
     file = WorkFile(path, START, notes)
     for number in numbers:
-        file.add(line(window(number)))
+        file.add(format_line(window(number)))
     file.close()
     assert notes == []
     return path
@@ -59,11 +69,11 @@ def test_a_run_that_fails_does_not_wait_for_a_file_system_that_hangs(tmp_path: P
         is_closed.set()
 
     file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, [])
-    file.add(line(window(0)))
+    file.add(format_line(window(0)))
     with monkeypatch.context() as patched:
-        patched.setattr(work_file, "PATIENCE_S", 0.1)
+        patched.setattr(work_file, "CLOSE_TIMEOUT_S", 0.1)
         patched.setattr(work_file.os, "close", hangs)
-        file.leave()
+        file.abandon()
         assert not is_closed.is_set()
         may_close.set()
         assert is_closed.wait(20)
@@ -73,13 +83,13 @@ def test_a_file_that_somebody_else_empties_ends_the_record_and_not_the_run(tmp_p
     notes: list[str] = []
     path = tmp_path / "work" / "rank-0.jsonl"
     file = WorkFile(path, START, notes)
-    for number in range(MOST_LINES - 10):
-        file.add(line(window(number)))
+    for number in range(MAX_LINES - 10):
+        file.add(format_line(window(number)))
     path.write_bytes(b"")
     for number in range(20):
-        file.add(line(window(number)))
+        file.add(format_line(window(number)))
     file.close()
-    assert notes == [f"who is slow is not recorded: cannot write `{path}`: the start that this rank wrote is gone"]
+    assert notes == [f"who is slow is not recorded: cannot write `{path}`: the start that this rank wrote is missing"]
 
 
 def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +101,7 @@ def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path: Path, monkeypatch
         raise OSError(122, "Disk quota exceeded")
 
     file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, [])
-    file.add(line(window(0)))
+    file.add(format_line(window(0)))
     with monkeypatch.context() as patched:
         patched.setattr(work_file.os, "close", fails)
         file.close()
@@ -104,9 +114,9 @@ def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> No
     path = written(tmp_path, range(2))
     path.write_bytes(path.read_bytes()[:-40])
     again = WorkFile(path, replace(START, host="there", time=2.0), [])
-    again.add(line(window(5)))
+    again.add(format_line(window(5)))
     again.close()
-    (found,) = read(tmp_path)
+    (found,) = read_records(tmp_path)
     assert (found.start.host, [one.first for one in found.windows]) == ("there", [51])
 
 
@@ -114,17 +124,17 @@ def test_a_system_that_takes_a_line_in_parts_gets_all_of_it(tmp_path: Path, monk
     write = work_file.os.write
     monkeypatch.setattr(work_file.os, "write", lambda file, data: write(file, data[:100]))
     written(tmp_path, range(2))
-    (found,) = read(tmp_path)
+    (found,) = read_records(tmp_path)
     assert len(found.windows) == 2
 
 
 def test_a_file_of_a_long_run_stays_short_and_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = MOST_LINES // 4
-    monkeypatch.setattr(work_file, "MOST_LINES", most)
-    monkeypatch.setattr(work_file, "FEWER_LINES", work_file.FEWER_LINES // 4)
+    most = MAX_LINES // 4
+    monkeypatch.setattr(work_file, "MAX_LINES", most)
+    monkeypatch.setattr(work_file, "SHORTENED_LINES", work_file.SHORTENED_LINES // 4)
     path = written(tmp_path, range(3 * most))
     assert path.read_bytes().count(b"\n") <= most
-    (found,) = read(tmp_path)
+    (found,) = read_records(tmp_path)
     steps = [(one.first, one.last) for one in found.windows]
     assert steps[0][0] == 1
     assert steps[-1][1] == 3 * most * STEPS
@@ -135,34 +145,34 @@ def test_a_file_of_a_long_run_stays_short_and_has_every_step(tmp_path: Path, mon
 
 
 def test_what_earlier_starts_have_left_counts_and_goes_first(tmp_path: Path) -> None:
-    written(tmp_path, range(MOST_LINES - 10))
+    written(tmp_path, range(MAX_LINES - 10))
     path = written(tmp_path, range(20))
     assert path.read_bytes().count(b"\n") <= 21
-    (found,) = read(tmp_path)
+    (found,) = read_records(tmp_path)
     assert len(found.windows) == 20
 
 
 def test_a_window_of_many_says_what_they_said() -> None:
     """Means over steps, of the windows that have a number; sums of what was used; the roundest messages."""
     silent = replace(window(1, 0.2, layers={}, sent={}, queues={}), last=25)
-    found = merged([window(0, 0.5), silent])
+    found = merge_windows([window(0, 0.5), silent])
     assert (found.first, found.last, found.time, found.private_mb) == (1, 25, 1.0, 1.0)
-    assert found.work["F0"].middle == pytest.approx((0.5 * 10 + 0.2 * 15) / 25)
+    assert found.work["F0"].median == pytest.approx((0.5 * 10 + 0.2 * 15) / 25)
     assert found.layers["F0"]["head"] == Spread(0.1, 0.2, 0.3)
     assert found.waits["all main"] == Spread(0.0, 0.1, 0.2)
     assert found.queues["all main"].num_bytes == 48.0
     assert found.usage == Usage(2.0, 1.0, 22)
-    many = merged([window(number) for number in range(100)]).sent["pp up 0>1"]
+    many = merge_windows([window(number) for number in range(100)]).sent["pp up 0>1"]
     kept = {one.step for one in many}
     every = {message.step for number in range(100) for message in window(number).sent["pp up 0>1"]}
-    assert len(every) > MOST_MESSAGES >= len(many)
+    assert len(every) > MAX_MESSAGES >= len(many)
     roundest = {step for step in every if roundness(step) >= 4}
     assert roundest < kept, "those that the other end keeps too"
 
 
 def test_older_windows_get_alike_in_steps() -> None:
     """Those of a run's first seconds have few, and long ones that were made before have many."""
-    found = fewer([*(window(number) for number in range(60)), *(window(number) for number in range(60, 90))], 30)
+    found = shorten_windows([*(window(number) for number in range(60)), *(window(number) for number in range(60, 90))], 30)
     assert len(found) <= 30
     assert [one.num_steps for one in found[-3:]] == [STEPS] * 3
     assert {one.num_steps for one in found[:-3]} <= {3 * STEPS, 4 * STEPS}
@@ -174,12 +184,12 @@ def test_a_file_that_cannot_be_made_short_ends_the_record_and_not_the_run(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(work_file, "write_whole", full)
+    monkeypatch.setattr(work_file, "write_atomically", full)
     notes: list[str] = []
     file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, notes)
-    for number in range(MOST_LINES + 5):
-        file.add(line(window(number)))
+    for number in range(MAX_LINES + 5):
+        file.add(format_line(window(number)))
     file.close()
     assert len(notes) == 1
     assert "No space left on device" in notes[0]
-    assert len(read(tmp_path)[0].windows) >= MOST_LINES - 1, "what was there stays"
+    assert len(read_records(tmp_path)[0].windows) >= MAX_LINES - 1, "what was there stays"

@@ -16,9 +16,9 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_doctor.reports import work_recorder
-from sley_doctor.reports.work_file import MOST_MESSAGES, WorkSamples, spread
-from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read
-from sley_doctor.reports.work_recorder import DETAILED, recorded_work
+from sley_doctor.reports.work_file import MAX_MESSAGES, WorkSamples, compute_quartiles
+from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read_records
+from sley_doctor.reports.work_recorder import DETAILED, record_work
 from sley_testing.plans import small_plan
 from sley_testing.runs import fail_once
 
@@ -58,13 +58,13 @@ def one_step_windows() -> Iterator[None]:
 @contextmanager
 def windows_of(steps: int, **values: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"SHARE": 0.0, "LEAST_S": 0.0, "LEAST_STEPS": steps, **values}.items():
+        for name, value in {"WINDOW_SHARE": 0.0, "MIN_WINDOW_S": 0.0, "MIN_WINDOW_STEPS": steps, **values}.items():
             patch.setattr(work_recorder, name, value)
         yield
 
 
 def recorded(run: Run, folder: Path) -> AbstractContextManager[None]:
-    return recorded_work(run.parts, run.feed, folder, run.notes)
+    return record_work(run.parts, run.feed, folder, run.notes)
 
 
 def losses_of(
@@ -81,22 +81,22 @@ def losses_of(
 
 def alone(*args: Any, **options: Any) -> WorkRecord:
     losses_of(*args, **options)
-    (found,) = read(args[2])
+    (found,) = read_records(args[2])
     return found
 
 
 def least(windows: Sequence[Window], place: str, layer: str) -> float:
     """The least seconds of a step at `layer`: a busy machine may add any number to some of them."""
-    return min(one.layers[place][layer].middle for one in windows)
+    return min(one.layers[place][layer].median for one in windows)
 
 
 def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
     found = alone(small_plan(), texts, tmp_path)
     assert [(one.first, one.last) for one in found.windows] == [(step, step) for step in range(1, 6)]
     for one in found.windows[:-1]:
-        work = sum(spent.middle for spent in one.work.values())
-        assert work == pytest.approx(one.seconds.middle, rel=1e-3, abs=1e-5)
-        assert all(spent.middle >= 0 for spent in one.work.values()), one.work
+        work = sum(spent.median for spent in one.work.values())
+        assert work == pytest.approx(one.seconds.median, rel=1e-3, abs=1e-5)
+        assert all(spent.median >= 0 for spent in one.work.values()), one.work
         assert {"F0", "B0", "C0", UPDATE, DEVICE, DATA} <= one.work.keys()
 
 
@@ -110,7 +110,7 @@ def test_what_takes_long_stands_at_its_action_and_layer(slow: str, layer: str, t
     usual = {name: least(settled, place, name) for name in settled[0].layers[place] if name != layer}
     assert least(settled, place, layer) > 4 * SLOW_S
     assert max(usual.values()) < 4 * SLOW_S, usual
-    assert all(one.work[place].middle >= one.layers[place][layer].middle for one in settled)
+    assert all(one.work[place].median >= one.layers[place][layer].median for one in settled)
 
 
 def test_recomputed_layers_count_for_the_backward_that_asks_for_them(texts: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_number_of_a_step_says_whether_layers_are_noted(
     ):
         for _ in range(12):
             run.step()
-    (found,) = read(tmp_path)
+    (found,) = read_records(tmp_path)
     assert [(one.first, one.last) for one in found.windows] == [(1, 3), (4, 6), (7, 9), (10, 12)]
     assert [bool(one.layers) for one in found.windows] == detailed
 
@@ -163,8 +163,8 @@ def test_both_ends_of_a_queue_keep_messages_of_the_same_steps(in_a_step: int, of
         for step in range(first, first + 1000):
             if step % DETAILED == 1:
                 for number in range(in_a_step):
-                    samples.handed_over(step, "pp up 0>1", in_a_step * step + number, 0.0)
-        assert 0 < len(samples.sent["pp up 0>1"]) <= MOST_MESSAGES
+                    samples.record_sent(step, "pp up 0>1", in_a_step * step + number, 0.0)
+        assert 0 < len(samples.sent["pp up 0>1"]) <= MAX_MESSAGES
         return {one.step for one in samples.sent["pp up 0>1"]}
 
     assert len(kept(1) & kept(1 + offset)) >= (1 if in_a_step > 5 else 3)
@@ -175,13 +175,13 @@ def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, 
     with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
         assert run.held_out is not None
         run.layers[0].module.register_forward_pre_hook(lambda module, _: None if module.training else time.sleep(SLOW_S))
-        with recorded_work(run.parts, run.feed, tmp_path, run.notes):
+        with record_work(run.parts, run.feed, tmp_path, run.notes):
             run.train()
             assert run.parts.groups.progress.step_progress.step == 4, "an evaluation's batches are no steps"
-    (record,) = read(tmp_path)
+    (record,) = read_records(tmp_path)
     for window in record.windows[1:]:
-        assert window.work[EVALUATION].middle >= SLOW_S
-        assert window.work[BETWEEN].middle < SLOW_S
+        assert window.work[EVALUATION].median >= SLOW_S
+        assert window.work[BETWEEN].median < SLOW_S
 
 
 def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
         run.step()
         run.step()
         fail_once(run)
-    (found,) = read(tmp_path)
+    (found,) = read_records(tmp_path)
     assert [(one.first, one.last) for one in found.windows] == [(1, 2)]
 
 
@@ -207,10 +207,10 @@ def test_a_file_that_cannot_be_written_ends_the_record_and_not_the_run(texts: Pa
 def test_a_rank_that_waits_and_one_that_is_waited_for(ranks: Any, texts: Path, tmp_path: Path) -> None:
     """Rank 1 sleeps between two steps."""
     ranks(2)(_with_a_slow_listener, small_plan(parallel={"dp": 2}), texts, tmp_path)
-    waiting, slow = read(tmp_path)
-    assert all(one.work["between"].middle > SLOW_S for one in slow.windows[:-1])
-    assert min(one.work["between"].middle for one in waiting.windows) < SLOW_S
-    assert max(sum(spent.middle for spent in one.waits.values()) for one in waiting.windows) > 0.8 * SLOW_S
+    waiting, slow = read_records(tmp_path)
+    assert all(one.work["between"].median > SLOW_S for one in slow.windows[:-1])
+    assert min(one.work["between"].median for one in waiting.windows) < SLOW_S
+    assert max(sum(spent.median for spent in one.waits.values()) for one in waiting.windows) > 0.8 * SLOW_S
     assert {queue.ranks for queue in waiting.windows[0].queues.values()} == {(0, 1)}
 
 
@@ -228,4 +228,4 @@ def _with_a_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) ->
     [([], (0, 0, 0)), ([3.0], (3, 3, 3)), ([5.0, 1.0, 2.0, 4.0, 3.0], (2, 3, 4)), ([2.0, 1.0], (1, 1, 2))],
 )
 def test_quartiles(values: list[float], quartiles: tuple[float, ...]) -> None:
-    assert spread(values) == Spread(*quartiles)
+    assert compute_quartiles(values) == Spread(*quartiles)

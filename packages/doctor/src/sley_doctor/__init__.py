@@ -1,1 +1,1 @@
-"""What went wrong in a run of Sley, and which rank is slow, from what its ranks have recorded."""
+"""Explains why a run of Sley failed, and which rank is slow, from the records of its ranks."""

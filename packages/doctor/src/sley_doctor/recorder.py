@@ -1,4 +1,4 @@
-"""The recorder that train-cli finds by the entry point group `sley.recorders`: reports of failures, and records of work."""
+"""The recorder of fault reports and work records, which train-cli loads from the entry point group `sley.recorders`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_doctor.reports.fault_report import LaunchReport, forget, write_launch
+from sley_doctor.reports.fault_report import LaunchReport, remove_reports, write_launch_report
 from train_cli.run_folder import RunRecorder
 
 if TYPE_CHECKING:
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.errors import Diagnostic
 
-# What needs torch is imported by the ranks alone: the launcher and `train-cli doctor` do without.
+# Only ranks import modules that need torch: the launcher and `train-cli doctor` run without torch.
 
 
 class DoctorRecorder(RunRecorder):
     """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail."""
 
     def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        from sley_doctor.reports.work_recorder import recorded_work
+        from sley_doctor.reports.work_recorder import record_work
 
-        return recorded_work(parts, feed, folder, notes)
+        return record_work(parts, feed, folder, notes)
 
     def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
         from sley_doctor.reports.fault_report import report_error
@@ -40,7 +40,7 @@ class DoctorRecorder(RunRecorder):
     def launched(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
-        write_launch(folder, LaunchReport(world, codes, silent, first))
+        write_launch_report(folder, LaunchReport(world, codes, silent, first))
 
     def forget(self, folder: Path) -> None:
-        forget(folder)
+        remove_reports(folder)

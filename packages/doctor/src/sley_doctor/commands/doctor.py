@@ -1,4 +1,4 @@
-"""`train-cli doctor RUN`: what went wrong in a run, or is slow, from what its ranks have left in its folder."""
+"""`train-cli doctor RUN`: explains why a run failed or is slow, from the files that its ranks wrote into its folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import typer
 from sley_core.actions.action import in_words
 from sley_core.attempt import PLAN
 from sley_core.errors import UsageError
-from sley_doctor.reports import work_record
-from sley_doctor.reports.fault_report import FoundReports, read
-from sley_doctor.reports.work_record import WorkRecord
+from sley_doctor.reports.fault_report import AttemptReports, read_reports
+from sley_doctor.reports.work_record import WorkRecord, read_records
 from sley_doctor.slow.judge import Judgement, judge
-from sley_doctor.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
-from sley_doctor.verdict.verdict import evidence, state_in_words, state_of, verdict
+from sley_doctor.slow.words import describe_cause, describe_last_steps, describe_no_cause, describe_work, remedy
+from sley_doctor.verdict.verdict import describe_state, find_run_state, find_verdict, list_evidence
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.run_folder import FAULTS
 
@@ -28,71 +27,71 @@ def doctor(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/NAME.")],
     form: FormatOption = OutputFormat.text,
 ) -> None:
-    """Say what went wrong in a run, or which rank makes others wait: cause, rank, layer, action, remedy."""
+    """Say why a run failed, or which rank makes others wait: cause, rank, layer, action, remedy."""
     if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
-        raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="give the folder, such as `runs/NAME`")
+        raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="pass the folder, such as `runs/NAME`")
     try:
-        found, records = read(run), work_record.read(run)
-        state = state_of(run, records, time.time())
+        attempts, records = read_reports(run), read_records(run)
+        state = find_run_state(run, records, time.time())
     except OSError as error:
-        raise UsageError("no-run", f"what is in `{run}` cannot be read: {error.strerror or error}") from error
-    judged = judge(records)
+        raise UsageError("no-run", f"the files in `{run}` cannot be read: {error.strerror or error}") from error
+    judgement = judge(records)
     if form is OutputFormat.json:
         data = {
             "attempts": [
                 {
-                    "attempt": one.attempt,
-                    **asdict(verdict(one)),
-                    "evidence": evidence(one.ranks),
-                    "unreadable": list(one.unreadable),
+                    "attempt": reports.attempt,
+                    **asdict(find_verdict(reports)),
+                    "evidence": list_evidence(reports.ranks),
+                    "unreadable": list(reports.unreadable),
                 }
-                for one in found
+                for reports in attempts
             ],
             "state": asdict(state),
-            "slow": [{**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes],
-            "why_not": judged.why_not,
-            "work": [*work_in_words(judged)],
+            "slow": [{**asdict(cause), "told": describe_cause(cause), "remedy": remedy(cause)} for cause in judgement.causes],
+            "why_not": judgement.why_not,
+            "work": [*describe_work(judgement)],
         }
         typer.echo(json.dumps(data, indent=2))
         return
-    parts = ["\n".join(_text(run, one, len(found) > 1)) for one in found]
-    if not found:
-        parts.append(f"no rank has reported a failure in `{run}`: {state_in_words(state, time.time())}")
-    parts.append("\n".join(_slow(judged, records)))
+    parts = ["\n".join(_attempt_lines(run, reports, len(attempts) > 1)) for reports in attempts]
+    if not attempts:
+        parts.append(f"no rank has reported a failure in `{run}`: {describe_state(state, time.time())}")
+    parts.append("\n".join(_slow_lines(judgement, records)))
     typer.echo("\n\n".join(parts))
 
 
-def _text(run: Path, found: FoundReports, has_attempts: bool) -> Iterator[str]:
-    """Yields the lines of one attempt."""
-    seen = verdict(found)
+def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> Iterator[str]:
+    """Yields the lines that describe one attempt."""
+    result = find_verdict(reports)
     if has_attempts:
-        yield f"attempt {found.attempt}"
-    named = ", ".join(map(str, seen.ranks)) or "nobody can be named: two ranks differ, and either may be wrong"
+        yield f"attempt {reports.attempt}"
+    ranks = ", ".join(map(str, result.ranks)) or "unknown: two ranks differ, and either may be wrong"
     fields = {
-        "cause": seen.cause,
-        "rank": named,
-        "step": str(seen.step) if seen.step else "",
-        "action": in_words(seen.action),
-        "layer": seen.layer,
-        "exchange": "; ".join(f"{one} (number {one.number} of `{one.queue}`)" for one in seen.exchanges),
-        "remedy": seen.remedy,
+        "cause": result.cause,
+        "rank": ranks,
+        "step": str(result.step) if result.step else "",
+        "action": in_words(result.action),
+        "layer": result.layer,
+        "exchange": "; ".join(f"{exchange} (number {exchange.number} of `{exchange.queue}`)" for exchange in result.exchanges),
+        "remedy": result.remedy,
     }
     yield from (f"{name:<10}{value}" for name, value in fields.items() if value)
     yield "what ranks said"
-    yield from (f"  {line}" for line in evidence(found.ranks))
-    if found.unreadable:
-        yield f"  could not be read: {', '.join(found.unreadable)}"
-    yield f"stacks of all threads: {run / FAULTS / str(found.attempt)}"
+    yield from (f"  {line}" for line in list_evidence(reports.ranks))
+    if reports.unreadable:
+        yield f"  could not be read: {', '.join(reports.unreadable)}"
+    yield f"stacks of all threads: {run / FAULTS / str(reports.attempt)}"
 
 
-def _slow(judged: Judgement, records: Sequence[WorkRecord]) -> Iterator[str]:
-    """Yields who is slow, and what each rank works at, waits for, and when it was last seen."""
-    for cause in judged.causes:
-        yield f"{'slow':<10}{cause_in_words(cause)}"
+def _slow_lines(judgement: Judgement, records: Sequence[WorkRecord]) -> Iterator[str]:
+    """Yields the causes of slow steps, then a line about the work and the waits of each rank."""
+    for cause in judgement.causes:
+        yield f"{'slow':<10}{describe_cause(cause)}"
         yield f"{'steps':<10}{cause.first} to {cause.last}"
         yield f"{'remedy':<10}{remedy(cause)}"
-    if not judged.causes:
-        yield f"{'slow':<10}{nobody(judged)}"
-    if lines := [*work_in_words(judged)] or [*last_seen(records)]:
+    if not judgement.causes:
+        yield f"{'slow':<10}{describe_no_cause(judgement)}"
+    if lines := [*describe_work(judgement)] or [*describe_last_steps(records)]:
         yield "what ranks worked at and waited for"
         yield from (f"  {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""`train-cli report RUN...`: one page about one or more runs, as a file that needs nothing else."""
+"""`train-cli report RUN...`: writes one self-contained HTML page about one or more runs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def report(
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise PluginError(
             "report-missing",
-            f"a report needs {' and '.join(f'`{name}`' for name in missing)}, not installed here",
+            f"a report needs {' and '.join(f'`{name}`' for name in missing)}, which are not installed",
             hint=install_hint("doctor", "report"),
         )
-    from sley_doctor.run_report.page import page, read_runs
+    from sley_doctor.run_report.page import read_runs, render_page
 
-    found = read_runs(runs)
+    recorded_runs = read_runs(runs)
     file = out or (runs[0] / NAME if len(runs) == 1 else Path(NAME))
-    text = page(found)
+    text = render_page(recorded_runs)
     try:
         write_atomically(file, text)
     except OSError as error:

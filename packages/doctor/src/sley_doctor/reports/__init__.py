@@ -1,1 +1,1 @@
-"""Reports of failures: what each rank of a run was doing when it failed, in files of the run's folder."""
+"""Fault reports and work records: files that each rank writes into the run's folder."""

@@ -1,10 +1,10 @@
-"""Reports of a failure by each rank and by the launcher: small JSON files in the run's folder. Imports no torch.
+"""Fault reports of ranks and of the launcher: small JSON files in the run's folder. Imports no torch.
 
-runs/NAME/faults/0/rank-1.json      what rank 1 of the first attempt did, waited in and raised
-                   launcher.json    how the ranks ended, if our own launcher started them
+runs/NAME/faults/0/rank-1.json      the actions, waits and error of rank 1 in the first attempt
+                   launcher.json    the exit codes of the ranks, if our own launcher started them
 
-A rank reports when it fails, or is found stuck: where it is, in what it waits, and its threads' stacks. The report must never
-hide the first error: a failure here is dropped, and a file system that hangs costs at most `MOST_S`.
+A rank writes a report when it fails or is stuck: its position in the step, its wait, and the stacks of its threads. The report
+must never hide the first error: failures to write are ignored, and a file system that hangs costs at most `MAX_REPORT_S`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from sley_core.errors import Diagnostic
 
 LAUNCHER = "launcher.json"
-FORMAT = 1  # of these files; others are not read
+FORMAT = 1  # version of these files; other versions are not read
 
 
 @dataclass(frozen=True)
-class SeenExchange:
+class ExchangeRecord:
     """Describes an exchange that a rank has started: the `number`-th of `queue`, whose exchanges all members start in one
-    order. group: in words. ranks: its members. peer: the rank at the other end of a message; None if all members take part.
+    order. group: the group's description. ranks: the members. peer: the rank at the other end of a message; None for a
+    collective.
     """
 
     operation: str
@@ -58,10 +59,10 @@ class SeenExchange:
 
 
 @dataclass(frozen=True)
-class SeenWait:
-    """Describes a wait in `exchange`. end: "" while it lasts, "late", "closed" or "differs". peer: who did not come."""
+class WaitRecord:
+    """Describes a wait in `exchange`. end: "" while it lasts, else "late", "closed" or "differs". peer: the missing rank."""
 
-    exchange: SeenExchange
+    exchange: ExchangeRecord
     seconds: float
     end: str = ""
     peer: int | None = None
@@ -71,9 +72,9 @@ class SeenWait:
 class FaultReport:
     """Holds the report of rank `rank` of `world`. kind: "error" if it failed, "stuck" if it was asked to end and could not.
 
-    code, message, hint: of its error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first.
-    finished, pending: entries of its list. layer: the one called last. exchanges: the last of each queue, ascending. stacks:
-    lines by the name of the thread.
+    code, message, hint: its error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first step.
+    finished, pending: entries of its action list. layer: the layer called last. exchanges: the last ones of each queue,
+    ascending. stacks: lines by thread name.
     """
 
     rank: int
@@ -90,15 +91,15 @@ class FaultReport:
     finished: str = ""
     pending: str = ""
     layer: str = ""
-    wait: SeenWait | None = None
-    exchanges: Mapping[str, tuple[SeenExchange, ...]] = field(default_factory=dict)
+    wait: WaitRecord | None = None
+    exchanges: Mapping[str, tuple[ExchangeRecord, ...]] = field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """Holds what the launcher saw. codes: exit codes by rank, negative for signals. silent: the state, in words, of ranks that
-    had to be killed. first: the rank that ended first.
+    """Holds the launcher's report. codes: exit codes by rank, negative for signals. silent: a description of the state of
+    each rank that had to be killed. first: the rank that ended first.
     """
 
     world: int
@@ -108,8 +109,10 @@ class LaunchReport:
 
 
 @dataclass(frozen=True)
-class FoundReports:
-    """Holds the reports of one attempt. ranks: in order of rank. unreadable: files that are damaged or of another version."""
+class AttemptReports:
+    """Holds the reports of one attempt. ranks: fault reports by rank. unreadable: files that are damaged or of
+    another version.
+    """
 
     attempt: int
     ranks: tuple[FaultReport, ...]
@@ -117,49 +120,49 @@ class FoundReports:
     unreadable: tuple[str, ...] = ()
 
 
-def attempt_of(environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun has restarted the ranks before this attempt; 0 without torchrun."""
+def attempt_number(environ: Mapping[str, str]) -> int:
+    """Returns the number of restarts by torchrun before this attempt; 0 without torchrun."""
     count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
 
-def write(run_folder: Path, report: FaultReport) -> None:
-    """Writes the report of a rank, atomically; the first one of an attempt is kept. Raises OSError."""
-    path = run_folder / FAULTS / str(attempt_of(os.environ)) / f"rank-{report.rank}.json"
+def write_report(run_folder: Path, report: FaultReport) -> None:
+    """Writes a rank's report atomically, unless the rank has already written one in this attempt. Raises OSError."""
+    path = run_folder / FAULTS / str(attempt_number(os.environ)) / f"rank-{report.rank}.json"
     if not path.exists():
-        _write(path, asdict(report))
+        _write_json(path, asdict(report))
 
 
-def write_launch(run_folder: Path, report: LaunchReport) -> None:
-    """Writes the report of a launcher. Raises OSError."""
-    _write(run_folder / FAULTS / str(attempt_of(os.environ)) / LAUNCHER, asdict(report))
+def write_launch_report(run_folder: Path, report: LaunchReport) -> None:
+    """Writes the launcher's report. Raises OSError."""
+    _write_json(run_folder / FAULTS / str(attempt_number(os.environ)) / LAUNCHER, asdict(report))
 
 
-def forget(run_folder: Path) -> None:
-    """Removes the reports of an earlier run; called before a run begins, but not if torchrun restarts its ranks."""
+def remove_reports(run_folder: Path) -> None:
+    """Removes the reports of an earlier run. Called before a run begins, but not when torchrun restarts its ranks."""
     root = run_folder / FAULTS
-    if root.is_symlink():  # which must not say where ranks write
+    if root.is_symlink():  # a link must not redirect the writes of ranks
         root.unlink()
     shutil.rmtree(root, ignore_errors=True)
 
 
-def read(run_folder: Path) -> list[FoundReports]:
-    """Returns the reports of every attempt that left any, in order. Raises OSError if they cannot be listed."""
+def read_reports(run_folder: Path) -> list[AttemptReports]:
+    """Returns the reports of each attempt that has any, in ascending order. Raises OSError if they cannot be listed."""
     root = run_folder / FAULTS
     if not root.is_dir():
         return []
     attempts = sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal() and path.is_dir())
-    found = (_attempt(root / str(attempt), attempt) for attempt in attempts)
-    return [one for one in found if one.ranks or one.launch or one.unreadable]
+    reports = (_read_attempt(root / str(attempt), attempt) for attempt in attempts)
+    return [report for report in reports if report.ranks or report.launch or report.unreadable]
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, to_json({"format": FORMAT, **content}) + "\n")
 
 
-def _attempt(folder: Path, attempt: int) -> FoundReports:
-    """Reads all reports of one attempt in `folder`; lists the names of files that cannot be read."""
+def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
+    """Returns all reports of one attempt in `folder`, with the names of files that cannot be read."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
     launches, faults = TypeAdapter(LaunchReport), TypeAdapter(FaultReport)
@@ -174,70 +177,72 @@ def _attempt(folder: Path, attempt: int) -> FoundReports:
                 ranks.append(faults.validate_python(content))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             unreadable.append(path.name)
-    return FoundReports(attempt, tuple(sorted(ranks, key=lambda one: one.rank)), launch, tuple(unreadable))
+    return AttemptReports(attempt, tuple(sorted(ranks, key=lambda report: report.rank)), launch, tuple(unreadable))
 
 
-MOST_S = 2.0  # how long the report may take
-MOST_THREADS, MOST_LINES = 16, 80  # of stacks: a report stays small
+MAX_REPORT_S = 2.0  # time limit for writing a report
+MAX_THREADS, MAX_LINES = 16, 80  # limits of the stacks, which keep a report small
 
 
-def report_error(folder: Path, world: World, what: Diagnostic, error: BaseException) -> None:
-    """Writes what this rank was doing when it failed with `error`. what: the error as the user sees it."""
+def report_error(folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+    """Writes the report of this rank, which failed with `error`. diagnostic: the error as the user sees it."""
     lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
-    _report(folder, world, "error", what, {"the error": tuple(lines[-MOST_LINES:])})
+    _report(folder, world, "error", diagnostic, {"the error": tuple(lines[-MAX_LINES:])})
 
 
-def report_stuck(folder: Path, world: World, what: Diagnostic) -> None:
-    """Writes what this rank is doing if it was asked to end and does not; called in a thread other than the main one."""
-    _report(folder, world, "stuck", what, {})
+def report_stuck(folder: Path, world: World, diagnostic: Diagnostic) -> None:
+    """Writes the report of this rank, which was asked to end and does not. Called in another thread than the main thread."""
+    _report(folder, world, "stuck", diagnostic, {})
 
 
-def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
-    """Writes a fault report in a thread, waiting at most MOST_S; failures are ignored, since the error itself matters more."""
+def _report(folder: Path, world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
+    """Writes a fault report in a thread, for which it waits at most MAX_REPORT_S. Ignores failures to write."""
 
-    def tell() -> None:
-        # A report is worth less than the error that it tells of.
+    def write_quietly() -> None:
+        # The error matters more than its report.
         with suppress(Exception):
-            write(folder, seen(world, kind, what, {**stacks, **_stacks()}))
+            write_report(folder, build_report(world, kind, diagnostic, {**stacks, **_thread_stacks()}))
 
-    thread = threading.Thread(target=tell, name="sley-fault-report", daemon=True)
+    thread = threading.Thread(target=write_quietly, name="sley-fault-report", daemon=True)
     thread.start()
-    thread.join(MOST_S)
+    thread.join(MAX_REPORT_S)
 
 
-def seen(world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns the report of this rank's present state, from the groups that were made last."""
-    place: dict[str, Any] = {}
+def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
+    """Returns the report of this rank's present state, read from the newest groups."""
+    position: dict[str, Any] = {}
     if world.created:
         groups = world.created[-1]
         progress, step, wait = groups.progress, groups.progress.step_progress, groups.progress.wait
-        place = {
+        position = {
             "stage": groups["pp"].coord,
             "step": step.step,
             "finished": str(step.finished),
             "pending": str(step.pending),
             "layer": step.layer,
-            "wait": None if wait is None else SeenWait(_exchange(wait.turn), wait.seconds, wait.end, wait.peer),
-            # Copied, since the main thread of a rank that is stuck may go on.
-            "exchanges": {queue: tuple(map(_exchange, list(kept))) for queue, kept in list(progress.recent.items())},
+            "wait": None if wait is None else WaitRecord(_exchange_record(wait.turn), wait.seconds, wait.end, wait.peer),
+            # Copied, since the main thread of a stuck rank may continue.
+            "exchanges": {queue: tuple(map(_exchange_record, list(turns))) for queue, turns in list(progress.recent.items())},
         }
-    error = what.code, what.message, what.hint or ""
+    error = diagnostic.code, diagnostic.message, diagnostic.hint or ""
     host, now = socket.gethostname(), time.time()
-    return FaultReport(world.rank, world.size, kind, now, *error, host=host, pid=os.getpid(), stacks=stacks, **place)
+    return FaultReport(world.rank, world.size, kind, now, *error, host=host, pid=os.getpid(), stacks=stacks, **position)
 
 
-def _exchange(turn: Turn) -> SeenExchange:
+def _exchange_record(turn: Turn) -> ExchangeRecord:
     group = turn.members
-    return SeenExchange(turn.operation, turn.what, str(group), group.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer)
+    return ExchangeRecord(
+        turn.operation, turn.what, str(group), group.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer
+    )
 
 
-def _stacks() -> dict[str, tuple[str, ...]]:
+def _thread_stacks() -> dict[str, tuple[str, ...]]:
     """Returns the stack of every Python thread except the calling one, the outermost frame first."""
     frames = sys._current_frames()
-    found = {}
-    for thread in threading.enumerate()[:MOST_THREADS]:
+    stacks = {}
+    for thread in threading.enumerate()[:MAX_THREADS]:
         frame = frames.get(thread.ident or 0)
         if frame is not None and thread is not threading.current_thread():
             lines = [line for part in traceback.format_stack(frame) for line in part.splitlines()]
-            found[thread.name] = tuple(lines[-MOST_LINES:])
-    return found
+            stacks[thread.name] = tuple(lines[-MAX_LINES:])
+    return stacks

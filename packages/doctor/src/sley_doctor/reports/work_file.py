@@ -1,4 +1,4 @@
-"""A rank's file of windows (`work_record`), with a limited number of lines, however long the run."""
+"""A rank's file of windows (`work_record`), whose number of lines is limited, however long the run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sley_core.whole_files import write_atomically
 from sley_doctor.reports.work_record import (
-    NOTHING,
+    ZERO_SPREAD,
+    MessageRecord,
     Queue,
-    SeenMessage,
     Spread,
     Start,
     Usage,
     Window,
-    line,
-    record_in,
+    format_line,
+    read_record,
     roundness,
 )
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from sley_core.comm.guard import Turn
 
 
-MOST_STEPS = 64  # of a window are kept; quartiles of more steps are hardly others, and take longer to find
-MOST_MESSAGES = 64  # of a window are kept by queue
+MAX_STEPS = 64  # steps kept per window; more steps hardly change the quartiles
+MAX_MESSAGES = 64  # messages kept per window and queue
 
 
-class _Waits:
-    """Holds what a rank has waited for in one queue."""
+class _QueueWaits:
+    """Holds a rank's waits in one queue."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
@@ -43,103 +43,113 @@ class _Waits:
 
 
 class WorkSamples:
-    """Collects the samples of a window. spent: seconds of the step so far, by the number of a place; a separate list for each
-    step. num_steps: in the window. sent, taken: messages by queue.
+    """Collects the samples of a window. spent: seconds of the current step by place index, in a new list for each step.
+    num_steps: the number of steps in the window. sent, taken: sent and received messages by queue.
     """
 
     def __init__(self) -> None:
         self.spent: list[float] = []
         self.num_steps = 0
-        self.sent: dict[str, list[SeenMessage]] = {}
-        self.taken: dict[str, list[SeenMessage]] = {}
+        self.sent: dict[str, list[MessageRecord]] = {}
+        self.taken: dict[str, list[MessageRecord]] = {}
         self._places: dict[str, int] = {}
         self._layers: dict[tuple[int, str], int] = {}
         self._steps: list[list[float]] = []
         self._seconds: list[float] = []
-        self._waits: dict[str, _Waits] = {}
+        self._waits: dict[str, _QueueWaits] = {}
 
-    def place(self, name: str) -> int:
-        """Returns the number of a place."""
+    def place_index(self, name: str) -> int:
+        """Returns the index of the place `name`; adds it if it is new."""
         if name not in self._places:
-            self._places[name] = self._one_more()
+            self._places[name] = self._add_index()
         return self._places[name]
 
-    def layer(self, base: int, name: str) -> int:
-        """Returns the number of the place for the work of layer `name` within place `base`."""
+    def layer_index(self, base: int, name: str) -> int:
+        """Returns the index of the work of layer `name` within the place at index `base`."""
         try:
             return self._layers[base, name]
         except KeyError:
-            self._layers[base, name] = self._one_more()
+            self._layers[base, name] = self._add_index()
             return self._layers[base, name]
 
-    def waited(self, turn: Turn, seconds: float) -> None:
-        """Counts a wait."""
-        found = self._waits.get(turn.queue)
-        if found is None:
-            found = self._waits[turn.queue] = _Waits(turn)
-        found.now_s += seconds
-        if turn.number > found.number:  # an exchange may be waited for at its start and at its end
-            found.number = turn.number
-            found.exchanges += 1
-            found.num_bytes += turn.num_bytes
+    def record_wait(self, turn: Turn, seconds: float) -> None:
+        """Adds a wait of `seconds` in the exchange `turn`."""
+        waits = self._waits.get(turn.queue)
+        if waits is None:
+            waits = self._waits[turn.queue] = _QueueWaits(turn)
+        waits.now_s += seconds
+        if turn.number > waits.number:  # a rank may wait for an exchange both at its start and at its end
+            waits.number = turn.number
+            waits.exchanges += 1
+            waits.num_bytes += turn.num_bytes
 
-    def handed_over(self, step: int, queue: str, number: int, time_s: float) -> None:
-        """Records the last message that an entry has sent."""
-        keep_roundest(self.sent, queue, SeenMessage(step, number, round(time_s, 6)))
+    def record_sent(self, step: int, queue: str, number: int, time_s: float) -> None:
+        """Records the last message that an action has sent."""
+        add_roundest(self.sent, queue, MessageRecord(step, number, round(time_s, 6)))
 
-    def took(self, step: int, turn: Turn, time_s: float, waited_s: float) -> None:
-        """Records a message that has arrived."""
-        keep_roundest(self.taken, turn.queue, SeenMessage(step, turn.number, round(time_s, 6), round(waited_s, 6)))
+    def record_received(self, step: int, turn: Turn, time_s: float, waited_s: float) -> None:
+        """Records a received message."""
+        add_roundest(self.taken, turn.queue, MessageRecord(step, turn.number, round(time_s, 6), round(waited_s, 6)))
 
     def end_step(self, seconds: float) -> None:
-        """Keeps the step as a sample, which took `seconds`."""
+        """Keeps the current step, which took `seconds`, as a sample."""
         self.num_steps += 1
-        if self.num_steps <= MOST_STEPS:
+        if self.num_steps <= MAX_STEPS:
             self._steps.append(self.spent)
             self._seconds.append(seconds)
-            for found in self._waits.values():
-                found.steps_s.append(found.now_s)
-        self.forget_step()
+            for waits in self._waits.values():
+                waits.steps_s.append(waits.now_s)
+        self.discard_step()
 
-    def forget_step(self) -> None:
-        """Begins a new step, discarding the present one."""
+    def discard_step(self) -> None:
+        """Discards the current step and starts a new one."""
         self.spent = [0.0] * len(self.spent)
-        for found in self._waits.values():
-            found.now_s = 0.0
+        for waits in self._waits.values():
+            waits.now_s = 0.0
 
-    def clear(self) -> None:
-        """Begins a new window; places keep their numbers."""
+    def start_window(self) -> None:
+        """Starts a new window; places keep their indices."""
         self.num_steps = 0
         self.sent, self.taken = {}, {}
         self._steps, self._seconds = [], []
-        for found in self._waits.values():
-            found.steps_s, found.exchanges, found.num_bytes = [], 0, 0
+        for waits in self._waits.values():
+            waits.steps_s, waits.exchanges, waits.num_bytes = [], 0, 0
 
-    def window(self, last: int, time_s: float, usage: Usage, private_mb: float, device_mb: float) -> Window:
-        """Returns the window of these samples, the last of which is step `last`, as written at `time_s`."""
-        num_steps, missing = max(1, self.num_steps), len(self._steps)
+    def build_window(self, last: int, time_s: float, usage: Usage, private_mb: float, device_mb: float) -> Window:
+        """Returns the window of the samples, which end with step `last`. time_s: the time of writing."""
+        num_steps, num_kept = max(1, self.num_steps), len(self._steps)
         names = {number: name for name, number in self._places.items()}
         inside: dict[int, list[int]] = {}
         layers: dict[str, dict[str, Spread]] = {}
         for (base, layer), number in self._layers.items():
             inside.setdefault(base, []).append(number)
-            if some := [step[number] for step in self._steps if _at(step, number)]:  # of the steps that have it
-                layers.setdefault(names[base], {})[layer] = spread(some)
+            if seconds := [step[number] for step in self._steps if _seconds_at(step, number)]:
+                layers.setdefault(names[base], {})[layer] = compute_quartiles(seconds)
         work = {
-            name: spread([sum(_at(step, number) for number in (place, *inside.get(place, ()))) for step in self._steps])
+            name: compute_quartiles(
+                [sum(_seconds_at(step, number) for number in (place, *inside.get(place, ()))) for step in self._steps]
+            )
             for name, place in self._places.items()
         }
         # 0 in steps before a queue first occurred.
-        waits = {queue: spread([0.0] * (missing - len(each.steps_s)) + each.steps_s) for queue, each in self._waits.items()}
+        waits = {
+            queue: compute_quartiles([0.0] * (num_kept - len(queue_waits.steps_s)) + queue_waits.steps_s)
+            for queue, queue_waits in self._waits.items()
+        }
         queues = {
-            queue: Queue(each.turn.members.ranks, each.turn.peer, each.exchanges / num_steps, each.num_bytes / num_steps)
-            for queue, each in self._waits.items()
+            queue: Queue(
+                queue_waits.turn.members.ranks,
+                queue_waits.turn.peer,
+                queue_waits.exchanges / num_steps,
+                queue_waits.num_bytes / num_steps,
+            )
+            for queue, queue_waits in self._waits.items()
         }
         return Window(
             last - self.num_steps + 1,
             last,
             time_s,
-            spread(self._seconds),
+            compute_quartiles(self._seconds),
             work,
             layers,
             waits,
@@ -151,142 +161,147 @@ class WorkSamples:
             self.taken,
         )
 
-    def _one_more(self) -> int:
+    def _add_index(self) -> int:
         self.spent.append(0.0)
         return len(self.spent) - 1
 
 
-def spread(values: Iterable[float]) -> Spread:
-    """Returns the quartiles of `values`; each is one of them."""
-    some = sorted(values)
-    last = len(some) - 1
+def compute_quartiles(values: Iterable[float]) -> Spread:
+    """Returns the quartiles of `values`, without interpolation."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
     if last < 0:
-        return NOTHING
-    return Spread(*(round(some[round(last * share)], 7) for share in (0.25, 0.5, 0.75)))
+        return ZERO_SPREAD
+    return Spread(*(round(ordered[round(last * share)], 7) for share in (0.25, 0.5, 0.75)))
 
 
-def _at(step: list[float], number: int) -> float:
-    """Returns the seconds at place `number`; 0 in a step from before that place was known."""
-    return step[number] if number < len(step) else 0.0
+def _seconds_at(step: list[float], index: int) -> float:
+    """Returns the seconds at place `index`; 0 if the step is older than the place."""
+    return step[index] if index < len(step) else 0.0
 
 
-def keep_roundest(messages: dict[str, list[SeenMessage]], queue: str, one: SeenMessage) -> None:
-    """Adds `one` to the messages of `queue`. If there are too many, keeps those of the roundest steps in binary, the same at
-    both ends of a queue, wherever their windows begin.
+def add_roundest(messages: dict[str, list[MessageRecord]], queue: str, message: MessageRecord) -> None:
+    """Adds `message` to the messages of `queue`. If there are too many, keeps those of the roundest steps (`roundness`): both
+    ends of a queue then keep the same steps, wherever their windows begin.
     """
-    kept = messages.setdefault(queue, [])
-    if len(kept) >= MOST_MESSAGES:
-        if roundness(one.step) < min(roundness(other.step) for other in kept):
+    queue_messages = messages.setdefault(queue, [])
+    if len(queue_messages) >= MAX_MESSAGES:
+        if roundness(message.step) < min(roundness(old.step) for old in queue_messages):
             return
-        kept.append(one)
-        while len(kept) > MOST_MESSAGES and len({roundness(other.step) for other in kept}) > 1:
-            least = min(roundness(other.step) for other in kept)
-            kept[:] = [other for other in kept if roundness(other.step) > least]
-        del kept[MOST_MESSAGES:]
+        queue_messages.append(message)
+        while len(queue_messages) > MAX_MESSAGES and len({roundness(old.step) for old in queue_messages}) > 1:
+            min_roundness = min(roundness(old.step) for old in queue_messages)
+            queue_messages[:] = [old for old in queue_messages if roundness(old.step) > min_roundness]
+        del queue_messages[MAX_MESSAGES:]
     else:
-        kept.append(one)
+        queue_messages.append(message)
 
 
-NEWEST = 1 / 8
-"""Of the windows that are left: these stay as they were written, so that what changes now is seen at once."""
+NEWEST_SHARE = 1 / 8
+"""The share of windows that are never merged, so that recent changes stay visible."""
 
 _Value = TypeVar("_Value")
 
 
-def fewer(windows: Sequence[Window], most: int) -> list[Window]:
-    """Returns at most `most` windows of the same steps: the newest unchanged, older ones merged evenly by steps."""
+def shorten_windows(windows: Sequence[Window], most: int) -> list[Window]:
+    """Returns at most `most` windows with all steps of `windows`: the newest unchanged, older ones merged evenly by steps."""
     if len(windows) <= most:
         return list(windows)
-    num_newest = int(most * NEWEST)
+    num_newest = int(most * NEWEST_SHARE)
     older, newest = windows[: len(windows) - num_newest], windows[len(windows) - num_newest :]
-    wanted = most - num_newest
+    max_older = most - num_newest
     first, num_steps = older[0].first, older[-1].last - older[0].first + 1
     groups: dict[int, list[Window]] = {}
-    for one in older:
-        groups.setdefault((one.last - first) * wanted // num_steps, []).append(one)
-    return [*map(merged, groups.values()), *newest]
+    for window in older:
+        groups.setdefault((window.last - first) * max_older // num_steps, []).append(window)
+    return [*map(merge_windows, groups.values()), *newest]
 
 
-def merged(windows: Sequence[Window]) -> Window:
-    """Returns one window with all steps of `windows`, which are in ascending order."""
+def merge_windows(windows: Sequence[Window]) -> Window:
+    """Returns one window with all steps of `windows`, which must be in ascending order."""
     last = windows[-1]
     return Window(
         windows[0].first,
         last.last,
         last.time,
-        _mean([(one.seconds, one.num_steps) for one in windows]),
-        _means(windows, lambda one: one.work),
-        {place: _over(some) for place, some in _by_name(windows, lambda one: one.layers).items()},
-        _means(windows, lambda one: one.waits),
-        {name: _queue(some) for name, some in _by_name(windows, lambda one: one.queues).items()},
-        Usage(*(round(sum(counts), 6) for counts in zip(*(one.usage for one in windows), strict=True))),
+        _mean_spread([(window.seconds, window.num_steps) for window in windows]),
+        _field_means(windows, lambda window: window.work),
+        {place: _mean_by_name(values) for place, values in _group_by_name(windows, lambda window: window.layers).items()},
+        _field_means(windows, lambda window: window.waits),
+        {name: _mean_queue(values) for name, values in _group_by_name(windows, lambda window: window.queues).items()},
+        Usage(*(round(sum(counts), 6) for counts in zip(*(window.usage for window in windows), strict=True))),
         last.private_mb,
         last.device_mb,
-        _messages(windows, lambda one: one.sent),
-        _messages(windows, lambda one: one.taken),
+        _merge_messages(windows, lambda window: window.sent),
+        _merge_messages(windows, lambda window: window.taken),
     )
 
 
-def _by_name(windows: Sequence[Window], of: Callable[[Window], Mapping[str, _Value]]) -> dict[str, list[tuple[Window, _Value]]]:
-    """Collects the values that `of` gives for each window, by name, each with its window."""
-    found: dict[str, list[tuple[Window, _Value]]] = {}
-    for one in windows:
-        for name, value in of(one).items():
-            found.setdefault(name, []).append((one, value))
-    return found
+def _group_by_name(
+    windows: Sequence[Window], get_values: Callable[[Window], Mapping[str, _Value]]
+) -> dict[str, list[tuple[Window, _Value]]]:
+    """Returns the values of one field of all windows by name, each with its window."""
+    groups: dict[str, list[tuple[Window, _Value]]] = {}
+    for window in windows:
+        for name, value in get_values(window).items():
+            groups.setdefault(name, []).append((window, value))
+    return groups
 
 
-def _means(windows: Sequence[Window], of: Callable[[Window], Mapping[str, Spread]]) -> dict[str, Spread]:
-    return _over([(one, of(one)) for one in windows])
+def _field_means(windows: Sequence[Window], get_spreads: Callable[[Window], Mapping[str, Spread]]) -> dict[str, Spread]:
+    return _mean_by_name([(window, get_spreads(window)) for window in windows])
 
 
-def _over(found: Sequence[tuple[Window, Mapping[str, Spread]]]) -> dict[str, Spread]:
-    """Returns the means of the windows' spreads, by name."""
-    names = dict.fromkeys(name for _, some in found for name in some)
-    return {name: _mean([(some[name], one.num_steps) for one, some in found if name in some]) for name in names}
+def _mean_by_name(windows: Sequence[tuple[Window, Mapping[str, Spread]]]) -> dict[str, Spread]:
+    """Returns the mean of the windows' spreads for each name."""
+    names = dict.fromkeys(name for _, spreads in windows for name in spreads)
+    return {
+        name: _mean_spread([(spreads[name], window.num_steps) for window, spreads in windows if name in spreads])
+        for name in names
+    }
 
 
-def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
-    """Returns the mean of spreads, weighted by their numbers of steps."""
-    total = sum(steps for _, steps in found)
+def _mean_spread(spreads: Sequence[tuple[Spread, int]]) -> Spread:
+    """Returns the mean of `spreads`, weighted by their numbers of steps."""
+    total = sum(num_steps for _, num_steps in spreads)
     if not total:
-        return NOTHING
-    return Spread(*(round(sum(one[place] * steps for one, steps in found) / total, 7) for place in range(3)))
+        return ZERO_SPREAD
+    return Spread(*(round(sum(spread[index] * num_steps for spread, num_steps in spreads) / total, 7) for index in range(3)))
 
 
-def _queue(found: Sequence[tuple[Window, Queue]]) -> Queue:
-    """Returns the last queue, with numbers of exchanges and bytes per step averaged over all windows."""
-    steps = sum(one.num_steps for one, _ in found)
-    queue = found[-1][1]
-    exchanges = sum(one.exchanges * window.num_steps for window, one in found) / steps
-    num_bytes = sum(one.num_bytes * window.num_steps for window, one in found) / steps
+def _mean_queue(windows: Sequence[tuple[Window, Queue]]) -> Queue:
+    """Returns the newest queue, with exchanges and bytes per step averaged over all windows."""
+    steps = sum(window.num_steps for window, _ in windows)
+    queue = windows[-1][1]
+    exchanges = sum(item.exchanges * window.num_steps for window, item in windows) / steps
+    num_bytes = sum(item.num_bytes * window.num_steps for window, item in windows) / steps
     return Queue(queue.ranks, queue.peer, exchanges, num_bytes)
 
 
-def _messages(
-    windows: Sequence[Window], of: Callable[[Window], Mapping[str, Sequence[SeenMessage]]]
-) -> dict[str, list[SeenMessage]]:
-    """Collects messages of all windows by queue, keeping those of the roundest steps."""
-    found: dict[str, list[SeenMessage]] = {}
-    for one in windows:
-        for queue, some in of(one).items():
-            for message in some:
-                keep_roundest(found, queue, message)
-    return found
+def _merge_messages(
+    windows: Sequence[Window], get_messages: Callable[[Window], Mapping[str, Sequence[MessageRecord]]]
+) -> dict[str, list[MessageRecord]]:
+    """Returns the messages of all windows by queue, limited to those of the roundest steps."""
+    merged: dict[str, list[MessageRecord]] = {}
+    for window in windows:
+        for queue, messages in get_messages(window).items():
+            for message in messages:
+                add_roundest(merged, queue, message)
+    return merged
 
 
-MOST_LINES = 512  # of a file; then neighbours among its older windows become one
-PATIENCE_S = 1.0  # for the end of a file whose run fails: its file system may hang, and be the reason
+MAX_LINES = 512  # a longer file is shortened: neighbours among its older windows are merged
+CLOSE_TIMEOUT_S = 1.0  # time limit for closing the file of a failed run, whose file system may hang
 
-FEWER_LINES = 448
-"""How many stay by then: windows of a long run have about as many steps each, and the next time is hours away."""
+SHORTENED_LINES = 448
+"""The number of lines after shortening. In a long run the next shortening is hours away."""
 
 
 class WorkFile:
-    """Appends lines to a file, each at once, until a write fails; then `notes` has the reason.
+    """Appends lines to a file without buffering, until a write fails; the reason is then added to `notes`.
 
-    The file is created with the first line: a run that fails before that leaves a folder that the next run may use. A long file
-    is made short, which takes half a second if a rank has many layers, and is needed once in hours.
+    The file is created with the first line: a run that fails earlier leaves a folder that the next run may use. A long file is
+    shortened, which takes half a second if a rank has many layers, and happens once in hours.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
@@ -296,22 +311,22 @@ class WorkFile:
         self._num_lines = 0
 
     def add(self, text: str) -> None:
-        """Adds a line, and shortens the file if it has become long."""
+        """Appends the line `text`, and shortens the file if it has more than MAX_LINES lines."""
         if self._is_over:
             return
         try:
             if self._file is None:
                 self._open()
                 self._num_lines = self._path.read_bytes().count(b"\n")  # of earlier starts
-                text = "\n" + line(self._start) + text  # behind a line that an earlier start has written in part
-            left = memoryview(text.encode())
-            while left:
+                text = "\n" + format_line(self._start) + text  # ends a line that an earlier start may have written in part
+            remaining = memoryview(text.encode())
+            while remaining:
                 assert self._file is not None, self._path
-                left = left[os.write(self._file, left) :]
+                remaining = remaining[os.write(self._file, remaining) :]
             self._num_lines += text.count("\n")
-            if self._num_lines > MOST_LINES:
+            if self._num_lines > MAX_LINES:
                 self._shorten()
-        except Exception as error:  # whatever it is: a run does not end because of its record
+        except Exception as error:  # any error: a failure to record must not end the run
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {reason}")
             self.close()
@@ -319,32 +334,32 @@ class WorkFile:
     def close(self) -> None:
         """Closes the file; later lines are dropped."""
         self._is_over = True
-        with suppress(OSError):  # what a network file system could not keep; nothing reads on from here
+        with suppress(OSError):  # a network file system may report a late failure here
             self._close_file()
 
-    def leave(self) -> None:
-        """Closes the file as `close` does, but stops waiting after `PATIENCE_S`; the closing continues in a thread."""
+    def abandon(self) -> None:
+        """Closes the file in a thread, for which it waits at most `CLOSE_TIMEOUT_S`."""
         closing = Thread(target=self.close, name="sley-work-file", daemon=True)
         closing.start()
-        closing.join(PATIENCE_S)
+        closing.join(CLOSE_TIMEOUT_S)
 
     def _close_file(self) -> None:
-        file, self._file = self._file, None  # first: its number is free, and perhaps another's, also where this fails
+        file, self._file = self._file, None  # reset first: the descriptor is free even if `close` fails, and may be reused
         if file is not None:
             os.close(file)
 
     def _shorten(self) -> None:
-        """Rewrites the windows of this start, merging older ones. A reader sees either the old file or the new one."""
-        record = record_in(self._path)
+        """Rewrites the file with the windows of this start, older ones merged. A reader sees either the old or the new file."""
+        record = read_record(self._path)
         if record is None:
-            raise ValueError("the start that this rank wrote is gone")
-        windows = fewer(record.windows, FEWER_LINES - 1)
-        write_atomically(self._path, "".join([line(record.start), *map(line, windows)]))
+            raise ValueError("the start that this rank wrote is missing")
+        windows = shorten_windows(record.windows, SHORTENED_LINES - 1)
+        write_atomically(self._path, "".join([format_line(record.start), *map(format_line, windows)]))
         self._num_lines = 1 + len(windows)
         self._close_file()
         self._open()
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        no_link = getattr(os, "O_NOFOLLOW", 0)  # which could say where this writes
+        no_link = getattr(os, "O_NOFOLLOW", 0)  # a link could redirect the writes
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)

@@ -1,9 +1,9 @@
-"""The record of each rank's work and waits: a file of lines per rank, in `work` of the run's folder, from which `train-cli
-doctor` and a report find slow ranks. Imports no torch.
+"""The record of each rank's work and waits: one file of JSON lines per rank in the run's folder `work`. `train-cli doctor` and
+`train-cli report` find slow ranks in it. Imports no torch.
 
 rank-1.jsonl      a start, then a window of steps per line; another start if the run was started again
 
-Times are the host's: on CUDA the time to queue an action's kernels, not the time that they take.
+Times are measured on the host: on CUDA they are the time to launch an action's kernels, not to run them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
 
-FORMAT = 1  # of these files; others are not read
+FORMAT = 1  # version of these files; other versions are not read
 
 DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
     "data",
@@ -33,28 +33,28 @@ DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
     "between",
     "evaluation",
 )
-"""Places of work that are no action of the list: the wait for the feed; the beginning of a step; sends and receives, as they
-are started; the end of the gradients' reduction; norm, clip and optimizer; the wait for the device to have done a step, on CUDA
-one for other ranks too; what comes between two steps (rows, checkpoints, listeners); evaluations."""
+"""Places of work that are no actions: the wait for the feed; the beginning of a step; starting sends and receives; the end of
+the gradients' reduction; norm, clip and optimizer; the wait until the device has finished a step, which on CUDA includes waits
+for other ranks; the time between two steps (rows, checkpoints, listeners); evaluations."""
 
 
 class Spread(NamedTuple):
     """Holds the quartiles of a number over steps."""
 
     low: float
-    middle: float
+    median: float
     high: float
 
 
-NOTHING = Spread(0.0, 0.0, 0.0)
+ZERO_SPREAD = Spread(0.0, 0.0, 0.0)
 
 
-class SeenMessage(NamedTuple):
-    """Describes a message between stages, at one of its ends, in `step`: the `number`-th of its queue; at the sender only the
-    last one that an action has sent.
+class MessageRecord(NamedTuple):
+    """Describes a message between stages in `step`, the `number`-th of its queue, as recorded by its sender or its receiver.
+    A sender records only the last message of an action.
 
-    time_s: at the sender when it was handed over, at the receiver when it had arrived, in seconds since the epoch. waited_s:
-    how long the receiver waited for it.
+    time_s: the time when the sender started the message, or when the receiver had it, in seconds since the epoch. waited_s: the
+    receiver's wait for the message.
     """
 
     step: int
@@ -65,8 +65,8 @@ class SeenMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Queue:
-    """Describes a sequence of exchanges that the members `ranks` of a group start in one order. peer: of a message, the other
-    end. exchanges, num_bytes: per step, on average, those in which this rank waited.
+    """Describes a sequence of exchanges that the members `ranks` of a group start in one order. peer: the rank at the other end
+    of messages. exchanges, num_bytes: averages per step over the exchanges in which this rank waited.
     """
 
     ranks: tuple[int, ...]
@@ -85,13 +85,13 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """Holds the measurements of steps `first` to `last`, from 1. time: when it was written, in seconds since the epoch.
-    seconds: of a step.
+    """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the epoch.
+    seconds: the duration of a step.
 
-    work: own seconds of a step by place, waits excluded: `F0` the forward of chunk 0, over all micro-batches, B0, I0, W0, C0
-    likewise, and the places above. layers: for `F0` and the like, by layer, from every few steps. waits: seconds of a step by
-    queue. sent, taken: messages of some steps by queue. private_mb, device_mb: MiB that the process holds now, on the host
-    (private memory), and on its device.
+    work: seconds of work per step by place, without waits. `F0` is the forward of chunk 0 over all micro-batches; B0, I0, W0,
+    C0 likewise. layers: the same for `F0` and the like by layer, measured every few steps. waits: seconds per step by queue.
+    sent, taken: sent and received messages of some steps by queue. private_mb, device_mb: memory of the process in MiB, on the
+    host (private memory) and on its device.
     """
 
     first: int
@@ -105,19 +105,19 @@ class Window:
     usage: Usage
     private_mb: float
     device_mb: float
-    sent: Mapping[str, Sequence[SeenMessage]] = field(default_factory=dict)
-    taken: Mapping[str, Sequence[SeenMessage]] = field(default_factory=dict)
+    sent: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
+    taken: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps."""
+        """Returns the number of steps in the window."""
         return self.last - self.first + 1
 
 
 @dataclass(frozen=True)
 class Start:
-    """Describes the writer. time: in seconds since the epoch. trained: elements of the weights that this rank has, or has parts
-    of, and trains. layers: by name, a text that is equal for layers of equal kind and sizes.
+    """Describes the rank that writes the file. time: seconds since the epoch. trained: the number of trainable elements in
+    weights that this rank has at least in part. layers: by layer name, a signature that layers of equal type and sizes share.
     """
 
     rank: int
@@ -133,70 +133,73 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkRecord:
-    """Holds what one rank has recorded since its last start; `windows` are in ascending order."""
+    """Holds the record of one rank since its last start; `windows` are in ascending order."""
 
     start: Start
     windows: Sequence[Window]
 
-    def within(self, first: int, last: int) -> Sequence[Window]:
-        """Returns the windows that have any of the steps `first` to `last`."""
+    def windows_between(self, first: int, last: int) -> Sequence[Window]:
+        """Returns the windows that overlap steps `first` to `last`."""
         begin = bisect_left(self.windows, first, key=lambda window: window.last)
         return self.windows[begin : bisect_right(self.windows, last, key=lambda window: window.first)]
 
 
-def line(one: Start | Window) -> str:
-    """Returns a start or window as a line of the file."""
-    head = {"format": FORMAT, "start": True} if isinstance(one, Start) else {}
-    return to_json({**head, **asdict(one)}) + "\n"
+def format_line(entry: Start | Window) -> str:
+    """Returns a start or window as one line of the file."""
+    head = {"format": FORMAT, "start": True} if isinstance(entry, Start) else {}
+    return to_json({**head, **asdict(entry)}) + "\n"
 
 
-def read(run_folder: Path) -> list[WorkRecord]:
-    """Returns the records of the ranks, by rank: only of those in the newest start, since a run may be resumed with fewer.
-    Damaged lines, as of a full disk, are skipped. Raises OSError if a file cannot be read.
+def read_records(run_folder: Path) -> list[WorkRecord]:
+    """Returns the records of all ranks of the newest start, in order of rank: a run may have been resumed with fewer ranks.
+    Skips damaged lines. Raises OSError if a file cannot be read.
     """
     root = run_folder / WORK
     paths = root.glob("rank-*.jsonl") if root.is_dir() else ()
-    found = [record for path in paths if (record := record_in(path)) is not None]
-    newest = max((one.start for one in found), key=lambda start: start.time, default=None)
+    records = [record for path in paths if (record := read_record(path)) is not None]
+    newest = max((record.start for record in records), key=lambda start: start.time, default=None)
     return sorted(
-        (one for one in found if newest is not None and one.start.rank < newest.world), key=lambda one: one.start.rank
+        (record for record in records if newest is not None and record.start.rank < newest.world),
+        key=lambda record: record.start.rank,
     )
 
 
-def record_in(path: Path) -> WorkRecord | None:
-    """Returns a rank's record since its last start, without windows that a resumed run repeats; None without a start."""
+def read_record(path: Path) -> WorkRecord | None:
+    """Returns a rank's record since its last start, without windows that a resumed run repeated. Returns None
+    without a start.
+    """
     start: Start | None = None
     windows: list[Window] = []
     with path.open("rb") as file:
-        for one in _parsed(file):
-            if isinstance(one, Start):
-                start, windows = one, []
+        for entry in _parse_lines(file):
+            if isinstance(entry, Start):
+                start, windows = entry, []
                 continue
-            while windows and windows[-1].last >= one.first:  # the run was brought back, and takes these steps again
+            while windows and windows[-1].last >= entry.first:  # the run was resumed, and repeats these steps
                 windows.pop()
-            windows.append(one)
+            windows.append(entry)
     return None if start is None else WorkRecord(start, windows)
 
 
 def roundness(step: int) -> int:
-    """Returns how often 2 divides the number of steps before `step`; for the first step more than for any other. Whoever keeps
-    few of many steps keeps the roundest: so all ranks keep the same ones without communication.
+    """Returns how often 2 divides the number of steps before `step`; for the first step, more than for any other step. All
+    ranks thin out their messages by this number, so they keep the same steps without communication.
     """
     before = step - 1
     return (before & -before).bit_length() - 1 if before else 64
 
 
 @cache
-def _readers() -> tuple[TypeAdapter[Start], TypeAdapter[Window]]:
+def _type_adapters() -> tuple[TypeAdapter[Start], TypeAdapter[Window]]:
     return TypeAdapter(Start), TypeAdapter(Window)
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
     """Yields the starts and windows in `lines`; skips lines that cannot be read."""
-    starts, windows = _readers()
-    for one in lines:
+    starts, windows = _type_adapters()
+    for line in lines:
         try:
-            content = json.loads(one)
+            content = json.loads(line)
             if content.pop("start", False):
                 if content.pop("format") == FORMAT:
                     yield starts.validate_python(content)

@@ -1,12 +1,12 @@
-"""Records what this rank works at and waits for, for as long as it trains, into its file of the run's folder.
+"""Records the work and the waits of this rank while it trains, in its file of the run's folder.
 
     entered F0.0 ──> waited ──> called layer ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
     samples ──> after a while a line of the file, see `work_record`
 
-Work is what lies between two entries of the list and is no wait for others. An entry costs two reads of a dict and one of the
-clock, a wait as much. By layer, and message by message, one step in `DETAILED` of the run is recorded, and long ones all.
-Nothing is computed from samples until a window ends, which is after a twentieth of the time so far, half a second and eight
-steps at least, and five minutes at most.
+Work is the time between two entries of the action list, without waits for other ranks. An entry costs two reads of a dict and
+one of the clock; so does a wait. Layers and messages are recorded in one of `DETAILED` steps, and after every long step.
+Nothing is computed from samples until a window ends. A window lasts a twentieth of the time so far, but at least half a second
+and eight steps, and at most five minutes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sley_doctor.reports.work_record import (
     UPDATE,
     Start,
     Usage,
-    line,
+    format_line,
 )
 from train_cli.run_folder import WORK
 
@@ -55,8 +55,8 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 
-def private_mb() -> float:
-    """Returns the memory that this process holds for itself alone, without mapped files, in MiB; 0 if unknown."""
+def private_memory_mb() -> float:
+    """Returns the private memory of this process, without mapped files, in MiB; 0 if unknown."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_bytes().split(maxsplit=3)
     except (OSError, ValueError):
@@ -64,19 +64,19 @@ def private_mb() -> float:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def used() -> Usage:
-    """Returns what this process has used since its start, over all its threads."""
+def process_usage() -> Usage:
+    """Returns the resource usage of this process since its start, over all its threads."""
     if resource is None:
         return Usage(0.0, 0.0, 0)
-    found = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(found.ru_utime, found.ru_stime, found.ru_minflt + found.ru_majflt)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(usage.ru_utime, usage.ru_stime, usage.ru_minflt + usage.ru_majflt)
 
 
 DETAILED, LONG_S = 4, 1.0
-"""Of a run's steps, one in so many, and those after a step that took so long: windows of such steps have few."""
+"""Layers and messages are recorded in one of DETAILED steps, and after each step longer than LONG_S seconds."""
 
-SHARE, LEAST_S, MOST_S = 1 / 20, 0.5, 300.0  # how long a window is: a share of the time so far, and limits in seconds
-LEAST_STEPS = 8  # of a window, unless they take longer than `MOST_S`: quartiles of a few steps tell little
+WINDOW_SHARE, MIN_WINDOW_S, MAX_WINDOW_S = (1 / 20, 0.5, 300.0)  # length of a window: its share of the time so far, and limits
+MIN_WINDOW_STEPS = 8  # quartiles of fewer steps mean little; a window of MAX_WINDOW_S may have fewer
 
 _PLACES = {
     standing_at.BEGINNING: BEGINNING,
@@ -85,15 +85,15 @@ _PLACES = {
     standing_at.DEVICE: DEVICE,
     standing_at.BETWEEN: BETWEEN,
 }
-"""Of entries that are words; others are those of an evaluation."""
+"""The places of entries that are strings; any other string belongs to an evaluation."""
 
 
 @contextmanager
-def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Returns a context manager in which the steps of a run are recorded in `folder`, the run's. No rank waits for another.
+def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
+    """Records the steps of a run in its folder `folder` while the context is active. No rank waits for another.
 
-    feed: of the run's samples, for which a step waits. notes: of the run; a file that cannot be written ends the recording
-    with one more, and nothing else.
+    feed: the run's sample feed, for which a step waits. notes: the run's notes. A file that cannot be written ends the
+    recording and adds a note.
     """
     start = Start(
         parts.world.rank,
@@ -104,18 +104,18 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
         parts.world.device.type,
         time.time(),
         sum(entry.numel for entry in parts.registry.trainable),
-        {layer.name: _likeness(layer) for layer in parts.layers},
+        {layer.name: _layer_signature(layer) for layer in parts.layers},
     )
     file = WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", start, notes)
     recorder = WorkRecorder(parts, feed, file.add)
     recorder.attach()
     try:
         yield
-    except BaseException:  # its reason is told first: a file system that hangs may have caused it
+    except BaseException:  # the error is reported first: a file system that hangs may have caused it
         try:
-            recorder.leave()
+            recorder.unhook()
         finally:
-            file.leave()
+            file.abandon()
         raise
     try:
         recorder.detach()
@@ -124,7 +124,9 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
 
 
 class WorkRecorder:
-    """Follows a run's step_progress and waits. feed: what a step waits for. add: takes a line of the file."""
+    """Measures the work and the waits of a run. feed: the sample feed, for which a step waits. add: writes a line
+    to the file.
+    """
 
     def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
         self._progress = parts.groups.progress
@@ -134,120 +136,124 @@ class WorkRecorder:
         self._samples = WorkSamples()
         self._entries: dict[object, int] = {}
         self._spent = self._samples.spent
-        self._place = self._base = self._between = self._samples.place(BETWEEN)
-        self._data, self._beginning = self._samples.place(DATA), self._samples.place(BEGINNING)
+        self._place = self._base = self._between = self._samples.place_index(BETWEEN)
+        self._data, self._beginning = self._samples.place_index(DATA), self._samples.place_index(BEGINNING)
         self._is_detailed = False
-        self._since = self._began = self._window_began = self._step_began = time.perf_counter()
+        self._entry_start = self._start = self._window_start = self._step_start = time.perf_counter()
         self._to_epoch = time.time() - time.perf_counter()
-        self._usage = used()
-        self._ends = {self._between, self._samples.place(EVALUATION)}
+        self._usage = process_usage()
+        self._ends = {self._between, self._samples.place_index(EVALUATION)}
         self._step = self._last = 0
         self._outgoing = f" {parts.groups['pp'].coord}>"
         self._numbers: dict[str, int] | None = None
 
     def attach(self) -> None:
-        """Starts to follow the run."""
-        self._progress.step_progress.follow = self.entered
-        self._progress.follow_wait = self.waited
+        """Sets the callbacks on the run's progress."""
+        self._progress.step_progress.follow = self.on_entry
+        self._progress.follow_wait = self.on_wait
 
     def detach(self) -> None:
-        """Stops, and writes the last window."""
-        self.entered(standing_at.BEGINNING)
-        self.leave()
+        """Removes the callbacks, and writes the last window."""
+        self.on_entry(standing_at.BEGINNING)
+        self.unhook()
         self._write()
 
-    def leave(self) -> None:
-        """Stops, without the last window."""
+    def unhook(self) -> None:
+        """Removes the callbacks without writing the last window."""
         step_progress = self._progress.step_progress
         step_progress.follow = step_progress.follow_layer = step_progress.follow_output = self._progress.follow_wait = None
 
-    def entered(self, entry: object) -> None:
-        """Records that the previous entry is over, and `entry` begins."""
+    def on_entry(self, entry: object) -> None:
+        """Records the end of the previous entry and the start of `entry`."""
         now = time.perf_counter()
-        self._spent[self._place] += now - self._since
-        self._since = now
+        self._spent[self._place] += now - self._entry_start
+        self._entry_start = now
         if self._is_detailed:
-            self._note_messages(entry, now)
+            self._record_sent_messages(entry, now)
         before = self._base
         try:
             self._place = self._base = self._entries[entry]
         except KeyError:
-            self._place = self._base = self._entries[entry] = self._samples.place(_place_of(entry))
+            self._place = self._base = self._entries[entry] = self._samples.place_index(_place_name(entry))
         if self._place == self._beginning:
             self._end_step(now, was_taken=before in self._ends)
 
-    def called(self, layer: str) -> None:
-        """Records that `layer` begins, in the forward, or in a recomputation; "" for none."""
+    def on_layer(self, layer: str) -> None:
+        """Records the start of `layer` in a forward or a recomputation; "" means the end of the last layer."""
         now = time.perf_counter()
-        self._spent[self._place] += now - self._since
-        self._since = now
-        self._place = self._samples.layer(self._base, layer) if layer else self._base
+        self._spent[self._place] += now - self._entry_start
+        self._entry_start = now
+        self._place = self._samples.layer_index(self._base, layer) if layer else self._base
 
-    def made(self, layer: str, output: Any) -> None:
-        """Hooks `output`, the output of `layer`, to record when the backward of that layer begins."""
-        tensor = next((one for one in _tensors(output) if one.requires_grad and not one.is_leaf), None)
+    def on_output(self, layer: str, output: Any) -> None:
+        """Hooks `output`, the output of `layer`, to record the start of that layer's backward."""
+        tensor = next((item for item in _output_tensors(output) if item.requires_grad and not item.is_leaf), None)
         if tensor is not None:
-            tensor.register_hook(lambda _: self.called(layer))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda _: self.on_layer(layer))  # type: ignore[no-untyped-call]
 
-    def waited(self, turn: Turn, since: float) -> None:
-        """Records that a wait in `turn`, which began at `since`, is over."""
+    def on_wait(self, turn: Turn, since: float) -> None:
+        """Records the end of a wait in the exchange `turn` that began at time `since`."""
         now = time.perf_counter()
-        self._since += now - since
-        self._samples.waited(turn, now - since)
+        self._entry_start += now - since
+        self._samples.record_wait(turn, now - since)
         if self._is_detailed and turn.peer is not None and turn.operation == "receive":
-            self._samples.took(self._step, turn, now + self._to_epoch, now - since)
+            self._samples.record_received(self._step, turn, now + self._to_epoch, now - since)
 
-    def _note_messages(self, entry: object, now: float) -> None:
-        """Records the end of the previous entry as the time at which its messages were handed over."""
+    def _record_sent_messages(self, entry: object, now: float) -> None:
+        """Records the end of the previous entry as the sending time of its messages."""
         numbers = self._progress.numbers
         if self._numbers is not None:
-            before, self._numbers = self._numbers, None
+            old_numbers, self._numbers = self._numbers, None
             for queue, number in numbers.items():
-                if number != before.get(queue) and self._outgoing in queue:
-                    self._samples.handed_over(self._step, queue, number, now + self._to_epoch)
+                if number != old_numbers.get(queue) and self._outgoing in queue:
+                    self._samples.record_sent(self._step, queue, number, now + self._to_epoch)
         if type(entry) is Transfer and entry.op == "send":
             self._numbers = dict(numbers)
 
     def _end_step(self, now: float, *, was_taken: bool) -> None:
-        """Ends the sample of the previous step, if one was taken, and begins the next one."""
+        """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
         if was_taken and self._step:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[self._between])
             self._spent[self._between] -= data_s
             self._spent[self._data] += data_s
-            self._samples.end_step(now - self._step_began)
+            self._samples.end_step(now - self._step_start)
             self._last = self._step
         else:
-            self._samples.forget_step()
-        steps, seconds = self._samples.num_steps, now - self._window_began
-        is_long = seconds >= max((now - self._began) * SHARE, LEAST_S) and steps >= LEAST_STEPS
-        if steps > 0 and (is_long or seconds >= MOST_S):
+            self._samples.discard_step()
+        steps, seconds = self._samples.num_steps, now - self._window_start
+        is_long = seconds >= max((now - self._start) * WINDOW_SHARE, MIN_WINDOW_S) and steps >= MIN_WINDOW_STEPS
+        if steps > 0 and (is_long or seconds >= MAX_WINDOW_S):
             self._write()
         self._spent = self._samples.spent
         step_progress = self._progress.step_progress
         self._step = step_progress.step
-        # By the number of the step: both ends of a message must note it, and windows of ranks end at other steps.
-        self._is_detailed = self._step % DETAILED == 1 % DETAILED or now - self._step_began >= LONG_S
-        self._step_began = now
-        # Between the step's beginning and its first action stages tell each other what comes.
+        # By step number: both ends of a message must record it, and the windows of ranks end at different steps.
+        self._is_detailed = self._step % DETAILED == 1 % DETAILED or now - self._step_start >= LONG_S
+        self._step_start = now
+        # Stages exchange announcements between the step's beginning and its first action.
         self._numbers = dict(self._progress.numbers) if self._is_detailed else None
-        step_progress.follow_layer = self.called if self._is_detailed else None
-        step_progress.follow_output = self.made if self._is_detailed else None
+        step_progress.follow_layer = self.on_layer if self._is_detailed else None
+        step_progress.follow_output = self.on_output if self._is_detailed else None
 
     def _write(self) -> None:
-        """Writes the samples so far, if there are any, as a window."""
+        """Writes the samples so far as a window; does nothing without samples."""
         if not self._samples.num_steps:
             return
         now = time.perf_counter()
-        usage = used()
+        usage = process_usage()
         device_mb = torch.cuda.memory_allocated(self._device) / 2**20 if self._device.type == "cuda" else 0.0
         used_since = Usage(*(round(after - before, 6) for after, before in zip(usage, self._usage, strict=True)))
-        self._add(line(self._samples.window(self._last, now + self._to_epoch, used_since, private_mb(), device_mb)))
-        self._usage, self._window_began = usage, now
-        self._samples.clear()
+        self._add(
+            format_line(
+                self._samples.build_window(self._last, now + self._to_epoch, used_since, private_memory_mb(), device_mb)
+            )
+        )
+        self._usage, self._window_start = usage, now
+        self._samples.start_window()
 
 
-def _place_of(entry: object) -> str:
-    """Returns the place to which the time of a list's entry is counted: an action's kind and chunk, messages, or a phase."""
+def _place_name(entry: object) -> str:
+    """Returns the place of an entry of the action list: an action's kind and chunk, messages, or a phase."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     if isinstance(entry, Transfer):
@@ -255,17 +261,17 @@ def _place_of(entry: object) -> str:
     return _PLACES.get(str(entry), EVALUATION)
 
 
-def _likeness(layer: Layer) -> str:
-    """Returns a text that is equal for layers that do the same work: kinds and sizes of their parts."""
-    kinds = Counter(type(module).__name__ for module in layer.module.modules())
+def _layer_signature(layer: Layer) -> str:
+    """Returns a string that layers with the same work share: the types and sizes of their modules."""
+    type_counts = Counter(type(module).__name__ for module in layer.module.modules())
     elements = sum(prod(parameter.shape) for parameter in layer.module.parameters())
-    made_of = " ".join(f"{kind}x{count}" if count > 1 else kind for kind, count in kinds.items())
-    return f"{made_of} {elements}"
+    types = " ".join(f"{name}x{count}" if count > 1 else name for name, count in type_counts.items())
+    return f"{types} {elements}"
 
 
-def _tensors(output: Any) -> Sequence[Tensor]:
-    """Returns the tensors of a layer's output that are found easily."""
+def _output_tensors(output: Any) -> Sequence[Tensor]:
+    """Returns the tensors of a layer's output: the output itself, or the direct items of a dict, list or tuple."""
     if isinstance(output, Tensor):
         return (output,)
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [one for one in values if isinstance(one, Tensor)]
+    return [value for value in values if isinstance(value, Tensor)]

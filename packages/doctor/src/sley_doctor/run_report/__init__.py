@@ -1,1 +1,1 @@
-"""A page about runs, for people: what they left in their folders, as one HTML file that asks for nothing else."""
+"""A report about runs as one self-contained HTML page."""

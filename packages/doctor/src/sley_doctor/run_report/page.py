@@ -1,6 +1,6 @@
-"""Renders the page: sections from what runs have recorded, filled into `page.html.jinja`.
+"""Renders the report page from the records of runs and the template `page.html.jinja`.
 
-A section without content stands there with the reason, so that nobody looks for what was never recorded.
+A section without content states the reason.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, format_path
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.write import format_value, iterate_values
-from sley_doctor.reports.fault_report import FoundReports
-from sley_doctor.reports.fault_report import read as read_faults
-from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord
-from sley_doctor.reports.work_record import read as read_work
-from sley_doctor.run_report.charts import MAX_RUNS, Curve, chart, look
-from sley_doctor.slow.blocks import Block, middle
+from sley_doctor.reports.fault_report import AttemptReports, read_reports
+from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord, read_records
+from sley_doctor.run_report.charts import MAX_RUNS, Curve, draw_chart, line_style
+from sley_doctor.slow.blocks import Block, median
 from sley_doctor.slow.judge import judge
-from sley_doctor.slow.words import SHOWN_S, cause_in_words, nobody, remedy, waits_of
-from sley_doctor.verdict.verdict import verdict
+from sley_doctor.slow.words import MIN_SHOWN_S, describe_cause, describe_no_cause, longest_waits, remedy
+from sley_doctor.verdict.verdict import find_verdict
 from train_cli.progress import SUMMARY, duration, memory_of, rate
 from train_cli.surroundings import StartRecord, read_start
 
@@ -37,11 +35,11 @@ Row = Mapping[str, float | int | None]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. label: its name, or its folder where another run of the report has that name.
+    """Holds the records of one run. label: its name, or its folder if another run of the report has the same name.
 
-    rows: one per optimizer step; a number that was not finite is None. values: of the plan as resolved, as TOML by key. start:
-    None for a run that left no record of it. summary: None while it has not ended. faults: one per attempt that failed. work:
-    by rank, of its last start.
+    rows: one row per optimizer step; a value that was not finite is None. values: the resolved plan's values as TOML, by key.
+    start: the start record, or None without one. summary: the summary, or None before the end of the run. faults: the reports
+    of each failed attempt. work: the work records of the last start, by rank.
     """
 
     label: str
@@ -50,12 +48,12 @@ class RecordedRun:
     values: Mapping[str, str]
     start: StartRecord | None
     summary: Mapping[str, Any] | None
-    faults: Sequence[FoundReports]
+    faults: Sequence[AttemptReports]
     work: Sequence[WorkRecord]
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`, in that order. Raises UsageError "no-run" for a folder that has none, or is unreadable."""
+    """Returns the runs in `folders`, in that order. Raises UsageError "no-run" if a folder has no run or cannot be read."""
     runs = []
     for folder in folders:
         try:
@@ -68,183 +66,187 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
                 {format_path(path): format_value(value) for path, value in iterate_values(plan)},
                 read_start(folder),
                 json.loads((folder / SUMMARY).read_text("utf-8")) if has_summary else None,
-                read_faults(folder),
-                read_work(folder),
+                read_reports(folder),
+                read_records(folder),
             )
         except (OSError, ValueError, KeyError) as error:
-            why = f"what it holds cannot be read: {error}" if (folder / PLAN).exists() else f"it has no `{PLAN}`"
-            message = f"`{folder}` is not the folder of a run: {why}"
-            raise UsageError("no-run", message, hint="give the folder: `runs/NAME`") from error
+            reason = f"its files cannot be read: {error}" if (folder / PLAN).exists() else f"it has no `{PLAN}`"
+            message = f"`{folder}` is not the folder of a run: {reason}"
+            raise UsageError("no-run", message, hint="pass the folder: `runs/NAME`") from error
         runs.append(run)
     names = Counter(run.label for run in runs)
     return [run if names[run.label] == 1 else replace(run, label=str(run.folder)) for run in runs]
 
 
 KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BI": "backward", "W": "backward for weights", UPDATE: "update"}
-"""Places that a column adds up, by name or by the first letter of actions; what is left is the column `else`."""
+"""The columns of the work table, by place or by first letter of actions; the column `else` has the remaining places."""
 
-MOST_RANKS = 32
+MAX_RANKS = 32
 
 
-def waiting(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
-    """Returns who waited for whom in a run whose ranks have left `records`: causes in words, with what to do, or that there is
-    none; and a row for each rank, those first that wait least.
+def waiting_table(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
+    """Returns the section about waits in the run with `records`: the causes of slow steps with their remedies, and a row for
+    each rank, in order of increasing waits.
     """
-    judged = judge(records)
-    told = [f"{cause_in_words(cause)}; {remedy(cause)}" for cause in judged.causes] or [nobody(judged)]
-    blocks = judged.blocks
-    rows = sorted((_row(rank, blocks) for rank in blocks[0].ranks), key=lambda row: row["waiting_s"]) if blocks else []
-    note = f"Of {len(rows)} ranks the {MOST_RANKS} that wait least." if len(rows) > MOST_RANKS else ""
-    return {"label": label, "told": told, "rows": rows[:MOST_RANKS], "note": note}
+    judgement = judge(records)
+    descriptions = [f"{describe_cause(cause)}; {remedy(cause)}" for cause in judgement.causes] or [describe_no_cause(judgement)]
+    blocks = judgement.blocks
+    rows = sorted((_waiting_row(rank, blocks) for rank in blocks[0].ranks), key=lambda row: row["waiting_s"]) if blocks else []
+    note = f"The table shows the {MAX_RANKS} of {len(rows)} ranks that wait least." if len(rows) > MAX_RANKS else ""
+    return {"label": label, "descriptions": descriptions, "rows": rows[:MAX_RANKS], "note": note}
 
 
-def _row(rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Returns one rank's row of the table: seconds of work by kind, and what is left; seconds of waiting; the longest waits."""
-    own = [block.ranks[rank] for block in blocks]
-    names = [place for place in own[-1].work if place != DEVICE]
-    places = {place: middle(one.work[place].middle for one in own if place in one.work) for place in names}
+def _waiting_row(rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Returns one rank's table row: seconds of work by column of KINDS, seconds of other work, seconds of waits,
+    longest waits.
+    """
+    works = [block.ranks[rank] for block in blocks]
+    names = [place for place in works[-1].work if place != DEVICE]
+    places = {place: median(work.work[place].median for work in works if place in work.work) for place in names}
     kinds = [
         sum(seconds for place, seconds in places.items() if place == kind or (kind.isupper() and place[0] in kind))
         for kind in KINDS
     ]
-    waits = waits_of(rank, blocks)
+    waits = longest_waits(rank, blocks)
     return {
         "rank": rank,
-        "stage": own[0].start.stage,
+        "stage": works[0].start.stage,
         "work": [*kinds, sum(places.values()) - sum(kinds)],
         "waiting_s": sum(seconds for seconds, _ in waits),
-        "waits": [f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= SHOWN_S],
+        "waits": [f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= MIN_SHOWN_S],
     }
 
 
 MAX_BYTES = 1_000_000
 
-_MOST_POINTS = 12_000  # of all curves together, some 25 bytes each
+_MAX_POINTS = 12_000  # over all curves; a point takes about 25 bytes
 
 _CURVES = {
-    "loss": ("Loss", "as the plan's [loss] says, mean of a step", "loss"),
-    "held_out_loss": ("Held-out loss", "of data that is not trained on", "loss"),
+    "loss": ("Loss", "as defined by the plan's [loss], mean over a step", "loss"),
+    "held_out_loss": ("Held-out loss", "on data that is not trained on", "loss"),
     "lr": ("Learning rate", "", "rate"),
     "grad_norm": ("Gradient norm", "before clipping", "norm"),
-    "tokens_per_s": ("Speed", "of all ranks together", "tokens/s"),
-    "samples_per_s": ("Speed", "of all ranks together", "samples/s"),
-    "tflops": ("TFLOP/s", "of one device, of the model's forward and backward", "TFLOP/s"),
-    "mfu": ("MFU", "model FLOPs utilisation: the share of what the devices can do", "of 1"),
-    "memory_mb": ("Memory", "peak so far of rank 0: of its tensors on a GPU, of its whole process on a CPU", "MiB"),
-    "data_wait_s": ("Waiting for data", "of rank 0 in each step", "s"),
+    "tokens_per_s": ("Speed", "sum over all ranks", "tokens/s"),
+    "samples_per_s": ("Speed", "sum over all ranks", "samples/s"),
+    "tflops": ("TFLOP/s", "per device, for the model's forward and backward", "TFLOP/s"),
+    "mfu": ("MFU", "model FLOPs utilisation: the share of the devices' peak", "of 1"),
+    "memory_mb": ("Memory", "peak so far on rank 0: tensors on a GPU, the whole process on a CPU", "MiB"),
+    "data_wait_s": ("Waiting for data", "on rank 0 in each step", "s"),
 }
-"""The numbers of a metrics row that come first, with title, explanation and unit; others follow under their own names."""
+"""The metrics that come first, with title, note and unit; other metrics follow under their own names."""
 
-_MOST_CHARTS = 24  # a plugin may add a number for each layer
-_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the speed says as much of a step already
+_MAX_CHARTS = 24  # a plugin may add a metric for each layer
+_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the speed shows the same
 
-_FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "outcome": lambda one: one["outcome"],
-    "steps": lambda one: f"{one['steps']:,}" + (f", {one['skipped_steps']} skipped" if one["skipped_steps"] else ""),
-    "stopped early": lambda one: one.get("stopped_early") or "",
-    "final loss": lambda one: _number(one["final_loss"]),
-    "held-out loss": lambda one: _number(one["held_out_loss"]),
-    "samples": lambda one: f"{one['samples']:,}",
-    "tokens": lambda one: f"{one['tokens']:,}" if one["tokens"] else "",
-    "trained tokens": lambda one: f"{one['trained_tokens']:,}" if one.get("trained_tokens") else "",
-    "time in steps": lambda one: duration(one["seconds"]),
+_SUMMARY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "outcome": lambda summary: summary["outcome"],
+    "steps": lambda summary: (
+        f"{summary['steps']:,}" + (f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else "")
+    ),
+    "stopped early": lambda summary: summary.get("stopped_early") or "",
+    "final loss": lambda summary: _format_number(summary["final_loss"]),
+    "held-out loss": lambda summary: _format_number(summary["held_out_loss"]),
+    "samples": lambda summary: f"{summary['samples']:,}",
+    "tokens": lambda summary: f"{summary['tokens']:,}" if summary["tokens"] else "",
+    "trained tokens": lambda summary: f"{summary['trained_tokens']:,}" if summary.get("trained_tokens") else "",
+    "time in steps": lambda summary: duration(summary["seconds"]),
     "speed": rate,
-    "parameters": lambda one: f"{one['parameters']:,}",
-    "ranks": lambda one: str(one["world"]),
-    "device": lambda one: one["device"],
-    "notes": lambda one: "; ".join(one["notes"]),
+    "parameters": lambda summary: f"{summary['parameters']:,}",
+    "ranks": lambda summary: str(summary["world"]),
+    "device": lambda summary: summary["device"],
+    "notes": lambda summary: "; ".join(summary["notes"]),
 }
-"""What the first table says, of a run's `summary.json`."""
+"""The rows of the first table, computed from a run's `summary.json`."""
 
 
 class TableRow(NamedTuple):
-    """A row of a table with a column for each run; `values` has "" where a run has none."""
+    """A table row with one column per run; `values` has "" for a run without a value."""
 
     key: str
     values: Sequence[Any]
     differs: bool
 
 
-def page(runs: Sequence[RecordedRun]) -> str:
-    """Returns the HTML of a report on `runs`, which asks for no other file and no network. Raises UsageError "report-size" for
-    more than MAX_RUNS runs, or where they would make it larger than MAX_BYTES.
+def render_page(runs: Sequence[RecordedRun]) -> str:
+    """Returns a report on `runs` as self-contained HTML. Raises UsageError "report-size" if there are more than MAX_RUNS runs,
+    or if the report would be larger than MAX_BYTES.
     """
     if len(runs) > MAX_RUNS:
-        raise _too_much(f"a report shows {MAX_RUNS} runs at most, and these are {len(runs)}")
+        raise _size_error(f"a report shows at most {MAX_RUNS} runs, but there are {len(runs)}")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.4g}", "bytes": _bytes, "number": _number}
+    environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.4g}", "bytes": _format_bytes, "number": _format_number}
     template = environment.from_string(resources.files(__package__).joinpath("page.html.jinja").read_text("utf-8"))
 
-    def fact(run: RecordedRun, name: str) -> str:
+    def summary_value(run: RecordedRun, name: str) -> str:
         if run.summary is None:
             return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
-        return _FACTS[name](run.summary)
+        return _SUMMARY_FIELDS[name](run.summary)
 
-    names = _numbers(runs)
+    names = _chart_names(runs)
     summaries = [run.summary or {} for run in runs]
     text = template.render(
         runs=runs,
         title=", ".join(run.label for run in runs),
-        facts=[(name, [fact(run, name) for run in runs]) for name in _FACTS],
-        verdicts=[(run.label, found.attempt, verdict(found)) for run in runs for found in run.faults],
-        looks=[look(number) for number in range(len(runs))],
-        charts=list(_charts(runs, names[:_MOST_CHARTS])),
-        numbers_left_out=names[_MOST_CHARTS:],
-        waiting=[waiting(run.label, run.work) for run in runs],
+        facts=[(name, [summary_value(run, name) for run in runs]) for name in _SUMMARY_FIELDS],
+        verdicts=[(run.label, reports.attempt, find_verdict(reports)) for run in runs for reports in run.faults],
+        looks=[line_style(index) for index in range(len(runs))],
+        charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
+        numbers_left_out=names[_MAX_CHARTS:],
+        waiting=[waiting_table(run.label, run.work) for run in runs],
         kinds=list(KINDS.values()),
-        memory=_table([one.get("memory_bytes", {}) for one in summaries]),
-        counts=_table([_flat(one.get("counts", {})) for one in summaries]),
-        plan=_table([run.values for run in runs]),
+        memory=_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
+        counts=_table_rows([_flatten_counts(summary.get("counts", {})) for summary in summaries]),
+        plan=_table_rows([run.values for run in runs]),
         origins=[run.start.origins if run.start else {} for run in runs],
-        machine=_table([run.start.machine if run.start else (run.summary or {}).get("versions", {}) for run in runs]),
+        machine=_table_rows([run.start.machine if run.start else (run.summary or {}).get("versions", {}) for run in runs]),
     )
     if (size := len(text.encode())) > MAX_BYTES:
-        raise _too_much(f"the report would have {size:,} bytes, more than {MAX_BYTES:,}")
+        raise _size_error(f"the report would have {size:,} bytes, more than {MAX_BYTES:,}")
     return text
 
 
-def _too_much(message: str) -> UsageError:
+def _size_error(message: str) -> UsageError:
     return UsageError("report-size", message, hint="name fewer runs")
 
 
-def _numbers(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the numbers that rows have, those of _CURVES first; of the two speeds, only what was counted; FLOP/s if known."""
+def _chart_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Returns the names of the recorded metrics, those of _CURVES first, without a speed or FLOP/s that no run recorded."""
     recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
     speeds = {"tokens_per_s", "samples_per_s"}
     left_out = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"})) | ({"tflops", "mfu"} - recorded.keys())
     return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in left_out]
 
 
-def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields title, note and `<svg>` of a chart for each of `names`; "" where no run has recorded the number."""
-    most = max(30, _MOST_POINTS // (len(names) * len(runs)))
+def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields title, note and `<svg>` of a chart for each of `names`; the SVG is "" if no run has recorded the metric."""
+    max_points = max(30, _MAX_POINTS // (len(names) * len(runs)))
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))
         curves = []
-        for number, run in enumerate(runs):
-            if known := [row for row in run.rows if name in row]:
-                curves.append(Curve(number, [int(row["step"] or 0) for row in known], [row[name] for row in known]))
-        if any(len(curve.steps) > most for curve in curves):
-            note += f"{'; ' if note else ''}of each stretch of steps the lowest and the highest"
-        yield title, note, chart(name, unit, curves, most) if curves else ""
+        for index, run in enumerate(runs):
+            if rows := [row for row in run.rows if name in row]:
+                curves.append(Curve(index, [int(row["step"] or 0) for row in rows], [row[name] for row in rows]))
+        if any(len(curve.steps) > max_points for curve in curves):
+            note += f"{'; ' if note else ''}the lowest and the highest value of each interval of steps"
+        yield title, note, draw_chart(name, unit, curves, max_points) if curves else ""
 
 
-def _table(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+def _table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """Returns a row for each key of any column, in the order of their first appearance."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, [column.get(key, "") for column in columns]) for key in keys]
     return [TableRow(key, values, any(value != values[0] for value in values)) for key, values in rows]
 
 
-def _flat(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def _flatten_counts(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{part}: {key}": value for part, values in counts.items() for key, value in values.items()}
 
 
-def _bytes(count: Any) -> str:
+def _format_bytes(count: Any) -> str:
     return memory_of(count) if isinstance(count, int) else ""
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

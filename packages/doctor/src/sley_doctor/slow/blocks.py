@@ -1,8 +1,8 @@
-"""The records of all ranks over the same steps: windows of ranks end at other steps, so each is cut to stretches that all have.
+"""Blocks: the records of all ranks over the same steps. The windows of ranks end at different steps, so they are cut to fit.
 
 rank 0   |--- window ---|------ window ------|
 rank 1   |------- window --------|- window --|
-blocks   |------- block ---------|-- block --|     those of the rank with the fewest
+blocks   |------- block ---------|-- block --|     the windows of the rank with the fewest
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sley_doctor.reports.work_file import merged
+from sley_doctor.reports.work_file import merge_windows
 from sley_doctor.reports.work_record import (
     BETWEEN,
     DATA,
     DEVICE,
     EVALUATION,
     MESSAGES,
-    NOTHING,
     UPDATE,
+    ZERO_SPREAD,
     Queue,
     Spread,
     Start,
@@ -28,14 +28,14 @@ from sley_doctor.reports.work_record import (
     WorkRecord,
 )
 
-MOST_BLOCKS = 60  # of a run, however long
-MOST_DEVICE = 0.03  # of a step: a host that waits longer for its device is not what the step waits for
+MAX_BLOCKS = 60  # limit of blocks per run, however long
+MAX_DEVICE_SHARE = 0.03  # share of a step: if a host waits longer for its device, the host does not limit the step
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """Holds what one rank did in the steps of a block, as `Window` says, a mean over windows. user_s, system_s, faults: of a
-    step, see `Usage`.
+    """Holds one rank's measurements in a block, the means over its windows; see `Window`. user_s, system_s, faults: per step;
+    see `Usage`.
     """
 
     start: Start
@@ -50,23 +50,23 @@ class RankWork:
 
     @property
     def working_s(self) -> float:
-        """Seconds of a step at work."""
-        return sum(one.middle for place, one in self.work.items() if place != DEVICE)
+        """Returns the seconds of work per step."""
+        return sum(spread.median for place, spread in self.work.items() if place != DEVICE)
 
     @property
     def waiting_s(self) -> float:
-        """Seconds of a step in which the host waits for other ranks."""
-        return sum(one.middle for one in self.waits.values())
+        """Returns the seconds per step in which the host waits for other ranks."""
+        return sum(spread.median for spread in self.waits.values())
 
     @property
     def device_s(self) -> float:
-        """Seconds of a step in which the host waits for its device: for its kernels, or through them for other ranks."""
-        return self.work.get(DEVICE, NOTHING).middle
+        """Returns the seconds per step in which the host waits for its device, whose kernels may wait for other ranks."""
+        return self.work.get(DEVICE, ZERO_SPREAD).median
 
 
 @dataclass(frozen=True)
 class Block:
-    """Holds steps `first` to `last` of all ranks, by rank."""
+    """Holds the work of all ranks in steps `first` to `last`, by rank."""
 
     first: int
     last: int
@@ -74,67 +74,71 @@ class Block:
 
     @property
     def num_steps(self) -> int:
-        """How many steps it has."""
+        """Returns the number of steps in the block."""
         return self.last - self.first + 1
 
     @property
     def step_s(self) -> float:
-        """How long a step takes, as most ranks say."""
-        return middle(one.seconds.middle for one in self.ranks.values())
+        """Returns the seconds of a step, the median over ranks."""
+        return median(work.seconds.median for work in self.ranks.values())
 
-    def has_time_left(self, rank: int) -> bool:
-        """Returns whether the host of `rank` waits for its device: longer work of the host then makes no step longer."""
-        return self.ranks[rank].device_s > MOST_DEVICE * self.step_s
+    def has_idle_host(self, rank: int) -> bool:
+        """Returns whether the host of `rank` waits for its device, so that more work on the host makes no step longer."""
+        return self.ranks[rank].device_s > MAX_DEVICE_SHARE * self.step_s
 
 
-def blocks_of(records: Sequence[WorkRecord]) -> list[Block]:
-    """Returns at most MOST_BLOCKS blocks in which all `records` have steps, ascending; none if a rank recorded nothing."""
+def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
+    """Returns at most MAX_BLOCKS blocks of steps that all `records` cover, ascending; none if a rank has no windows."""
     if not records or not all(record.windows for record in records):
         return []
     coarsest = min(records, key=lambda record: len(record.windows)).windows
     first = max(record.windows[0].first for record in records)
     last = min(record.windows[-1].last for record in records)
-    size = math.ceil(len(coarsest) / MOST_BLOCKS)
-    ends = [coarsest[min(at + size, len(coarsest)) - 1].last for at in range(0, len(coarsest), size)]
-    begins = [coarsest[at].first for at in range(0, len(coarsest), size)]
-    cut = [(max(begin, first), min(end, last)) for begin, end in zip(begins, ends, strict=True)]
+    size = math.ceil(len(coarsest) / MAX_BLOCKS)
+    ends = [coarsest[min(index + size, len(coarsest)) - 1].last for index in range(0, len(coarsest), size)]
+    starts = [coarsest[index].first for index in range(0, len(coarsest), size)]
+    ranges = [(max(start, first), min(end, last)) for start, end in zip(starts, ends, strict=True)]
     return [
-        Block(begin, end, {record.start.rank: _work(record, begin, end) for record in records})
-        for begin, end in cut
-        if begin <= end
+        Block(start, end, {record.start.rank: _rank_work(record, start, end) for record in records})
+        for start, end in ranges
+        if start <= end
     ]
 
 
-def _work(record: WorkRecord, first: int, last: int) -> RankWork:
-    """Returns the work of a rank in steps `first` to `last`, where it has windows."""
-    inside = []
-    for window in record.within(first, last):
-        begin, end = max(window.first, first), min(window.last, last)
-        share = (end - begin + 1) / window.num_steps
+def _rank_work(record: WorkRecord, first: int, last: int) -> RankWork:
+    """Returns the work of a rank in steps `first` to `last`, which its windows must cover."""
+    windows = []
+    for window in record.windows_between(first, last):
+        start, end = max(window.first, first), min(window.last, last)
+        share = (end - start + 1) / window.num_steps
         usage = Usage(*(count * share for count in window.usage))
-        inside.append(replace(window, first=begin, last=end, usage=usage, sent={}, taken={}))
-    whole = merged(inside)
-    user_s, system_s, faults = (count / (last - first + 1) for count in whole.usage)
-    return RankWork(record.start, whole.seconds, whole.work, whole.layers, whole.waits, whole.queues, user_s, system_s, faults)
+        windows.append(replace(window, first=start, last=end, usage=usage, sent={}, taken={}))
+    merged = merge_windows(windows)
+    user_s, system_s, faults = (count / (last - first + 1) for count in merged.usage)
+    return RankWork(
+        record.start, merged.seconds, merged.work, merged.layers, merged.waits, merged.queues, user_s, system_s, faults
+    )
 
 
-def middle(values: Iterable[float]) -> float:
-    """Returns the median of `values`, the lower one of two; 0 without any."""
-    some = sorted(values)
-    return some[(len(some) - 1) // 2] if some else 0.0
+def median(values: Iterable[float]) -> float:
+    """Returns the median of `values`, the lower of two middle values; 0 without values."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0.0
 
 
-MOST_RATIO = 1.5  # likes take this much longer than each other and nobody is slow
+MAX_RATIO = 1.5  # comparable ranks may differ by this factor without being slow
 
-MOST_FAR_RATIO = 3.0
-"""As much where they are not quite alike: layers that other layers precede, weights of other shapes, other neighbours."""
+MAX_FAR_RATIO = 3.0
+"""The same for ranks or layers that are only roughly comparable: other neighbours, or weights of other shapes."""
 
-_EVERYONES = frozenset({DATA, BETWEEN, EVALUATION})  # places where all ranks do the like
-_OF_CHUNKS = "FBIW"  # how places begin where layers work
+_COMMON_PLACES = frozenset({DATA, BETWEEN, EVALUATION})  # places where all ranks do comparable work
+_CHUNK_PREFIXES = "FBIW"  # first letters of places where layers run
 
 
 class Excess(NamedTuple):
-    """Seconds of a step beyond comparable work, which takes usual_s. layer: "" if no single layer stands out."""
+    """Excess work: `seconds` per step more than comparable work, which takes usual_s. layer: "" if no single
+    layer stands out.
+    """
 
     place: str
     layer: str
@@ -142,74 +146,78 @@ class Excess(NamedTuple):
     usual_s: float
 
 
-def excesses(block: Block, rank: int) -> list[Excess]:
-    """Returns where `rank` works longer than comparable ranks or layers, the largest excess first.
+def find_excesses(block: Block, rank: int) -> list[Excess]:
+    """Returns the places where `rank` works longer than comparable ranks or layers, the largest excess first.
 
-    It is compared, by the place of the work:
+    The comparison depends on the place:
 
-    * a chunk, the update, a reduction: with the ranks of the same stage, which do the same work on other samples or shards
-    * where a stage has one rank: with layers of the same kind and sizes anywhere; for the update, by elements stepped
+    * a chunk, the update, a reduction: with ranks of the same stage, which do the same work on other samples or shards
+    * the same in a stage of one rank: with layers of the same type and sizes on any rank; the update is scaled by elements
     * data, work between steps, evaluations: with all other ranks
     """
-    own, others = block.ranks[rank], [one for number, one in block.ranks.items() if number != rank]
-    peers = [one for one in others if one.start.stage == own.start.stage]
-    found = (_excess(own, peers, others, place, block) for place in own.work if place != DEVICE)
-    return sorted((one for one in found if one is not None), key=lambda one: -one.seconds)
+    work, other_works = block.ranks[rank], [other for number, other in block.ranks.items() if number != rank]
+    peers = [other for other in other_works if other.start.stage == work.start.stage]
+    excesses = (_find_excess(work, peers, other_works, place, block) for place in work.work if place != DEVICE)
+    return sorted((excess for excess in excesses if excess is not None), key=lambda excess: -excess.seconds)
 
 
-def _excess(own: RankWork, peers: list[RankWork], others: list[RankWork], place: str, block: Block) -> Excess | None:
-    """Returns by how much a rank's time at `place` exceeds that of comparable ranks or chunks; None if it does not."""
-    spent = own.work[place]
-    if peers or place in _EVERYONES:
-        likes = others if place in _EVERYONES else peers
-        usual = _usual(one.work.get(place, NOTHING) for one in likes)
-        if not likes or not _is_apart(spent, usual, MOST_RATIO):
+def _find_excess(work: RankWork, peers: list[RankWork], other_works: list[RankWork], place: str, block: Block) -> Excess | None:
+    """Returns the excess of a rank's time at `place` over comparable ranks or chunks; None if there is no excess."""
+    spent = work.work[place]
+    if peers or place in _COMMON_PLACES:
+        comparable = other_works if place in _COMMON_PLACES else peers
+        usual = _median_spread(other.work.get(place, ZERO_SPREAD) for other in comparable)
+        if not comparable or not _exceeds(spent, usual, MAX_RATIO):
             return None
-        seconds = spent.middle - usual.middle
-        beyond = {
-            layer: one.middle - _usual(peer.layers.get(place, {}).get(layer, NOTHING) for peer in peers).middle
-            for layer, one in own.layers.get(place, {}).items()
+        seconds = spent.median - usual.median
+        layer_excesses = {
+            layer: spread.median - _median_spread(peer.layers.get(place, {}).get(layer, ZERO_SPREAD) for peer in peers).median
+            for layer, spread in work.layers.get(place, {}).items()
         }
-        most = max(beyond, key=lambda layer: beyond[layer], default="")
-        stands_out = bool(peers) and bool(most) and beyond[most] >= seconds / 2
-        return Excess(place, most if stands_out else "", seconds, usual.middle)
-    if place[0] in _OF_CHUNKS and place in own.layers:
-        return max(_beyond_alike(own, place, block), key=lambda one: one.seconds, default=None)
-    if place in (UPDATE, MESSAGES) and others:
-        # Where `own` steps more elements than a like, its update takes as much longer.
-        factors = [max(1.0, own.start.trained / max(1, one.start.trained)) if place == UPDATE else 1.0 for one in others]
-        times = [one.work.get(place, NOTHING) for one in others]
-        usual = _usual(Spread(*(value * factor for value in one)) for one, factor in zip(times, factors, strict=True))
-        if _is_apart(spent, usual, MOST_FAR_RATIO):
-            return Excess(place, "", spent.middle - usual.middle, usual.middle)
+        top_layer = max(layer_excesses, key=lambda layer: layer_excesses[layer], default="")
+        has_top_layer = bool(peers) and bool(top_layer) and layer_excesses[top_layer] >= seconds / 2
+        return Excess(place, top_layer if has_top_layer else "", seconds, usual.median)
+    if place[0] in _CHUNK_PREFIXES and place in work.layers:
+        return max(_layer_excesses(work, place, block), key=lambda excess: excess.seconds, default=None)
+    if place in (UPDATE, MESSAGES) and other_works:
+        # A rank that steps more elements than a peer needs proportionally longer for its update.
+        factors = [
+            max(1.0, work.start.trained / max(1, other.start.trained)) if place == UPDATE else 1.0 for other in other_works
+        ]
+        times = [other.work.get(place, ZERO_SPREAD) for other in other_works]
+        usual = _median_spread(
+            Spread(*(value * factor for value in spread)) for spread, factor in zip(times, factors, strict=True)
+        )
+        if _exceeds(spent, usual, MAX_FAR_RATIO):
+            return Excess(place, "", spent.median - usual.median, usual.median)
     return None
 
 
-def _beyond_alike(own: RankWork, place: str, block: Block) -> Iterator[Excess]:
-    """Yields layers that take longer than layers of the same kind, sizes and direction do on any rank."""
-    for layer, spent in own.layers[place].items():
-        likeness = own.start.layers.get(layer)
-        alike = [
-            there
+def _layer_excesses(work: RankWork, place: str, block: Block) -> Iterator[Excess]:
+    """Yields layers that take longer than layers of the same type, sizes and direction on any rank."""
+    for layer, spent in work.layers[place].items():
+        signature = work.start.layers.get(layer)
+        comparable = [
+            spread
             for rank in block.ranks.values()
             for other_place, layers in rank.layers.items()
-            if other_place[0] == place[0] and likeness is not None
-            for other, there in layers.items()
-            if other != layer and rank.start.layers.get(other) == likeness
+            if other_place[0] == place[0] and signature is not None
+            for other_layer, spread in layers.items()
+            if other_layer != layer and rank.start.layers.get(other_layer) == signature
         ]
-        usual = _usual(alike)
-        if alike and _is_apart(spent, usual, MOST_FAR_RATIO):
-            yield Excess(place, layer, spent.middle - usual.middle, usual.middle)
+        usual = _median_spread(comparable)
+        if comparable and _exceeds(spent, usual, MAX_FAR_RATIO):
+            yield Excess(place, layer, spent.median - usual.median, usual.median)
 
 
-def _usual(likes: Iterable[Spread]) -> Spread:
-    """Returns the median of each quartile over `likes`."""
-    some = list(likes)
-    return Spread(*(middle(one[place] for one in some) for place in range(3)))
+def _median_spread(spreads: Iterable[Spread]) -> Spread:
+    """Returns the median of each quartile over `spreads`."""
+    items = list(spreads)
+    return Spread(*(median(item[index] for item in items) for index in range(3)))
 
 
-def _is_apart(spent: Spread, usual: Spread, ratio: float) -> bool:
-    """Returns whether `spent` exceeds `usual` by `ratio`, and by more than steps vary: three in four of its steps take longer
-    than half of the likes', half of its steps longer than three in four of theirs.
+def _exceeds(spent: Spread, usual: Spread, ratio: float) -> bool:
+    """Returns whether `spent` exceeds `usual` by `ratio`, and by more than the spread of steps: its lower quartile exceeds
+    their median, and its median exceeds their upper quartile.
     """
-    return spent.middle > max(ratio * usual.middle, usual.high) and spent.low > usual.middle
+    return spent.median > max(ratio * usual.median, usual.high) and spent.low > usual.median

@@ -1,11 +1,11 @@
-"""Decides which rank makes others wait, from the records of all ranks alone.
+"""Decides which rank makes others wait, from the work records of all ranks.
 
-    excess of a rank's own work over its likes ──┐
-    exchanges that take long although all came ──┼──> in most of the run, or of its last part ──> a cause, or nobody
-    the same rank before and after ──────────────┘
+    work of a rank longer than its peers' ───────┐
+    slow exchanges without a late rank ──────────┼──> in most of the run, or of its last part ──> a cause, or none
+    the same rank slower than before ────────────┘
 
-Victims have waits, causes have work: a rank is named for the work that it does longer than others do, never for what it waits.
-What is named must be worth `LEAST_SHARE` of a step, in `LEAST_OF_BLOCKS` of the blocks: less may be a busy machine's noise.
+Victims wait and causes work: a rank is named for work that takes longer than that of others, never for its waits. A cause must
+cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise of a busy machine.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from sley_doctor.reports.work_record import DATA, DEVICE, NOTHING, Queue, SeenMessage, WorkRecord
-from sley_doctor.slow.blocks import MOST_RATIO, Block, Excess, RankWork, blocks_of, excesses, middle
+from sley_doctor.reports.work_record import DATA, DEVICE, ZERO_SPREAD, MessageRecord, Queue, WorkRecord
+from sley_doctor.slow.blocks import MAX_RATIO, Block, Excess, RankWork, build_blocks, find_excesses, median
 
-LEAST_SHARE = 0.25  # of a step: less is not told
-LEAST_OF_BLOCKS = 0.75  # the share of steps in whose blocks it must be so
+MIN_SHARE = 0.25  # share of a step that a cause must cost
+MIN_BLOCK_SHARE = 0.75  # share of steps in blocks that show the cause
 
-LEAST_STEPS = 8
+MIN_STEPS = 8
 
-SAME_START_S = 600.0  # ranks that were started together begin to record no further apart, by their hosts' clocks
+SAME_START_S = 600.0  # limit of the difference between start times in one start, by the hosts' clocks
 
-WHY_NOTHING = (
-    "it was stopped before the end of its first window, its disk was full, or it is on a host that does not share the run's "
-    "folder"
+MISSING_RECORD_REASONS = (
+    "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
 )
 
-LATE = 3  # the last part of a run, if it is not the whole of it: one in so many blocks
+NUM_PARTS = 3  # the last part of a run is one in NUM_PARTS of its blocks
 
-LEAST_FAULTS, LEAST_SYSTEM = 500, 0.1
-"""Page faults of a step that are looked at, and how much of a rank's longer work the kernel must take for them at least."""
+MIN_FAULTS, MIN_SYSTEM_SHARE = 500, 0.1
+"""Fewer page faults per step are ignored; the kernel's time must be at least this share of the excess work."""
 
 
 @dataclass(frozen=True)
 class Cause:
     """Describes one reason for longer steps.
 
-    kind: "work" of a rank longer than its likes, "data" that all ranks wait for, "link", "change" of a rank that was faster
-    before, or "memory" that grows. ranks: those named; of a link, its ends. place: of `work_record`, or a queue's name. layer:
-    "" if none stands out. seconds: of each step; step_s: the length of a step. usual_s: the time of the likes there. first,
-    last: the steps in which it was so. faults: page faults of a step beyond those of others, if these are the reason.
-    megabytes: by which memory has grown.
+    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data, "link" for slow exchanges, "change"
+    if a rank has become slower, "memory" if memory grows. ranks: the slow ranks, or the ends of a link. place: a place of
+    `work_record`, or a queue's name. layer: "" if no layer stands out. seconds: the cost per step; step_s: the duration of a
+    step. usual_s: the time of comparable work. first, last: the steps with this cause. faults: excess page faults per step, if
+    they are the reason. megabytes: the growth of memory.
     """
 
     kind: str
@@ -63,8 +62,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Holds what was found. causes: memory, then the worst first; empty if no rank is slow. blocks: those examined. why_not:
-    why nothing can be decided.
+    """Holds the result of `judge`. causes: growing memory first, then the worst; empty if no rank is slow. blocks: the examined
+    blocks. why_not: the reason if slow ranks cannot be determined.
     """
 
     causes: tuple[Cause, ...]
@@ -73,68 +72,72 @@ class Judgement:
 
 
 def judge(records: Sequence[WorkRecord]) -> Judgement:
-    """Returns which ranks, links or data make others wait. records: of all ranks of a run."""
+    """Returns the ranks, links or data that make other ranks wait. records: the records of all ranks of a run."""
     if not records:
         return Judgement((), (), "no rank has recorded a step")
     if missing := sorted(set(range(records[0].start.world)) - {record.start.rank for record in records}):
-        return Judgement((), (), f"rank {missing[0]} has recorded nothing: {WHY_NOTHING}")
+        return Judgement((), (), f"rank {missing[0]} has recorded nothing: {MISSING_RECORD_REASONS}")
     newest = max(record.start.time for record in records)
-    if old := [record.start.rank for record in records if newest - record.start.time > SAME_START_S]:
-        return Judgement((), (), f"rank {old[0]} has recorded nothing since the run was started again")
-    blocks = blocks_of(records)
+    if stale_ranks := [record.start.rank for record in records if newest - record.start.time > SAME_START_S]:
+        return Judgement((), (), f"rank {stale_ranks[0]} has recorded nothing since the run was started again")
+    blocks = build_blocks(records)
     steps = sum(block.num_steps for block in blocks)
-    if steps < LEAST_STEPS:
-        return Judgement((), tuple(blocks), f"{steps} steps are too few to tell, {LEAST_STEPS} are needed")
-    # The first block has what is done once: compiling, opening files, first allocations.
-    settled = blocks[1:] if len(blocks) > LATE else blocks
-    causes = _causes(records, settled)
-    late = settled[-(len(settled) // LATE) :]
-    if not causes and len(settled) > LATE and sum(block.num_steps for block in late) >= LEAST_STEPS:
-        causes = _causes(records, late) or _changes(settled, late)
-    grown = _grown(records, middle(block.step_s for block in settled))
-    # To fill memory takes time: that a rank's memory grows is why it is slow, not the other way round.
-    return Judgement((*grown, *causes), tuple(settled))
+    if steps < MIN_STEPS:
+        return Judgement((), tuple(blocks), f"{steps} steps are too few, {MIN_STEPS} are needed")
+    # The first block includes one-time work: compiling, opening files, first allocations.
+    settled = blocks[1:] if len(blocks) > NUM_PARTS else blocks
+    causes = _find_causes(records, settled)
+    last_part = settled[-(len(settled) // NUM_PARTS) :]
+    if not causes and len(settled) > NUM_PARTS and sum(block.num_steps for block in last_part) >= MIN_STEPS:
+        causes = _find_causes(records, last_part) or _slowed_ranks(settled, last_part)
+    memory_causes = _memory_growth(records, median(block.step_s for block in settled))
+    # Filling memory takes time: growing memory makes a rank slow, and not the reverse.
+    return Judgement((*memory_causes, *causes), tuple(settled))
 
 
-def _causes(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
-    """Returns the causes that hold in most of `blocks`."""
-    found = [*_ranks(blocks), *_data(blocks)]
-    # A rank that comes late makes messages wait too, but not exchanges in which all have come.
-    found += _links(records, blocks)
-    return sorted(found, key=lambda one: -one.seconds)
+def _find_causes(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
+    """Returns the causes that most of `blocks` show, the worst first."""
+    causes = [*_slow_ranks(blocks), *_slow_data(blocks)]
+    # A late rank delays messages too, but not an exchange that all ranks have started.
+    causes += _slow_links(records, blocks)
+    return sorted(causes, key=lambda cause: -cause.seconds)
 
 
-def _ranks(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns the ranks that work longer than their likes while others wait; a run of one rank has no others."""
-    found = []
+def _slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
+    """Returns a cause for each rank that works longer than its peers while other ranks wait."""
+    causes = []
     for rank in blocks[0].ranks:
-        slow = []
+        slow_blocks = []
         for block in blocks:
-            some = excesses(block, rank)
-            beyond_s = sum(one.seconds for one in some)
-            if beyond_s < LEAST_SHARE * block.step_s or block.has_time_left(rank):
+            excesses = find_excesses(block, rank)
+            excess_s = sum(excess.seconds for excess in excesses)
+            if excess_s < MIN_SHARE * block.step_s or block.has_idle_host(rank):
                 continue
-            # Others wait for about as long: work that overlaps other work makes no rank wait. Waits for the device are no sign
-            # of it, since a device has work of its own.
-            waits = [one.waiting_s for number, one in block.ranks.items() if number != rank]
-            if max(waits, default=-1.0) >= beyond_s / 2:
-                slow.append((block, some))
-        if _is_most([block for block, _ in slow], blocks):
-            found.append(_named(rank, slow))
-    return found
+            # Other ranks must wait about as long: overlapped work makes no rank wait. Waits for a device do not count, since
+            # a device has its own work.
+            waits = [work.waiting_s for number, work in block.ranks.items() if number != rank]
+            if max(waits, default=-1.0) >= excess_s / 2:
+                slow_blocks.append((block, excesses))
+        if _covers_most([block for block, _ in slow_blocks], blocks):
+            causes.append(_rank_cause(rank, slow_blocks))
+    return causes
 
 
-def _named(rank: int, slow: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for a rank that was slow in these blocks, with the place and layer of most of it."""
-    steps = sum(block.num_steps for block, _ in slow)
+def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
+    """Returns the cause for `rank`, with the place and the layer of its largest excess. slow_blocks: blocks with their
+    excesses.
+    """
+    steps = sum(block.num_steps for block, _ in slow_blocks)
     places: dict[str, float] = {}
     layers: dict[tuple[str, str], float] = {}
     usual: dict[str, float] = {}
-    for block, some in slow:
-        for one in some:
-            places[one.place] = places.get(one.place, 0.0) + one.seconds * block.num_steps
-            usual[one.place] = usual.get(one.place, 0.0) + one.usual_s * block.num_steps
-            layers[one.place, one.layer] = layers.get((one.place, one.layer), 0.0) + one.seconds * block.num_steps
+    for block, excesses in slow_blocks:
+        for excess in excesses:
+            places[excess.place] = places.get(excess.place, 0.0) + excess.seconds * block.num_steps
+            usual[excess.place] = usual.get(excess.place, 0.0) + excess.usual_s * block.num_steps
+            layers[excess.place, excess.layer] = (
+                layers.get((excess.place, excess.layer), 0.0) + excess.seconds * block.num_steps
+            )
     place = max(places, key=lambda name: places[name])
     layer = max((key for key in layers if key[0] == place), key=lambda key: layers[key])[1]
     seconds = places[place] / steps
@@ -145,161 +148,180 @@ def _named(rank: int, slow: Sequence[tuple[Block, list[Excess]]]) -> Cause:
         layer,
         seconds,
         usual[place] / steps,
-        middle(block.step_s for block, _ in slow),
-        slow[0][0].first,
-        slow[-1][0].last,
-        _faults(rank, [block for block, _ in slow], seconds),
+        median(block.step_s for block, _ in slow_blocks),
+        slow_blocks[0][0].first,
+        slow_blocks[-1][0].last,
+        _excess_page_faults(rank, [block for block, _ in slow_blocks], seconds),
     )
 
 
-def _faults(rank: int, blocks: Sequence[Block], seconds: float) -> float:
-    """Returns how many page faults of a step `rank` has beyond others, where they are what it was busy with in `seconds` more
-    of work; else 0.
+def _excess_page_faults(rank: int, blocks: Sequence[Block], seconds: float) -> float:
+    """Returns the excess page faults per step of `rank` if they explain its excess work of `seconds`; else 0.
 
-    They are where the kernel took most of the processor that it used beyond others. That may be far less than `seconds`, where
-    other processes took the rest.
+    They explain it if most of the rank's excess processor time was spent in the kernel. This time may be far less than
+    `seconds` if other processes used the processor.
     """
 
-    def beyond(of: Callable[[RankWork], float]) -> float:
-        return middle(
-            of(block.ranks[rank]) - middle(of(one) for number, one in block.ranks.items() if number != rank) for block in blocks
+    def excess(get_value: Callable[[RankWork], float]) -> float:
+        return median(
+            get_value(block.ranks[rank]) - median(get_value(work) for number, work in block.ranks.items() if number != rank)
+            for block in blocks
         )
 
     faults, system_s, user_s = (
-        beyond(lambda one: one.faults),
-        beyond(lambda one: one.system_s),
-        beyond(lambda one: one.user_s),
+        excess(lambda work: work.faults),
+        excess(lambda work: work.system_s),
+        excess(lambda work: work.user_s),
     )
-    is_why = faults >= LEAST_FAULTS and system_s >= max(user_s, LEAST_SYSTEM * seconds)
-    return faults if is_why else 0.0
+    is_cause = faults >= MIN_FAULTS and system_s >= max(user_s, MIN_SYSTEM_SHARE * seconds)
+    return faults if is_cause else 0.0
 
 
-def _data(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for the wait for data, if every rank has it."""
-    slow = [
+def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
+    """Returns a cause for the wait for data if every rank waits for its data; else none."""
+    slow_blocks = [
         block
         for block in blocks
         if all(
-            one.work.get(DATA, NOTHING).middle >= LEAST_SHARE * block.step_s and not block.has_time_left(rank)
-            for rank, one in block.ranks.items()
+            work.work.get(DATA, ZERO_SPREAD).median >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
+            for rank, work in block.ranks.items()
         )
     ]
-    if not _is_most(slow, blocks):
+    if not _covers_most(slow_blocks, blocks):
         return []
-    seconds = middle(min(one.work[DATA].middle for one in block.ranks.values()) for block in slow)
-    step_s = middle(block.step_s for block in slow)
-    return [Cause("data", tuple(slow[0].ranks), DATA, "", seconds, 0.0, step_s, slow[0].first, slow[-1].last)]
+    seconds = median(min(work.work[DATA].median for work in block.ranks.values()) for block in slow_blocks)
+    step_s = median(block.step_s for block in slow_blocks)
+    return [
+        Cause("data", tuple(slow_blocks[0].ranks), DATA, "", seconds, 0.0, step_s, slow_blocks[0].first, slow_blocks[-1].last)
+    ]
 
 
-def _links(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for each queue that was slow in most of the blocks."""
-    seen: dict[tuple[str, tuple[int, ...]], list[tuple[Block, SlowExchange]]] = {}
+def _slow_links(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
+    """Returns a cause for each queue that is slow in most of the blocks."""
+    slow_by_queue: dict[tuple[str, tuple[int, ...]], list[tuple[Block, SlowExchange]]] = {}
     for block in blocks:
-        for one in slow_exchanges(records, block):
-            if one.seconds >= LEAST_SHARE * block.step_s:
-                seen.setdefault((one.queue, one.ranks), []).append((block, one))
+        for exchange in find_slow_exchanges(records, block):
+            if exchange.seconds >= MIN_SHARE * block.step_s:
+                slow_by_queue.setdefault((exchange.queue, exchange.ranks), []).append((block, exchange))
     return [
         Cause(
             "link",
             ranks,
             queue,
             "",
-            middle(one.seconds for _, one in slow),
-            middle(one.usual_s for _, one in slow),
-            middle(block.step_s for block, _ in slow),
-            slow[0][0].first,
-            slow[-1][0].last,
+            median(exchange.seconds for _, exchange in slow_blocks),
+            median(exchange.usual_s for _, exchange in slow_blocks),
+            median(block.step_s for block, _ in slow_blocks),
+            slow_blocks[0][0].first,
+            slow_blocks[-1][0].last,
         )
-        for (queue, ranks), slow in seen.items()
-        if _is_most([block for block, _ in slow], blocks)
+        for (queue, ranks), slow_blocks in slow_by_queue.items()
+        if _covers_most([block for block, _ in slow_blocks], blocks)
     ]
 
 
-def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
-    """Returns the ranks whose own work, and not that of others, takes longer in `late` than in as many early blocks."""
-    early = settled[: len(late)]
-    before, after = middle(block.step_s for block in early), middle(block.step_s for block in late)
-    if after - before < LEAST_SHARE * after:
+def _slowed_ranks(settled: Sequence[Block], last_part: Sequence[Block]) -> list[Cause]:
+    """Returns a cause for each rank that works longer in `last_part` than in as many early blocks, while other ranks do not."""
+    early = settled[: len(last_part)]
+    step_s_before, step_s_after = median(block.step_s for block in early), median(block.step_s for block in last_part)
+    if step_s_after - step_s_before < MIN_SHARE * step_s_after:
         return []
-    found = []
+    causes = []
     ratios = {
-        number: min(block.ranks[number].working_s for block in late) / max(block.ranks[number].working_s for block in early)
-        for number in late[-1].ranks
+        number: min(block.ranks[number].working_s for block in last_part)
+        / max(block.ranks[number].working_s for block in early)
+        for number in last_part[-1].ranks
     }
-    for rank in late[-1].ranks:
-        others = [ratio for number, ratio in ratios.items() if number != rank]
-        if ratios[rank] <= MOST_RATIO or (others and max(others) > ratios[rank] / MOST_RATIO):
+    for rank in last_part[-1].ranks:
+        other_ratios = [ratio for number, ratio in ratios.items() if number != rank]
+        if ratios[rank] <= MAX_RATIO or (other_ratios and max(other_ratios) > ratios[rank] / MAX_RATIO):
             continue
-        if any(block.has_time_left(rank) for block in late):
+        if any(block.has_idle_host(rank) for block in last_part):
             continue
-        gained = {
-            place: middle(block.ranks[rank].work[place].low for block in late)
-            - middle(block.ranks[rank].work[place].high for block in early if place in block.ranks[rank].work)
-            for place in late[-1].ranks[rank].work
+        increases = {
+            place: median(block.ranks[rank].work[place].low for block in last_part)
+            - median(block.ranks[rank].work[place].high for block in early if place in block.ranks[rank].work)
+            for place in last_part[-1].ranks[rank].work
             if place != DEVICE
         }
-        place = max(gained, key=lambda name: gained[name])
-        if gained[place] >= LEAST_SHARE * after:
-            usual_s = middle(block.ranks[rank].work.get(place, NOTHING).middle for block in early)
-            found.append(Cause("change", (rank,), place, "", gained[place], usual_s, after, late[0].first, late[-1].last))
-    return found
+        place = max(increases, key=lambda name: increases[name])
+        if increases[place] >= MIN_SHARE * step_s_after:
+            usual_s = median(block.ranks[rank].work.get(place, ZERO_SPREAD).median for block in early)
+            causes.append(
+                Cause(
+                    "change",
+                    (rank,),
+                    place,
+                    "",
+                    increases[place],
+                    usual_s,
+                    step_s_after,
+                    last_part[0].first,
+                    last_part[-1].last,
+                )
+            )
+    return causes
 
 
-def _grown(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
-    """Returns a cause for the memory that grows most, with all ranks where it grows at least half as much."""
-    found = [one for record in records for where in ("host", "device") if (one := _growth(record, where, step_s))]
-    if not found:
+def _memory_growth(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
+    """Returns a cause for the memory that grows most, with all ranks whose memory grows at least half as much."""
+    causes = [
+        cause for record in records for memory in ("host", "device") if (cause := _rank_memory_growth(record, memory, step_s))
+    ]
+    if not causes:
         return []
-    most = max(found, key=lambda one: one.megabytes)
-    same = [one for one in found if one.place == most.place and one.megabytes >= most.megabytes / 2]
-    return [replace(most, ranks=tuple(sorted(one.ranks[0] for one in same)))]
+    largest = max(causes, key=lambda cause: cause.megabytes)
+    similar = [cause for cause in causes if cause.place == largest.place and cause.megabytes >= largest.megabytes / 2]
+    return [replace(largest, ranks=tuple(sorted(cause.ranks[0] for cause in similar)))]
 
 
-def _is_most(some: Sequence[Block], blocks: Sequence[Block]) -> bool:
-    """Returns whether `some` have enough of the steps of `blocks` to count as most of them."""
-    return bool(some) and sum(one.num_steps for one in some) >= LEAST_OF_BLOCKS * sum(one.num_steps for one in blocks)
+def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
+    """Returns whether `subset` has at least MIN_BLOCK_SHARE of the steps of `blocks`."""
+    return bool(subset) and sum(block.num_steps for block in subset) >= MIN_BLOCK_SHARE * sum(
+        block.num_steps for block in blocks
+    )
 
 
-LEAST_MB, LEAST_GROWTH = 64.0, 0.15  # less than this, or than this share of what there was, may be caches that fill
+MIN_MB, MIN_GROWTH = 64.0, 0.15  # smaller growth, in MiB or as a share, may come from caches that fill
 
-LEAST_WINDOWS = 5
-STEADY = 0.8  # the share of windows in which it must grow
+MIN_WINDOWS = 5
+STEADY = 0.8  # share of windows in which memory must grow
 
 
-def _growth(record: WorkRecord, where: str, step_s: float) -> Cause | None:
-    """Returns a cause for the growth of a rank's memory if it is large and steady until the end; else None. The first window,
-    in which a run settles, is left out. where: "host" or "device".
+def _rank_memory_growth(record: WorkRecord, memory: str, step_s: float) -> Cause | None:
+    """Returns a cause if a rank's memory grows much and steadily until the end; else None. Ignores the first window, in which a
+    run settles. memory: "host" or "device".
     """
     windows = record.windows[1:]
-    if len(windows) < LEAST_WINDOWS:
+    if len(windows) < MIN_WINDOWS:
         return None
-    held = [window.private_mb if where == "host" else window.device_mb for window in windows]
-    total = held[-1] - held[0]
-    rising = sum(after > before for before, after in pairwise(held)) / (len(held) - 1)
-    # What has filled by now no longer grows. By steps: windows of a long run have more of them the older they are.
-    since = windows[-1].last - (windows[-1].last - windows[0].last) / 3
-    before = [mb for mb, one in zip(held, windows, strict=True) if one.last <= since]
-    lately = held[-1] - (before[-1] if before else held[0])
-    is_growing = total >= max(LEAST_MB, LEAST_GROWTH * held[0]) and rising >= STEADY and lately >= total / 6
+    sizes = [window.private_mb if memory == "host" else window.device_mb for window in windows]
+    total = sizes[-1] - sizes[0]
+    rising_share = sum(after > before for before, after in pairwise(sizes)) / (len(sizes) - 1)
+    # A cache that is full no longer grows. Measured in steps, since older windows have more steps.
+    last_third = windows[-1].last - (windows[-1].last - windows[0].last) / 3
+    before = [mb for mb, window in zip(sizes, windows, strict=True) if window.last <= last_third]
+    recent = sizes[-1] - (before[-1] if before else sizes[0])
+    is_growing = total >= max(MIN_MB, MIN_GROWTH * sizes[0]) and rising_share >= STEADY and recent >= total / 6
     if not is_growing:
         return None
     first, last = windows[0].last, windows[-1].last
-    return Cause("memory", (record.start.rank,), where, "", 0.0, 0.0, step_s, first, last, megabytes=total)
+    return Cause("memory", (record.start.rank,), memory, "", 0.0, 0.0, step_s, first, last, megabytes=total)
 
 
 LATENCY_S, BYTES_PER_S = 2.5e-3, 50e6
-"""Of the slowest link that is sound: an exchange over TCP on a busy machine, and half of a gigabit network."""
+"""The slowest acceptable link: an exchange over TCP on a busy machine, and half of a gigabit network."""
 
-MOST_LINK_RATIO = 3.0  # exchanges may take this much longer than by that
+MAX_LINK_RATIO = 3.0  # factor by which exchanges may take longer than over that link
 
 
 class SlowExchange(NamedTuple):
-    """An exchange that ranks wait in, late or not. seconds: of a step; usual_s: of a step by a slow but sound link.
+    """The duration of a queue's exchanges. seconds: per step; usual_s: per step over the slowest acceptable link.
 
-    queue: its name. ranks: its members, or the sender and the receiver.
+    queue: the queue's name. ranks: its members, or the sender and the receiver.
 
-    In a collective the last rank to come waits for nobody, so the shortest wait of its members is the exchange's own. A message
-    of a pipeline is on its way from when the sender has handed it over, and is waited for from when its receiver comes for it.
+    In a collective the last rank waits for no other rank, so the shortest wait of its members is the duration of the exchange.
+    A message is under way from the time it is sent, and its receiver waits from the time it needs the message.
     """
 
     queue: str
@@ -308,65 +330,73 @@ class SlowExchange(NamedTuple):
     usual_s: float
 
 
-def slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[SlowExchange]:
-    """Returns the exchanges that take longer than a sound link explains, the longest first."""
-    found = [*_collectives(block), *_messages(records, block)]
-    slow = (one for one in found if one.seconds > MOST_LINK_RATIO * one.usual_s)
-    return sorted(slow, key=lambda one: -one.seconds)
+def find_slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[SlowExchange]:
+    """Returns the exchanges that take longer than an acceptable link explains, the longest first."""
+    exchanges = [*_collective_exchanges(block), *_message_exchanges(records, block)]
+    slow = (exchange for exchange in exchanges if exchange.seconds > MAX_LINK_RATIO * exchange.usual_s)
+    return sorted(slow, key=lambda exchange: -exchange.seconds)
 
 
-def _collectives(block: Block) -> Iterator[SlowExchange]:
-    """Yields each collective queue, with the shortest wait of any member, which is the time of the exchange itself."""
-    seen: set[tuple[str, tuple[int, ...]]] = set()
+def _collective_exchanges(block: Block) -> Iterator[SlowExchange]:
+    """Yields each collective queue, with the shortest wait of its members, which is the duration of the exchange."""
+    done: set[tuple[str, tuple[int, ...]]] = set()
     for rank in block.ranks.values():
         for name, queue in rank.queues.items():
             key = name, queue.ranks
-            members = [block.ranks.get(one) for one in queue.ranks]
-            if queue.peer is not None or key in seen:
+            members = [block.ranks.get(number) for number in queue.ranks]
+            if queue.peer is not None or key in done:
                 continue
-            seen.add(key)
-            waits = [one.waits[name].low for one in members if one is not None and name in one.waits]
-            if len(waits) == len(members):  # else the one that is missing may not have waited
-                yield _exchange(name, queue, queue.ranks, min(waits))
+            done.add(key)
+            waits = [member.waits[name].low for member in members if member is not None and name in member.waits]
+            if len(waits) == len(members):  # otherwise a member without a record may not have waited
+                yield _build_slow_exchange(name, queue, queue.ranks, min(waits))
 
 
-def _messages(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExchange]:
-    """Yields each message queue, with the median time from the sender's action to the receiver's."""
-    sent = {(record.start.rank, name): some for record in records for name, some in _of_block(record, block, "sent").items()}
+def _message_exchanges(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExchange]:
+    """Yields each message queue, with the median seconds that its receiver waits for messages under way."""
+    sent = {
+        (record.start.rank, name): messages
+        for record in records
+        for name, messages in _block_messages(record, block, "sent").items()
+    }
     for record in records:
-        taken = _of_block(record, block, "taken")
+        received = _block_messages(record, block, "taken")
         for name, queue in block.ranks[record.start.rank].queues.items():
             if queue.peer is None:
                 continue
-            handed = sent.get((queue.peer, name), [])
-            ways = _ways_by_step(handed, taken.get(name, []))
-            if ways:
-                actions = len(handed) / len({one.step for one in handed})
-                yield _exchange(name, replace(queue, exchanges=actions), (queue.peer, record.start.rank), middle(ways))
+            sent_messages = sent.get((queue.peer, name), [])
+            transits = _transit_seconds(sent_messages, received.get(name, []))
+            if transits:
+                actions = len(sent_messages) / len({message.step for message in sent_messages})
+                yield _build_slow_exchange(
+                    name, replace(queue, exchanges=actions), (queue.peer, record.start.rank), median(transits)
+                )
 
 
-def _of_block(record: WorkRecord, block: Block, end: str) -> dict[str, list[SeenMessage]]:
-    """Returns a rank's messages in the block by queue. end: "sent" or "taken"."""
-    found: dict[str, list[SeenMessage]] = {}
-    for window in record.within(block.first, block.last):
+def _block_messages(record: WorkRecord, block: Block, end: str) -> dict[str, list[MessageRecord]]:
+    """Returns a rank's messages in the block by queue. end: "sent" or "taken" (received)."""
+    messages_by_queue: dict[str, list[MessageRecord]] = {}
+    for window in record.windows_between(block.first, block.last):
         for name, messages in getattr(window, end).items():
-            found.setdefault(name, []).extend(one for one in messages if block.first <= one.step <= block.last)
-    return found
+            messages_by_queue.setdefault(name, []).extend(
+                message for message in messages if block.first <= message.step <= block.last
+            )
+    return messages_by_queue
 
 
-def _ways_by_step(sent: Sequence[SeenMessage], taken: Sequence[SeenMessage]) -> list[float]:
-    """Returns, for each step that both ends have recorded, the seconds for which a receiver waited for messages under way. An
-    action sends several in a row, of which only the last is recorded: the earlier ones count as sent at that time.
+def _transit_seconds(sent: Sequence[MessageRecord], received: Sequence[MessageRecord]) -> list[float]:
+    """Returns the seconds for which the receiver waited for messages under way, for each step that both ends recorded. An
+    action may send several messages; only the last one is recorded, and the earlier ones count as sent at the same time.
     """
-    numbers = [one.number for one in sent]
-    ways = dict.fromkeys((one.step for one in sent), 0.0)
-    for one in taken:
-        at = bisect_left(numbers, one.number)
-        if at < len(sent) and sent[at].step == one.step:
-            ways[one.step] += max(0.0, min(one.waited_s, one.time_s - sent[at].time_s))
-    steps = {one.step for one in taken}
-    return [way for step, way in ways.items() if step in steps]
+    numbers = [message.number for message in sent]
+    transits = dict.fromkeys((message.step for message in sent), 0.0)
+    for message in received:
+        index = bisect_left(numbers, message.number)
+        if index < len(sent) and sent[index].step == message.step:
+            transits[message.step] += max(0.0, min(message.waited_s, message.time_s - sent[index].time_s))
+    steps = {message.step for message in received}
+    return [seconds for step, seconds in transits.items() if step in steps]
 
 
-def _exchange(name: str, queue: Queue, ranks: tuple[int, ...], seconds: float) -> SlowExchange:
+def _build_slow_exchange(name: str, queue: Queue, ranks: tuple[int, ...], seconds: float) -> SlowExchange:
     return SlowExchange(name, ranks, seconds, queue.exchanges * LATENCY_S + queue.num_bytes / BYTES_PER_S)

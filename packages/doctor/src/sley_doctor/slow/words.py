@@ -1,4 +1,4 @@
-"""Puts the judgement into words: a line for the cause, what to do, and a line for each rank."""
+"""Describes a judgement: a line for each cause, its remedy, and a line for each rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sley_doctor.reports.work_record import (
     Queue,
     WorkRecord,
 )
-from sley_doctor.slow.blocks import Block, middle
-from sley_doctor.slow.judge import LEAST_SHARE, Cause, Judgement
+from sley_doctor.slow.blocks import Block, median
+from sley_doctor.slow.judge import MIN_SHARE, Cause, Judgement
 
-SHOWN_S = 5e-5  # what takes less is not shown
+MIN_SHOWN_S = 5e-5  # shorter times are not shown
 
 _ACTIONS = {
     "F": "forward",
@@ -50,138 +50,155 @@ _AXES = {
 }
 _REMEDIES = {
     "F": "look at what that rank's layers do there, and at its machine: other processes, clock, temperature",
-    DATA: "look at where its data lies and at the data set's `__getitem__`: samples are read ahead, one batch, by one thread",
-    UPDATE: "look at the optimizer, and at what its hooks do on that rank",
-    BETWEEN: "write metrics, evaluate and save less often, or make what listens to steps faster",
+    DATA: "look at where its data lies and at the data set's `__getitem__`: one thread reads one batch ahead",
+    UPDATE: "look at the optimizer and its hooks on that rank",
+    BETWEEN: "write metrics, evaluate and save less often, or make the step listeners faster",
     EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",
     MESSAGES: "look at the network between these stages",
-    "link": "look at the network between these ranks, and whether their groups use the interface that you mean",
-    "change": "look at what that rank's machine has done since: other processes, clock, temperature, memory",
-    "memory": "look for what is kept from step to step: lists of tensors, losses with their graphs, caches without a limit",
-    "faults": "it takes memory from the system anew in each step: look for large buffers that are made and freed, and for a "
-    "shortage of memory",
+    "link": "look at the network between these ranks, and at the interface that their groups use",
+    "change": "look at that rank's machine since then: other processes, clock, temperature, memory",
+    "memory": "look for objects kept from step to step: lists of tensors, losses with their graphs, caches without a limit",
+    "faults": "the rank allocates system memory in each step: look for large temporary buffers, and for a shortage of memory",
 }
 
 
-def place_in_words(place: str) -> str:
-    """Returns a place of work as a person reads it: `F0` is the forward of chunk 0."""
-    found = re.fullmatch(r"([FBIWC])(\d+)", place)
-    if found is None:
+def describe_place(place: str) -> str:
+    """Returns the description of a place of work: `forward of chunk 0 (F0)` for `F0`."""
+    match = re.fullmatch(r"([FBIWC])(\d+)", place)
+    if match is None:
         return _PLACES.get(place, place)
-    return f"{_ACTIONS[found[1]]} of chunk {found[2]} ({place})"
+    return f"{_ACTIONS[match[1]]} of chunk {match[2]} ({place})"
 
 
-def cause_in_words(cause: Cause) -> str:
-    """Returns the cause as one sentence, with figures."""
-    whose, step = ranks_in_words(cause.ranks), f"in a step of {_ms(cause.step_s)}"
+def describe_cause(cause: Cause) -> str:
+    """Returns a sentence that describes the cause, with figures."""
+    ranks, step = format_ranks(cause.ranks), f"in a step of {_format_seconds(cause.step_s)}"
     match cause.kind:
         case "work":
             layer = f", in layer `{cause.layer}`," if cause.layer else ""
-            usual = f"others take {_ms(cause.usual_s)}" if cause.usual_s >= SHOWN_S else "others take next to nothing"
-            longer = f"its {place_in_words(cause.place)}{layer} takes {_ms(cause.seconds)} longer than others' {step}"
+            usual = (
+                f"others take {_format_seconds(cause.usual_s)}"
+                if cause.usual_s >= MIN_SHOWN_S
+                else "others take next to nothing"
+            )
+            longer = (
+                f"its {describe_place(cause.place)}{layer} takes {_format_seconds(cause.seconds)} longer than others' {step}"
+            )
             faults = f", with {cause.faults:,.0f} page faults more" if cause.faults else ""
-            return f"{whose} makes others wait: {longer}; {usual}{faults}"
+            return f"{ranks} makes others wait: {longer}; {usual}{faults}"
         case "data":
-            return f"every rank waits for its data, {_ms(cause.seconds)} {step}"
+            return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
         case "link":
-            what = f"the exchanges of `{cause.place}` ({_exchange(cause.place)}) between {whose}"
-            sound = f"a slow but sound link takes {_ms(cause.usual_s)}"
-            return f"{what} take {_ms(cause.seconds)} {step} although no rank is late; {sound}"
+            exchanges = f"the exchanges of `{cause.place}` ({_exchange_type(cause.place)}) between {ranks}"
+            expected = f"a slow but sound link takes {_format_seconds(cause.usual_s)}"
+            return f"{exchanges} take {_format_seconds(cause.seconds)} {step} although no rank is late; {expected}"
         case "change":
-            more = f"takes {_ms(cause.seconds)} more than the {_ms(cause.usual_s)} of before, {step}"
-            return f"{whose} has become slower: its {place_in_words(cause.place)} {more}"
+            increase = (
+                f"takes {_format_seconds(cause.seconds)} more than the {_format_seconds(cause.usual_s)} of before, {step}"
+            )
+            return f"{ranks} has become slower: its {describe_place(cause.place)} {increase}"
         case _:
-            where = "on the host" if cause.place == "host" else "on the device"
-            return f"the memory of {whose} {where} grows: {cause.megabytes:,.0f} MiB in steps {cause.first} to {cause.last}"
+            memory = "on the host" if cause.place == "host" else "on the device"
+            return f"the memory of {ranks} {memory} grows: {cause.megabytes:,.0f} MiB in steps {cause.first} to {cause.last}"
 
 
 def remedy(cause: Cause) -> str:
-    """Returns what to do against the cause."""
+    """Returns the remedy for the cause."""
     if cause.faults:
         return _REMEDIES["faults"]
     return _REMEDIES.get(cause.kind) or _REMEDIES.get(cause.place) or _REMEDIES["F"]
 
 
-def nobody(judgement: Judgement) -> str:
-    """Returns the sentence for a judgement without a cause: why there is none."""
+def describe_no_cause(judgement: Judgement) -> str:
+    """Returns a sentence that explains why a judgement has no cause."""
     if judgement.why_not:
-        return f"cannot be told: {judgement.why_not}"
+        return f"unknown: {judgement.why_not}"
     steps = f"steps {judgement.blocks[0].first} to {judgement.blocks[-1].last}"
-    told = f"none: in {steps} no rank worked {LEAST_SHARE:.0%} of a step longer than its peers, and no exchange took that much"
+    message = f"none: in {steps} no rank worked {MIN_SHARE:.0%} of a step longer than its peers, and no exchange took that much"
     is_cuda = any(rank.start.device == "cuda" for rank in judgement.blocks[0].ranks.values())
-    unseen = "; these are the hosts' seconds, in which neither a slow GPU nor a host late within a step is seen"
-    return told + (unseen if is_cuda else "")
+    caveat = "; these are the hosts' seconds, which show neither a slow GPU nor a host that falls behind within a step"
+    return message + (caveat if is_cuda else "")
 
 
-def last_seen(records: Sequence[WorkRecord]) -> Iterator[str]:
-    """Yields a line for each rank that has recorded anything, with the last step that it recorded."""
+def describe_last_steps(records: Sequence[WorkRecord]) -> Iterator[str]:
+    """Yields a line for each rank with windows: its last recorded step and its work in that window."""
     for record in records:
         if record.windows:
             window = record.windows[-1]
-            work = ", ".join(_works([(place, spent.middle) for place, spent in window.work.items()]))
+            work = ", ".join(_longest_places([(place, spent.median) for place, spent in window.work.items()]))
             yield f"rank {record.start.rank} (stage {record.start.stage}): recorded up to step {window.last}: {work}"
 
 
-def work_in_words(judgement: Judgement) -> Iterator[str]:
-    """Yields a line for each rank: its work and its waits in a step in the middle of the run."""
+def describe_work(judgement: Judgement) -> Iterator[str]:
+    """Yields a line for each rank: the medians of its work and its waits in a step."""
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
-        own = [block.ranks[rank] for block in blocks]
-        places = [place for place in own[-1].work if place != DEVICE]
-        spent = [(place, middle(one.work[place].middle for one in own if place in one.work)) for place in places]
-        most = ", ".join(_works(spent))
-        work = f"works {_ms(middle(one.working_s for one in own))} of a step{f' ({most})' if most else ''}"
-        yield f"rank {rank} (stage {own[0].start.stage}): {work}{_waits(rank, blocks)}"
+        works = [block.ranks[rank] for block in blocks]
+        places = [place for place in works[-1].work if place != DEVICE]
+        spent = [(place, median(work.work[place].median for work in works if place in work.work)) for place in places]
+        longest = ", ".join(_longest_places(spent))
+        text = (
+            f"works {_format_seconds(median(work.working_s for work in works))} of a step{f' ({longest})' if longest else ''}"
+        )
+        yield f"rank {rank} (stage {works[0].start.stage}): {text}{_describe_waits(rank, blocks)}"
 
 
-def _works(spent: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Yields the places that take most of a step, in words."""
-    most = sorted((one for one in spent if one[1] >= SHOWN_S), key=lambda one: -one[1])[:3]
-    yield from (f"{place} {_ms(seconds)}" for place, seconds in most)
+def _longest_places(spent: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """Yields the three places that take most of a step, each with its time."""
+    longest = sorted((item for item in spent if item[1] >= MIN_SHOWN_S), key=lambda item: -item[1])[:3]
+    yield from (f"{place} {_format_seconds(seconds)}" for place, seconds in longest)
 
 
-def _waits(rank: int, blocks: Sequence[Block]) -> str:
-    told = [f"{_ms(seconds)} {what}" for seconds, what in waits_of(rank, blocks) if seconds >= SHOWN_S]
-    return f", waits {'; '.join(told[:3])}" if told else ", waits for nobody"
+def _describe_waits(rank: int, blocks: Sequence[Block]) -> str:
+    waits = [
+        f"{_format_seconds(seconds)} {description}"
+        for seconds, description in longest_waits(rank, blocks)
+        if seconds >= MIN_SHOWN_S
+    ]
+    return f", waits {'; '.join(waits[:3])}" if waits else ", waits for nobody"
 
 
-def waits_of(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:
-    """Returns the waits of `rank`, the longest first: seconds of a step, and in words the exchange and the rank waited for. For
-    a message that is its other end; for a collective, the member that waits least.
+def longest_waits(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:
+    """Returns the waits of `rank`, the longest first: seconds per step, and a description of the exchange and the awaited rank.
+    The awaited rank is the peer of a message, or the member of a collective that waits least.
     """
-    own = [block.ranks[rank] for block in blocks]
-    found = [(middle(one.work[DEVICE].middle for one in own if DEVICE in one.work), "for the device")]
-    for name, queue in own[-1].queues.items():
-        seconds = middle(one.waits[name].middle for one in own if name in one.waits)
-        whom = ranks_in_words(_for_whom(rank, name, queue, blocks))
-        found.append((seconds, f"in `{name}` ({_exchange(name)}) for {whom}"))
-    return sorted(found, key=lambda one: -one[0])
+    works = [block.ranks[rank] for block in blocks]
+    waits = [(median(work.work[DEVICE].median for work in works if DEVICE in work.work), "for the device")]
+    for name, queue in works[-1].queues.items():
+        seconds = median(work.waits[name].median for work in works if name in work.waits)
+        ranks = format_ranks(_awaited_ranks(rank, name, queue, blocks))
+        waits.append((seconds, f"in `{name}` ({_exchange_type(name)}) for {ranks}"))
+    return sorted(waits, key=lambda wait: -wait[0])
 
 
-def _for_whom(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Returns the ranks for which a rank waits in a queue: the peer of messages, or the member that itself waits least."""
+def _awaited_ranks(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Returns the awaited ranks of a queue: the peer of messages, or the member of a collective that waits least."""
     if queue.peer is not None:
         return (queue.peer,)
-    others = [one for one in queue.ranks if one != rank and one in blocks[-1].ranks]
-    # How long each waits in the queue, or in all of its own queues where this is none of them.
-    waited = {
-        one: middle(
-            rank.waits[name].middle if name in rank.waits else rank.waiting_s + rank.device_s
-            for rank in (block.ranks[one] for block in blocks)
+    members = [member for member in queue.ranks if member != rank and member in blocks[-1].ranks]
+    # The wait of each member in the queue, or in all its queues if it has no such queue.
+    wait_s = {
+        member: median(
+            rank.waits[name].median if name in rank.waits else rank.waiting_s + rank.device_s
+            for rank in (block.ranks[member] for block in blocks)
         )
-        for one in others
+        for member in members
     }
-    return (min(waited, key=lambda one: waited[one]),) if waited else tuple(one for one in queue.ranks if one != rank)
+    return (
+        (min(wait_s, key=lambda member: wait_s[member]),)
+        if wait_s
+        else tuple(member for member in queue.ranks if member != rank)
+    )
 
 
-def _exchange(name: str) -> str:
+def _exchange_type(name: str) -> str:
     return _AXES.get(name.split()[0], "exchanges")
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns ranks in words: `rank 1`, or `ranks 0, 1`."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns `rank 1` for one rank, `ranks 0, 1` for several."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _ms(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
