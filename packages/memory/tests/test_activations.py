@@ -96,7 +96,7 @@ def test_a_step_that_fails_leaves_nothing(own: Path, texts: Path, policy: dict[s
 
     def lent() -> int:
         there = run.caller.policy
-        return there.arena.num_lent_bytes if policy is HOST else there.tally.num_bytes
+        return there.arena.num_lent_bytes if policy is HOST else there.stats.num_bytes
 
     tables = small_plan(model=MODEL, activations=policy)
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
@@ -193,7 +193,7 @@ def test_chosen_layers(as_kept: Any) -> None:
 
 
 def test_layers_that_are_not_there(texts: Path) -> None:
-    with pytest.raises(PlanError, match=r"no layer has the name `block\.1`") as caught:
+    with pytest.raises(PlanError, match=r"no layer matches `block\.1`") as caught:
         assemble(plan_from_dict(small_plan(activations=HOST | {"layers": ["block.1"]}), texts), World.alone("cpu"))
     assert caught.value.diagnostics[0].code == "unknown-layer"
 
@@ -269,7 +269,7 @@ def test_what_is_kept_is_let_go_with_the_graph(own: Path, texts: Path) -> None:
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
         for _ in range(2):
             run.step()
-            tally = run.caller.policy.tally
+            tally = run.caller.policy.stats
             assert tally.num_bytes == 0
         # Three blocks, one micro-batch in flight: the output, fp64 [2, 2, 24, 8], and a number of each row.
         assert tally.max_bytes == 3 * (8 * 2 * 2 * 24 * 8 + 8 * 2 * 2 * 24)
@@ -296,11 +296,11 @@ def test_a_backward_may_run_twice(own: Path) -> None:
     (wanted,) = torch.autograd.grad(block(hidden).sum(), hidden)
     assert torch.equal(first, wanted)
     assert torch.equal(second, wanted)
-    assert policy.tally.num_kept == 1
+    assert policy.stats.num_kept == 1
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen below"])
-@pytest.mark.parametrize(("when", "how"), [(1, "less"), (2, "more")])
+@pytest.mark.parametrize(("when", "how"), [(1, "fewer"), (2, "more")])
 def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
     """The others would be given what it computed, in the same shape."""
     from attending import Trying

@@ -1,1 +1,1 @@
-"""Memory of a run for Sley, plugin `memory`: what leaves the device and comes back, and pools of buffers."""
+"""The plugin `memory` of Sley: offloads a run's memory to the host, and pools buffers."""

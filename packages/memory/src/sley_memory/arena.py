@@ -1,4 +1,4 @@
-"""Memory that is lent: on the host by `HostArena`, on the device by core's pool with the sizes that a plan asks for."""
+"""Allocators of reusable memory: `HostArena` on the host, and core's pool with a plan's sizes on the device."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_memory.config import SizeClassesConfig
 
 
-def size_classes(config: SizeClassesConfig) -> DevicePool:
-    """Returns a pool with as many sizes as `config` says."""
+def build_pool(config: SizeClassesConfig) -> DevicePool:
+    """Returns a device pool with the block sizes of `config`."""
     return DevicePool(config.per_doubling)
 
 
 @dataclass(eq=False)
 class _Block:
-    """memory: page-locked as long as it is referred to. moved: counts its bytes. num_spare: places that are not lent."""
+    """A block of host memory, divided into slots. moved: the counters of its bytes. num_free: the number of unused slots."""
 
     memory: HostMemory
     moved: Moved | None
-    num_places: int
-    num_spare: int = 0
+    num_slots: int
+    num_free: int = 0
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     size: int
     memory: Tensor
     block: _Block
 
 
 class HostArena:
-    """Lends page-locked memory of the host, which is allocated once and used again.
+    """Allocates page-locked host memory in slots, which are reused after their release.
 
-    make: makes page-locked memory of so many bytes. wait: waits, on the host, for all copies so far; called before memory is
-    freed. budget: bytes that may be page-locked, None for no limit; what exceeds it is pageable, with one warning: copies of it
-    take half as long again, and wait for the host. most_waste: how much larger than a request a lent place may be. frees:
-    whether new memory replaces unused blocks; else only `trim` frees. num_bytes: of the host, in whole pages; num_lent_bytes,
-    max_lent_bytes: of lent places, now and at most; num_allocations: since the beginning.
+    make: allocates page-locked memory of a number of bytes. wait: blocks the host until all copies so far are done; called
+    before memory is freed. budget: the limit of page-locked bytes, None for no limit; memory beyond it is pageable, with one
+    warning, and its copies are slower. max_waste: the largest ratio of a slot's size to a request. frees_unused: whether a new
+    block first frees unused ones; otherwise only `trim` does. num_bytes: bytes of all blocks, in whole pages. num_lent_bytes,
+    max_lent_bytes: bytes of used slots, now and at most. num_allocations: the number of blocks allocated so far.
 
-    A place may be given back while a copy from it is in flight: the next copy that writes it is on the same stream.
+    A slot may be released while a copy from it is in flight: the next copy that writes to it is on the same stream.
     """
 
     def __init__(
@@ -56,51 +56,53 @@ class HostArena:
         wait: Callable[[], None],
         budget: int | None = None,
         *,
-        most_waste: float = inf,
-        frees: bool = True,
+        max_waste: float = inf,
+        frees_unused: bool = True,
     ) -> None:
         self._make = make
         self._wait = wait
         self._budget = budget
-        self._most_waste = most_waste
-        self._frees = frees
+        self._max_waste = max_waste
+        self._frees_unused = frees_unused
         self._has_warned = False
         self.num_allocations = self.num_bytes = self.num_lent_bytes = self.max_lent_bytes = 0
         self._blocks: list[_Block] = []
-        self._spare: list[_Place] = []  # by size
-        self._lent: dict[int, _Place] = {}  # by address
+        self._free_slots: list[_Slot] = []  # by size
+        self._used_slots: dict[int, _Slot] = {}  # by address
 
-    def places(self, sizes: Sequence[int], moved: Moved | None = None) -> list[Tensor]:
-        """Returns a place for each of `sizes`, in bytes above 0: uint8 [size], aligned to 256 bytes. Takes the smallest spare
-        places that suffice; the rest lie side by side in one new block, which counts in `moved`.
+    def allocate(self, sizes: Sequence[int], counters: Moved | None = None) -> list[Tensor]:
+        """Returns memory for each of `sizes`, in bytes above 0: uint8 [size], aligned to 256 bytes. Reuses the smallest free
+        slots that fit, and allocates one new block for all other sizes. counters: the counters to which a new block is added.
         """
-        places = [self._fitting(size) for size in sizes]
-        if missing := [size for size, place in zip(sizes, places, strict=True) if place is None]:
-            new = iter(self._side_by_side(missing, moved))
-            places = [place or next(new) for place in places]
-        lent = [place for place in places if place is not None]
-        self._lent.update({place.memory.data_ptr(): place for place in lent})
-        self.num_lent_bytes += sum(place.size for place in lent)
+        places = [self._pop_fitting(size) for size in sizes]
+        if missing := [size for size, slot in zip(sizes, places, strict=True) if slot is None]:
+            new_slots = iter(self._allocate_block(missing, counters))
+            places = [slot or next(new_slots) for slot in places]
+        used = [slot for slot in places if slot is not None]
+        self._used_slots.update({slot.memory.data_ptr(): slot for slot in used})
+        self.num_lent_bytes += sum(slot.size for slot in used)
         self.max_lent_bytes = max(self.max_lent_bytes, self.num_lent_bytes)
-        return [place.memory[:size] for place, size in zip(lent, sizes, strict=True)]
+        return [slot.memory[:size] for slot, size in zip(used, sizes, strict=True)]
 
-    def give(self, memory: Tensor) -> None:
-        """Takes a place back."""
-        place = self._lent.pop(memory.data_ptr())
-        self.num_lent_bytes -= place.size
-        place.block.num_spare += 1
-        insort(self._spare, place, key=_size)
+    def release(self, memory: Tensor) -> None:
+        """Releases memory that `allocate` returned."""
+        slot = self._used_slots.pop(memory.data_ptr())
+        self.num_lent_bytes -= slot.size
+        slot.block.num_free += 1
+        insort(self._free_slots, slot, key=_size)
 
     def trim(self, num_bytes: int = 0) -> int:
-        """Frees unused blocks, small ones first, until `num_bytes` are held, behind all copies; returns the bytes freed."""
-        unused = sorted((block for block in self._blocks if block.num_spare == block.num_places), key=_num_bytes)
+        """Frees unused blocks, small ones first, until at most `num_bytes` remain; returns the freed bytes. Waits for all
+        copies.
+        """
+        unused = sorted((block for block in self._blocks if block.num_free == block.num_slots), key=_num_bytes)
         freed = 0
         while unused and self.num_bytes > num_bytes:
             if not freed:
                 self._wait()  # copies may still read them
             block = unused.pop(0)
             self._blocks.remove(block)
-            self._spare = [place for place in self._spare if place.block is not block]
+            self._free_slots = [slot for slot in self._free_slots if slot.block is not block]
             freed += block.memory.num_bytes
             self.num_bytes -= block.memory.num_bytes
             if block.moved is not None:
@@ -111,32 +113,32 @@ class HostArena:
         """Yields every block as (name, uint8 tensor on the host)."""
         yield from ((f"host.{number}", block.memory.data) for number, block in enumerate(self._blocks))
 
-    def _fitting(self, size: int) -> _Place | None:
-        at = bisect_left(self._spare, size, key=_size)
-        if at == len(self._spare) or self._spare[at].size > size * self._most_waste:
+    def _pop_fitting(self, size: int) -> _Slot | None:
+        index = bisect_left(self._free_slots, size, key=_size)
+        if index == len(self._free_slots) or self._free_slots[index].size > size * self._max_waste:
             return None
-        place = self._spare.pop(at)
-        place.block.num_spare -= 1
-        return place
+        slot = self._free_slots.pop(index)
+        slot.block.num_free -= 1
+        return slot
 
-    def _side_by_side(self, sizes: Sequence[int], moved: Moved | None) -> list[_Place]:
-        """Allocates a block, and returns its places."""
-        if self._frees:  # memory whose size changes at each offload would else take more of the host each time
+    def _allocate_block(self, sizes: Sequence[int], counters: Moved | None) -> list[_Slot]:
+        """Allocates a block with a slot for each of `sizes`, and returns the slots."""
+        if self._frees_unused:  # otherwise memory whose size changes at each offload would grow without limit
             self.trim()
         end = sum(round_up(size, ALIGNMENT_BYTES) for size in sizes)
-        block = _Block(self._memory(end), moved, len(sizes))
+        block = _Block(self._allocate(end), counters, len(sizes))
         self._blocks.append(block)
         self.num_allocations += 1
         self.num_bytes += block.memory.num_bytes
-        if moved is not None:
-            moved.host_bytes += block.memory.num_bytes
+        if counters is not None:
+            counters.host_bytes += block.memory.num_bytes
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + round_up(size, ALIGNMENT_BYTES))
-        return [_Place(size, block.memory.data[at : at + size], block) for at, size in zip(starts, sizes, strict=False)]
+        return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
-    def _memory(self, num_bytes: int) -> HostMemory:
-        """Returns new memory, page-locked if the budget allows it, else pageable, with a warning the first time."""
+    def _allocate(self, num_bytes: int) -> HostMemory:
+        """Returns new memory, page-locked within the budget, else pageable. Warns the first time it is pageable."""
         locked = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
         if self._budget is None or locked <= self._budget:
             return self._make(num_bytes)
@@ -151,8 +153,8 @@ class HostArena:
         return HostMemory(num_bytes, lock=False)
 
 
-def _size(place: _Place) -> int:
-    return place.size
+def _size(slot: _Slot) -> int:
+    return slot.size
 
 
 def _num_bytes(block: _Block) -> int:

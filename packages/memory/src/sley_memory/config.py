@@ -15,14 +15,14 @@ Layers = Positive | Annotated[Array[str], Field(min_length=1)]
 
 
 class SizeClassesConfig(Table):
-    """Keeps blocks by rounded size, and lends views of them: buffers of almost equal sizes share memory."""
+    """Allocates blocks of rounded sizes and lends views of them: buffers of similar sizes share memory."""
 
     per_doubling: Literal[1, 2, 4, 8, 16] = 8
-    """Sizes of blocks between one power of two and the next; with 8, a block is at most an eighth larger than the request."""
+    """The number of block sizes per power of two; with 8, a block is at most an eighth larger than the request."""
 
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
-"""As in `sley_core.api.memory`, which needs torch."""
+"""Equal to `Part` in `sley_core.api.memory`, which needs torch."""
 
 ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages")
 
@@ -33,19 +33,19 @@ class OffloadConfig(Table):
     MOVES: ClassVar[tuple[Part, ...]] = ()
 
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
-    """Megabytes that are moved at a time; with `between_steps`, megabytes of weights that are stepped at a time."""
+    """Megabytes to move at a time; with `between_steps`, megabytes of weights to step at a time."""
 
     host_budget_mb: Annotated[float, Field(ge=0)] | None = None
-    """Megabytes of host memory that may be page-locked for this; more is pageable, with a warning. Left out, no limit."""
+    """The limit of page-locked host memory in megabytes; memory beyond it is pageable, with a warning. No limit by default."""
 
     @property
     def moves(self) -> tuple[Part, ...]:
-        """Returns the parts of a run's memory that it moves."""
+        """Returns the parts of a run's memory that this table moves."""
         return self.MOVES
 
     @property
     def is_shared(self) -> bool:
-        """Returns whether ranks share host copies of memory that they have in common."""
+        """Returns whether ranks with equal memory share host copies of it."""
         return False
 
     @property
@@ -55,11 +55,11 @@ class OffloadConfig(Table):
 
 
 class CopiedConfig(OffloadConfig):
-    """Copies memory to the host, in full or, together with other ranks, in parts."""
+    """Copies memory to the host: in full, or shared between ranks."""
 
     shared: bool = False
-    """Whether ranks of `wdp` with the same contents keep a part of them each, and gather them on the way back. All ranks of the
-    run must then offload and onload the same parts in the same order.
+    """Whether each rank of `wdp` keeps only a part of the memory that is equal on all of them, and gathers the other parts when
+    it is onloaded. All ranks of the run must then offload and onload the same parts in the same order.
     """
 
     @property
@@ -68,7 +68,7 @@ class CopiedConfig(OffloadConfig):
 
 
 class WeightsConfig(CopiedConfig):
-    """Moves parameters and module buffers, frozen ones too."""
+    """Moves parameters and module buffers, including frozen ones."""
 
     MOVES = ("weights", "buffers")
 
@@ -85,8 +85,8 @@ class StatesConfig(CopiedConfig):
     MOVES = ("optimizer_states",)
 
     when: Literal["idle", "between_steps"] = "idle"
-    """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states away except while their
-    weights are stepped.
+    """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states on the host except
+    while their weights are stepped.
     """
 
     @property
@@ -101,10 +101,10 @@ class GradientsConfig(OffloadConfig):
 
 
 class EverythingConfig(CopiedConfig):
-    """Moves everything that a run holds between two steps, or the parts that `parts` names."""
+    """Moves all memory that a run holds between two steps, or the parts in `parts`."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL
-    """Which parts: gradients are freed, pools and messages trimmed, all others copied."""
+    """The parts to move: gradients are freed, pools and messages are trimmed, all others are copied."""
 
     @property
     def moves(self) -> tuple[Part, ...]:
@@ -122,46 +122,47 @@ class HostOptimizerConfig(OffloadConfig):
 
 
 class HostConfig(Table):
-    """Offloads what chosen layers save for their backward to the host, and prefetches it back."""
+    """Offloads saved activations of chosen layers to the host, and prefetches them for the backward."""
 
     layers: Layers | None = None
-    """Which layers: the number of first blocks, or names and patterns of names (`"blocks.1*"`); left out, all blocks.
+    """The layers: a number of first blocks, or names and patterns (`"blocks.1*"`). All blocks by default.
 
     Blocks are all layers but the first and the last.
     """
 
     min_bytes: NonNegative = 65536
-    """Smaller storages stay: copying them takes longer than their bytes are worth."""
+    """Storages of fewer bytes stay on the device: copying them costs more than it saves."""
 
     budget_bytes: NonNegative | None = None
-    """The most bytes on the host at one time; what would exceed it stays on the device, and is counted."""
+    """The limit of bytes on the host; storages beyond it stay on the device, and are counted."""
 
 
 class SelectiveConfig(Table):
-    """Recomputes layers in their backward, as `core.recompute` does, except for their attention, whose output is kept."""
+    """Recomputes layers in their backward like `core.recompute`, but keeps the outputs of their attention."""
 
     layers: Layers | None = None
-    """Which layers: the number of first blocks, or names and patterns of names; left out, all blocks."""
+    """The layers: a number of first blocks, or names and patterns. All blocks by default."""
 
     budget_bytes: NonNegative | None = None
-    """The most bytes of attention kept at one time; what would exceed it is recomputed, and counted."""
+    """The limit of kept attention outputs in bytes; outputs beyond it are recomputed, and counted."""
 
 
-def chosen(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the layers that `layers` chooses of `layer_names`, the whole model's in order.
+def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:
+    """Returns the names in `layer_names` that `layers` matches.
 
-    layers: None for all blocks (all layers but the first and the last), a number for the first ones of these, or names and
-    patterns of any layers. Raises PlanError `unknown-layer` for a pattern that no layer matches.
+    layers: None for all blocks (all layers but the first and the last), a number of first blocks, or names and patterns.
+    layer_names: the names of the whole model's layers, in order. Raises PlanError `unknown-layer` if a pattern matches no
+    layer.
     """
     if layers is None or isinstance(layers, int):
         return frozenset(layer_names[1:-1][:layers])
     names: set[str] = set()
-    for number, pattern in enumerate(layers):
+    for index, pattern in enumerate(layers):
         matching = [name for name in layer_names if fnmatchcase(name, pattern)]
         if not matching:
             first = ", ".join(f"`{name}`" for name in layer_names[:4])
             hint = suggestion(pattern, layer_names, f"the model's layers are {first}, ...")
-            path = ("activations", "layers", number)
-            raise PlanError.many([Diagnostic("unknown-layer", f"no layer has the name `{pattern}`", path, hint=hint)])
+            path = ("activations", "layers", index)
+            raise PlanError.many([Diagnostic("unknown-layer", f"no layer matches `{pattern}`", path, hint=hint)])
         names.update(matching)
     return frozenset(names)

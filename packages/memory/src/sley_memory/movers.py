@@ -1,4 +1,4 @@
-"""Movers: each moves one part of a run's memory, or one bucket of its states, off the device and back.
+"""Movers: each offloads and onloads one part of a run's memory, or one bucket of optimizer states.
 
         offload                                onload
 HERE ────────────> LEAVING ──────────> AWAY ────────────> COMING ────────> HERE
@@ -21,150 +21,151 @@ from sley_core.api.memory import Moved, Stepped, StorageEntry, Where, free, grow
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
-SMALL = 1 << 20  # bytes. A larger copy takes 40 us and more at 25 GB/s, so the time to start it does not count
+MAX_SMALL_BYTES = 1 << 20  # at 25 GB/s a larger copy takes 40 us or more, much longer than its launch
 
-OWNERS = 3
-"""Of a storage that nothing else looks at: its tensor, the view of the whole in `StorageEntry`, and Python's object."""
+NUM_OWNERS = 3
+"""The use count of a storage without other views: its tensor, the view in `StorageEntry`, and the Python object."""
 
 MB = 10**6
 
 Pieces = Callable[[], Sequence[StorageEntry]]
 
-Placed = tuple[StorageEntry, Tensor, int]  # a piece, its copy on the host, and its bytes
+HostPlace = tuple[StorageEntry, Tensor, int]  # a piece, its host copy, and its bytes
 
 SHARED_BYTES = 1 << 20
-"""Of tensors up to this size, many share a piece of memory that torch's allocator takes from the driver."""
+"""Torch's allocator packs tensors up to this size into shared segments of driver memory."""
 
 ROUNDED_BYTES = 512
-"""Torch's allocator gives out whole multiples of this."""
+"""Torch's allocator rounds sizes up to a multiple of this."""
 
 
 def make_room(sizes: Iterable[int], device: torch.device) -> None:
-    """Lets torch's allocator take one piece of memory from the driver for tensors of `sizes` bytes, to be allocated next, if it
-    keeps less than they need. Does nothing on a CPU, nor where the driver has not as much in one piece.
+    """Reserves one segment of device memory in torch's allocator for tensors of `sizes` bytes, if its cache is too small. Does
+    nothing on a CPU, or if the driver has no segment of that size.
 
-    Otherwise each large tensor becomes a piece of its own, and the driver takes its time for each piece: on an H200 19 ms to
-    give 336 of 21 MiB and 14 ms to take them back, but 0.5 and 3 ms for 7 GiB at once.
+    Otherwise each large tensor gets its own segment, and the driver is slow: on an H200 it takes 19 ms to allocate 336 segments
+    of 21 MiB and 14 ms to free them, but 0.5 and 3 ms for one segment of 7 GiB.
     """
     large = [round_up(size, ROUNDED_BYTES) for size in sizes if size > SHARED_BYTES]
     if device.type != "cuda" or len(large) < 2:
         return
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if kept < sum(large):
+    num_cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if num_cached < sum(large):
         with suppress(torch.OutOfMemoryError):
-            torch.empty(sum(large), dtype=torch.uint8, device=device)  # and the allocator has it back at once
+            torch.empty(sum(large), dtype=torch.uint8, device=device)  # freed at once, so the allocator keeps the segment
 
 
-def packed(pieces: Sequence[StorageEntry], most_bytes: int) -> list[StorageEntry]:
-    """Moves small storages, each of one tensor, into larger ones of up to `most_bytes`; returns all storages that exist then.
+def pack_small(pieces: Sequence[StorageEntry], max_bytes: int) -> list[StorageEntry]:
+    """Merges small storages of one tensor each into storages of up to `max_bytes`; returns all resulting storages.
 
-    The device's memory must be here. A view of a state beside the optimizer's own tensor would look at the old memory: such a
-    state stays where it is.
+    The memory must be on the device. A state with other views keeps its storage, since the views would keep the old memory.
 
     A model of 500 small parameters has 1000 states, and a copy of a few hundred bytes takes as long as one of 200 KB. The
-    tensors stay the objects that the optimizer has; their storage changes once.
+    tensor objects stay the same; only their storage changes.
     """
     small = [piece for piece in pieces if _is_movable(piece)]
-    numbers = {id(piece) for piece in small}
-    storages = [piece for piece in pieces if id(piece) not in numbers]
-    for run in split_by_size(small, lambda piece: round_up(piece.memory.numel(), ALIGNMENT_BYTES), most_bytes):
-        storages += run if len(run) == 1 else [_together(run)]
+    ids = {id(piece) for piece in small}
+    storages = [piece for piece in pieces if id(piece) not in ids]
+    for group in split_by_size(small, lambda piece: round_up(piece.memory.numel(), ALIGNMENT_BYTES), max_bytes):
+        storages += group if len(group) == 1 else [_merge_storages(group)]
     return storages
 
 
 def _is_movable(piece: StorageEntry) -> bool:
-    """Returns whether a storage may join others: at most 1 MiB, torch's own, of one plain tensor, known to nobody else."""
-    if len(piece.tensors) > 1 or not 0 < piece.memory.numel() <= SMALL or not can_leave(piece):
+    """Returns whether a storage may be merged: at most 1 MiB, resizable, with one plain tensor and no other views."""
+    if len(piece.tensors) > 1 or not 0 < piece.memory.numel() <= MAX_SMALL_BYTES or not is_resizable(piece):
         return False
     (tensor,) = piece.tensors.values()
     if not is_plain(tensor) or tensor.requires_grad or tensor.is_inference():
         return False
     owners: int = torch._C._storage_Use_Count(storage_id(tensor))
-    return owners == OWNERS
+    return owners == NUM_OWNERS
 
 
 @torch.no_grad()
-def _together(run: Sequence[StorageEntry]) -> StorageEntry:
-    """Moves the tensors of `run` into one new storage, which it returns with them; the tensors stay the same objects."""
-    sizes = [round_up(piece.memory.numel(), ALIGNMENT_BYTES) for piece in run]
-    flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=run[0].memory.device)
+def _merge_storages(pieces: Sequence[StorageEntry]) -> StorageEntry:
+    """Moves the tensors of `pieces` into one new storage and returns it; the tensor objects stay the same."""
+    sizes = [round_up(piece.memory.numel(), ALIGNMENT_BYTES) for piece in pieces]
+    flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=pieces[0].memory.device)
     tensors: dict[str, Tensor] = {}
     start = 0
-    for piece, size in zip(run, sizes, strict=True):
+    for piece, size in zip(pieces, sizes, strict=True):
         flat[start : start + piece.memory.numel()].copy_(piece.memory)
         for name, tensor in piece.tensors.items():
-            place = start // tensor.itemsize + int(tensor.storage_offset())
-            tensor.set_(flat.untyped_storage(), place, tensor.shape, tensor.stride())
+            offset = start // tensor.itemsize + int(tensor.storage_offset())
+            tensor.set_(flat.untyped_storage(), offset, tensor.shape, tensor.stride())
             tensors[name] = tensor
         start += size
     return StorageEntry(flat, tensors)
 
 
-def can_leave(piece: StorageEntry) -> bool:
-    """Returns whether the memory of `piece` is torch's own to free and grow: not shared, nor another library's."""
+def is_resizable(piece: StorageEntry) -> bool:
+    """Returns whether torch can free and grow the memory of `piece`: it is neither shared nor owned by another library."""
     storage = piece.memory.untyped_storage()
-    # A host tensor that processes share says that it can be resized; to grow it again ends the process.
+    # A host tensor shared between processes claims to be resizable, but growing it crashes the process.
     return storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared())
 
 
 class Streams:
-    """The streams of a manager's copies, one each way: links between device and host carry both at once."""
+    """The copy streams of a manager, one per direction: the link between device and host is full duplex."""
 
     def __init__(self, make: Callable[[], CopyStream]) -> None:
         self.out = make()
         self.into = make()
 
     def wait(self) -> None:
-        """Waits, on the host, for all copies so far."""
+        """Blocks the host until all copies so far are done."""
         self.out.record().wait()
         self.into.record().wait()
 
 
 class Mover:
-    """Moves one part of a run's memory; `moved` counts. This one moves nothing: the part is always here. comes_back: whether
-    the part comes by itself when it is needed.
+    """Moves one part of a run's memory, with its `counters`. This base class moves nothing. comes_back: whether the part
+    is onloaded automatically when it is needed.
     """
 
     comes_back = False
 
-    def __init__(self, moved: Moved) -> None:
-        self._moved = moved
+    def __init__(self, counters: Moved) -> None:
+        self._moved = counters
         self._where = Where.HERE
 
     @property
     def where(self) -> Where:
-        """Returns where the part is: here, leaving, away or coming."""
+        """Returns the state of the part: here, leaving, away or coming."""
         return self._where
 
     def offload(self) -> None:
-        """Starts to move the part off the device; if it is away, only counts the call."""
+        """Starts to offload the part; if it is already away, only counts the call."""
         self._moved.num_no_ops += 1
 
     def onload(self) -> None:
-        """Starts to bring the part back; if it is here, only counts the call."""
+        """Starts to onload the part; if it is already here, only counts the call."""
         self._moved.num_no_ops += 1
 
     def require(self) -> None:
-        """Makes the device's work wait for the part if it is coming."""
+        """Makes later device work wait for the part if it is coming."""
 
     def wait(self) -> None:
-        """Waits, on the host, for copies in flight."""
+        """Blocks the host until copies in flight are done."""
 
     def host(self) -> Mapping[int, Tensor]:
-        """Waits for copies to the host; returns those of storages that are away or coming, by `storage_id`, uint8 [bytes]."""
+        """Returns the host copies of storages that are away or coming, by `storage_id`, uint8 [bytes]. Waits for the copies."""
         return {}
 
     def close(self) -> None:
-        """Brings the part back for users after the run."""
+        """Onloads the part for use after the run, and waits."""
         self.onload()
         self.wait()
 
 
-class Gradients(Mover):
-    """Frees gradients by an offload, and makes zeroed memory for them by an onload. num_bytes: their bytes now."""
+class FreedGradients(Mover):
+    """Frees gradients on offload, and allocates zeros on onload. num_bytes: returns the bytes of all gradients."""
 
-    def __init__(self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], moved: Moved) -> None:
-        super().__init__(moved)
+    def __init__(
+        self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], counters: Moved
+    ) -> None:
+        super().__init__(counters)
         self._free = free
         self._build = build
         self._num_bytes = num_bytes
@@ -185,11 +186,11 @@ class Gradients(Mover):
         self._where = Where.HERE
 
 
-class Trimmed(Mover):
-    """Frees memory that its owner allocates anew when it needs it: such a part is never away."""
+class TrimOnly(Mover):
+    """Frees unused memory that its owner allocates again when needed. The part is never away."""
 
-    def __init__(self, trim: Callable[[], int], moved: Moved) -> None:
-        super().__init__(moved)
+    def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
+        super().__init__(counters)
         self._trim = trim
 
     def offload(self) -> None:
@@ -199,155 +200,158 @@ class Trimmed(Mover):
 
 
 class HostCopy(Mover):
-    """Copies the storages that `pieces` returns when an offload begins, as one unit: a part, or one bucket of its states.
+    """Offloads the storages that `pieces` returns as one unit: a part, or one bucket of optimizer states.
 
-    bucket_bytes: how much is freed, or allocated, at a time. The first offload makes places on the host in `arena`; pieces that
-    appear later get theirs then. makes_room: whether an onload first takes memory for all pieces from the driver at once; of no
-    use where the allocator still keeps it.
+    bucket_bytes: the bytes to free or allocate at a time. arena: the allocator of host copies, which the first offload
+    allocates. makes_room: whether an onload first reserves device memory for all pieces at once.
     """
 
     def __init__(
-        self, pieces: Pieces, streams: Streams, arena: HostArena, bucket_bytes: int, moved: Moved, *, makes_room: bool = True
+        self, pieces: Pieces, streams: Streams, arena: HostArena, bucket_bytes: int, counters: Moved, *, makes_room: bool = True
     ) -> None:
-        super().__init__(moved)
+        super().__init__(counters)
         self._pieces = pieces
         self._streams = streams
         self._arena = arena
         self._bucket_bytes = bucket_bytes
         self._makes_room = makes_room
         self._places: dict[int, Tensor] = {}
-        self._away: list[Placed] = []
+        self._offloaded: list[HostPlace] = []
         self._event: CopyEvent | None = None
-        self._began = 0.0
-        self._moving = 0
+        self._start_s = 0.0
+        self._num_moving_bytes = 0
         self._given_back = 0
         self._has_warned = False
 
     @property
     def where(self) -> Where:
-        """Returns where the memory is now; notes copies that are done."""
+        """Returns the state of the memory, after an update for finished copies."""
         if self._event is not None and self._event.is_done():
-            self._arrived()
+            self._finish_move()
         return self._where
 
     def offload(self) -> None:
-        """Starts to copy everything to the host, and frees it. If it fails in the middle, everything is brought back first."""
+        """Starts to copy all pieces to the host, and frees them. After a failure all pieces are onloaded before the error is
+        raised.
+        """
         if self._where in (Where.LEAVING, Where.AWAY):
             super().offload()
             return
         self.require()
-        self._began = time.perf_counter()
-        placed = self._placed()
+        self._start_s = time.perf_counter()
+        placed = self._assign_places()
         try:
             self._send(placed)
         except BaseException:
-            self._away = [each for each in placed if not each[0].memory.untyped_storage().nbytes()]
+            self._offloaded = [item for item in placed if not item[0].memory.untyped_storage().nbytes()]
             self._where = Where.AWAY
             self.onload()
             self.require()
             raise
-        self._away = placed
+        self._offloaded = placed
         num_bytes = sum(num_bytes for _, _, num_bytes in placed)
         self._moved.copied_out += num_bytes
-        # Several units may count in one place; each adds the bytes that its own last offload freed.
+        # Several units may share counters; each adds only the bytes that its own last offload freed.
         self._moved.given_back += num_bytes - self._given_back
         self._given_back = num_bytes
-        self._go(Where.LEAVING, num_bytes)
+        self._start_move(Where.LEAVING, num_bytes)
 
-    def _send(self, placed: Sequence[Placed]) -> None:
-        """Copies everything to the host, and frees it, bucket by bucket."""
-        # Every copy reads memory that the device has been given to write so far.
+    def _send(self, placed: Sequence[HostPlace]) -> None:
+        """Copies all pieces to the host and frees them, bucket by bucket."""
+        # The copies read memory that earlier device work writes.
         self._streams.out.follow()
         for bucket in self._buckets(placed):
             for piece, host, _ in bucket:
                 self._streams.out.copy(host, piece.memory)
-            # The allocator may give the memory to the device's next work at once: that must wait for the copies.
+            # The allocator may reuse the memory for the next device work, which must wait for the copies.
             self._streams.out.record().hold_device()
             for piece, _, _ in bucket:
                 free(piece.memory)
 
     def onload(self) -> None:
-        """Starts to allocate and copy everything back."""
+        """Starts to allocate all pieces on the device and copy them back."""
         if self._where in (Where.HERE, Where.COMING):
             super().onload()
             return
-        self._began = time.perf_counter()
+        self._start_s = time.perf_counter()
         into = self._streams.into
         into.after(self._streams.out.record())
-        if self._makes_room and self._away:
-            make_room((num_bytes for _, _, num_bytes in self._away), self._away[0][0].memory.device)
-        for bucket in self._buckets(self._away):
+        if self._makes_room and self._offloaded:
+            make_room((num_bytes for _, _, num_bytes in self._offloaded), self._offloaded[0][0].memory.device)
+        for bucket in self._buckets(self._offloaded):
             for piece, _, num_bytes in bucket:
                 grow(piece.memory, num_bytes)
-            # The device's last use of this memory, before it was given here, comes first.
+            # The copies wait for earlier device work that used this memory.
             into.follow()
             for piece, host, _ in bucket:
                 into.copy(piece.memory, host)
-        num_bytes = sum(num_bytes for _, _, num_bytes in self._away)
+        num_bytes = sum(num_bytes for _, _, num_bytes in self._offloaded)
         self._moved.copied_in += num_bytes
-        self._go(Where.COMING, num_bytes)
+        self._start_move(Where.COMING, num_bytes)
 
     def require(self) -> None:
         if self._where is Where.COMING:
             assert self._event is not None, "memory comes without an event"
             self._event.hold_device()
-            self._where, self._event, self._away = Where.HERE, None, []
+            self._where, self._event, self._offloaded = Where.HERE, None, []
 
     def wait(self) -> None:
-        """Waits, on the host, for copies in flight, and notes that they are done."""
+        """Blocks the host until copies in flight are done, and updates the state."""
         if self._event is not None:
             self._event.wait()
-            self._arrived()
+            self._finish_move()
 
     def host(self) -> Mapping[int, Tensor]:
         if self._where is Where.LEAVING:
             self.wait()
-        elif self._away:  # it is coming, and maybe nobody has waited for the copies to the host
+        elif self._offloaded:  # coming: the copies to the host may be unfinished
             self._streams.out.record().wait()
-        return {storage_id(piece.memory): host for piece, host, _ in self._away}
+        return {storage_id(piece.memory): host for piece, host, _ in self._offloaded}
 
-    def _go(self, where: Where, num_bytes: int) -> None:
-        """Notes that copies of `num_bytes` are in flight to `where`; if they are done at once, notes that too."""
-        stream = self._streams.out if where is Where.LEAVING else self._streams.into
-        self._where, self._event, self._moving = where, stream.record(), num_bytes
-        self.where  # noqa: B018  # a copy that is done at once takes until now, and not until somebody asks
+    def _start_move(self, target: Where, num_bytes: int) -> None:
+        """Sets the state to `target` with copies of `num_bytes` in flight; finishes the move if the copies are already done."""
+        stream = self._streams.out if target is Where.LEAVING else self._streams.into
+        self._where, self._event, self._num_moving_bytes = target, stream.record(), num_bytes
+        self.where  # noqa: B018  # finishes a synchronous copy now, so that its time is right
 
-    def _arrived(self) -> None:
-        """Counts the seconds and bytes of the copies in flight, which are done, and notes where the memory is."""
-        seconds = time.perf_counter() - self._began
+    def _finish_move(self) -> None:
+        """Counts the seconds and bytes of the finished copies, and updates the state."""
+        seconds = time.perf_counter() - self._start_s
         if self._where is Where.LEAVING:
             self._moved.seconds_out += seconds
-            self._moved.timed_out += self._moving
+            self._moved.timed_out += self._num_moving_bytes
             self._where = Where.AWAY
         else:
             self._moved.seconds_in += seconds
-            self._moved.timed_in += self._moving
+            self._moved.timed_in += self._num_moving_bytes
             self.require()
         self._event = None
 
-    def _placed(self) -> list[Placed]:
-        """Returns each piece that can leave, with its place on the host and its bytes. Makes places for new pieces, and gives
-        back those of pieces that are gone or have another size. Warns once of a piece that cannot leave.
+    def _assign_places(self) -> list[HostPlace]:
+        """Returns each resizable piece with its host copy and its bytes. Allocates host copies of new pieces, and releases
+        those of pieces that no longer exist or have changed size. Warns once about a piece that is not resizable.
         """
         movable = []
         for piece in self._pieces():
-            if piece.memory.numel() and can_leave(piece):
+            if piece.memory.numel() and is_resizable(piece):
                 movable.append(piece)
             elif piece.memory.numel() and not self._has_warned:
                 self._has_warned = True
                 name = next(iter(piece.tensors))
-                warnings.warn(f"{name} stays: its memory is not torch's own (shared, or of numpy)", RuntimeWarning, 5)
+                warnings.warn(
+                    f"{name} stays on the device: torch does not own its memory (shared, or from numpy)", RuntimeWarning, 5
+                )
         sizes = {storage_id(piece.memory): piece.memory.numel() for piece in movable}
         for key in [key for key, host in self._places.items() if host.numel() != sizes.get(key)]:
-            self._arena.give(self._places.pop(key))
+            self._arena.release(self._places.pop(key))
         new = {key: size for key, size in sizes.items() if key not in self._places}
-        self._places.update(zip(new, self._arena.places([*new.values()], self._moved), strict=True))
+        self._places.update(zip(new, self._arena.allocate([*new.values()], self._moved), strict=True))
         return [(piece, self._places[key], size) for piece, (key, size) in zip(movable, sizes.items(), strict=True)]
 
-    def _buckets(self, placed: Sequence[Placed]) -> list[list[Placed]]:
-        return split_by_size(placed, lambda each: each[2], self._bucket_bytes)
+    def _buckets(self, placed: Sequence[HostPlace]) -> list[list[HostPlace]]:
+        return split_by_size(placed, lambda item: item[2], self._bucket_bytes)
 
 
-def by_bytes(stepped: Iterable[Stepped], num_bytes: int) -> list[list[Stepped]]:
-    """Returns `stepped` in runs of at most `num_bytes` of parameters; a larger one is alone."""
-    return split_by_size(stepped, lambda each: each.parameter.nbytes, num_bytes)
+def split_by_bytes(stepped: Iterable[Stepped], num_bytes: int) -> list[list[Stepped]]:
+    """Returns `stepped` in buckets of at most `num_bytes` of parameters; a larger parameter gets its own bucket."""
+    return split_by_size(stepped, lambda param: param.parameter.nbytes, num_bytes)

@@ -1,4 +1,4 @@
-"""Moves the parts of a run's memory that a table `[[offload]]` names: one mover for each part."""
+"""Offloads the parts of a run's memory that a table `[[offload]]` names, with one mover per part."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, S
 from sley_core.api.parts import Param, Parts
 from sley_memory.arena import HostArena
 from sley_memory.config import OffloadConfig
-from sley_memory.movers import MB, Gradients, HostCopy, Mover, Pieces, Streams, Trimmed, by_bytes, packed
+from sley_memory.movers import MB, FreedGradients, HostCopy, Mover, Pieces, Streams, TrimOnly, pack_small, split_by_bytes
 from sley_memory.shared import SharedCopies
 
-OF_LAYERS: tuple[Part, ...] = ("weights", "buffers")  # parts that a layer's forward needs
+LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")  # parts that the forward of a layer needs
 
 
 class BetweenSteps(Mover):
-    """Steps the optimizer bucket by bucket, with only the bucket's states on the device; registers itself with the run's step.
+    """Steps the optimizer bucket by bucket, with only that bucket's states on the device. Registers itself with the run's step.
 
         tail of the backward    update of 0      update of 1                  update of 2      next forward
         0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
 
-    At most two buckets are on the device at once. bucket_bytes: of the parameters that are stepped together; AdamW's states are
-    twice as large. Calls of `offload` and `onload` only count.
+    At most two buckets are on the device at once. bucket_bytes: the bytes of the parameters in a bucket; AdamW's states are
+    twice as large. Calls of `offload` and `onload` are only counted.
     """
 
     comes_back = True
 
     def __init__(
-        self, inventory: MemoryInventory, parts: Parts, streams: Streams, arena: HostArena, bucket_bytes: int, moved: Moved
+        self, inventory: MemoryInventory, parts: Parts, streams: Streams, arena: HostArena, bucket_bytes: int, counters: Moved
     ) -> None:
-        super().__init__(moved)
+        super().__init__(counters)
         self._inventory = inventory
-        self._copies = partial(HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, moved=moved, makes_room=False)
+        self._copies = partial(
+            HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, counters=counters, makes_room=False
+        )
         self._bucket_bytes = bucket_bytes
         self._buckets: list[tuple[list[Stepped], HostCopy]] = []
         self._is_first = False
         parts.events.step_in_buckets = self._step
-        parts.events.began.append(self._began)
-        parts.events.after_update.append(self._leave)
+        parts.events.began.append(self._start_step)
+        parts.events.after_update.append(self._offload_buckets)
         parts.store.on_ready.append(self._gradient_ready)
 
     @property
     def where(self) -> Where:
-        """Returns where the states are: away, between two steps; else where the first bucket is that is not away."""
+        """Returns the state of the first bucket that is not away; away if all are, as between two steps."""
         return next((states.where for _, states in self._buckets if states.where is not Where.AWAY), Where.AWAY)
 
     def wait(self) -> None:
@@ -56,66 +58,68 @@ class BetweenSteps(Mover):
     def host(self) -> Mapping[int, Tensor]:
         return {key: copy for _, states in self._buckets for key, copy in states.host().items()}
 
-    def _began(self) -> None:
-        """Sends away states that a failed step left on the device; the next gradient is the step's first."""
-        self._leave()
+    def _start_step(self) -> None:
+        """Offloads states that a failed step left on the device, and waits for the step's first gradient."""
+        self._offload_buckets()
         self._is_first = True
 
     def _gradient_ready(self, _param: Param) -> None:
-        """Starts to bring the first bucket at the step's first gradient, while the rest of the backward runs."""
+        """Starts to onload the first bucket at the step's first gradient, while the backward continues."""
         if self._is_first:
             self._is_first = False
-            self._come(0)
+            self._onload_bucket(0)
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket of weights once its states are here; meanwhile the next one's come, afterwards its own leave."""
-        # New buckets: all in the first step, later those of weights that were unfrozen.
-        known = {id(each.parameter) for bucket, _ in self._buckets for each in bucket}
-        for bucket in by_bytes([each for each in stepped if id(each.parameter) not in known], self._bucket_bytes):
-            self._buckets.append((bucket, self._copies(self._states(bucket))))
-        self._come(0)
-        for at, (bucket, states) in enumerate(self._buckets):
-            self._come(at + 1)
+        """Yields each bucket once its states are on the device. Onloads the next bucket meanwhile, and offloads it
+        afterwards.
+        """
+        # New buckets: all in the first step, later only unfrozen weights.
+        known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
+        for bucket in split_by_bytes([param for param in stepped if id(param.parameter) not in known_ids], self._bucket_bytes):
+            self._buckets.append((bucket, self._copies(self._list_states(bucket))))
+        self._onload_bucket(0)
+        for index, (bucket, states) in enumerate(self._buckets):
+            self._onload_bucket(index + 1)
             states.require()
             yield bucket
             states.offload()
 
-    def _come(self, at: int) -> None:
-        """Starts to bring the states of bucket number `at`, if there is one and they are away."""
-        if at < len(self._buckets) and self._buckets[at][1].where in (Where.LEAVING, Where.AWAY):
-            self._buckets[at][1].onload()
+    def _onload_bucket(self, index: int) -> None:
+        """Starts to onload the states of bucket `index`, if that bucket exists and is away or leaving."""
+        if index < len(self._buckets) and self._buckets[index][1].where in (Where.LEAVING, Where.AWAY):
+            self._buckets[index][1].onload()
 
-    def _leave(self) -> None:
-        """Sends away the states of all buckets that are here or coming."""
+    def _offload_buckets(self) -> None:
+        """Starts to offload the states of all buckets that are here or coming."""
         for _, states in self._buckets:
             if states.where in (Where.HERE, Where.COMING):
                 states.offload()
 
-    def _states(self, bucket: Sequence[Stepped]) -> Pieces:
-        """Returns a function that lists the states of a bucket's weights, small ones laid together: those whose storages
-        nothing else uses, so that they can leave while other weights are stepped.
+    def _list_states(self, bucket: Sequence[Stepped]) -> Pieces:
+        """Returns a function that lists the states of a bucket's weights, with small storages merged. States that other weights
+        share are left out, since they must stay while those are stepped.
         """
-        known: set[int] = set()
+        known_ids: set[int] = set()
         shared: set[int] = set()
 
         def pieces() -> list[StorageEntry]:
             states = self._inventory.states_of(bucket)
             keys = {storage_id(piece.memory) for piece in states}
-            if not keys <= known:  # new in the first step, and where a program has loaded states
+            if not keys <= known_ids:  # new in the first step, and after a program has loaded states
                 shared.update(keys & self._inventory.shared_with(bucket))
-                known.clear()
-                known.update(keys)
-            own = packed([piece for piece in states if storage_id(piece.memory) not in shared], self._bucket_bytes)
-            known.update(storage_id(piece.memory) for piece in own)
-            return own
+                known_ids.clear()
+                known_ids.update(keys)
+            packed = pack_small([piece for piece in states if storage_id(piece.memory) not in shared], self._bucket_bytes)
+            known_ids.update(storage_id(piece.memory) for piece in packed)
+            return packed
 
         return pieces
 
 
 class Gate:
-    """Hooks on every module of `modules` while it is closed; none while it is open, so that a step pays nothing.
+    """Hooks every module of `modules` while it is closed; an open gate has no hooks and costs nothing.
 
-    check: called before a module's forward; makes weights that are coming usable, or raises for weights that are away.
+    check: called before a module's forward; waits for weights that are coming, or raises an error for weights that are away.
     """
 
     def __init__(self, modules: Sequence[nn.Module], check: Callable[[], None]) -> None:
@@ -124,14 +128,14 @@ class Gate:
         self.hooks: list[RemovableHandle] = []
 
     def close(self) -> None:
-        """Puts the hooks on, before those that the program has."""
+        """Adds the hooks, before those of the program."""
         for layer in () if self.hooks else self._modules:
             for module in layer.modules():
                 self.hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
                 self.hooks.append(module.register_state_dict_pre_hook(self._before))  # type: ignore[no-untyped-call]  # torch's
 
     def open(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -140,8 +144,8 @@ class Gate:
 class Manager(OffloadManager):
     """Moves the parts that its table names to host memory and back.
 
-    With `when = "between_steps"` optimizer states are away except during the update, whatever is called; other parts move by
-    call. On a device without memory it is not attached, and does nothing.
+    With `when = "between_steps"` optimizer states are always away except during the update; other parts move by call. On a
+    device without memory the manager is not attached, and does nothing.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -156,14 +160,15 @@ class Manager(OffloadManager):
         return self.config.moves
 
     def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
-        """Makes the mover of each part, and its copy streams and host memory."""
+        """Creates the copy streams, the host memory, and a mover for each part."""
         device, budget = parts.world.device, self.config.host_budget_mb
         self._streams = Streams(device.copy_stream)
         arena = HostArena(device.host_memory, self._streams.wait, None if budget is None else int(budget * MB))
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for layer in parts.layers:
-            # For code that gathers shards in a backward by hand, whose forward came before they left. In steps and evaluations
-            # the gate is open on all ranks.
+            # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations the gate is
+            # open
+            # on all ranks.
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._gate.hooks))
         for part in self.parts:
@@ -171,47 +176,49 @@ class Manager(OffloadManager):
 
     def _mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> Mover:
         assert self._streams is not None, "not attached"
-        moved, bucket_bytes = self._moved[part], int(self.config.bucket_mb * MB)
+        counters, bucket_bytes = self._moved[part], int(self.config.bucket_mb * MB)
         if part == "gradients":
-            return Gradients(parts.store.free, parts.store.build, partial(inventory.num_bytes, part), moved)
+            return FreedGradients(parts.store.free, parts.store.build, partial(inventory.num_bytes, part), counters)
         if part in ("pools", "messages"):
-            return Trimmed(partial(inventory.trim, part), moved)
+            return TrimOnly(partial(inventory.trim, part), counters)
         if part == "optimizer_states" and self.config.steps_in_buckets:
-            return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, moved)
+            return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, counters)
         pieces: Pieces = partial(inventory.pieces, part)
         if part == "optimizer_states":
-            pieces = lambda: packed(inventory.pieces(part), bucket_bytes)  # noqa: E731
-        copies = HostCopy(pieces, self._streams, arena, bucket_bytes, moved)
+            pieces = lambda: pack_small(inventory.pieces(part), bucket_bytes)  # noqa: E731
+        copies = HostCopy(pieces, self._streams, arena, bucket_bytes, counters)
         if not self.config.is_shared or parts.groups["wdp"].size == 1:
             return copies
         return SharedCopies(
-            part, pieces, parts.groups["wdp"], parts.groups["control"], self._streams, arena, bucket_bytes, moved
+            part, pieces, parts.groups["wdp"], parts.groups["control"], self._streams, arena, bucket_bytes, counters
         )
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` off the device; returns what waits. Without weights or buffers, calls of layers are refused."""
-        if part in OF_LAYERS:
+        """Starts to offload `part`; returns a function that waits for it. Layers refuse calls while weights or buffers are
+        away.
+        """
+        if part in LAYER_PARTS:
             self._gate.close()
         self._movers[part].offload()
         return self._movers[part].wait
 
     def onload(self, part: Part) -> Callable[[], None]:
         self._movers[part].onload()
-        self._open()
+        self._open_gate()
         return self._movers[part].wait
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
         return self._movers[part].host()
 
     def require(self, part: Part, what: str) -> None:
-        """Makes the device's work wait for `part` if it is coming. Raises StateError `memory-away` if it is away, or on its way
-        there, and does not come back by itself.
+        """Makes later device work wait for `part` if it is coming. Raises StateError `memory-away` if it is away or leaving,
+        and is not onloaded automatically.
         """
         mover = self._movers[part]
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
             raise is_away(part, what)
         mover.require()
-        self._open()
+        self._open_gate()
 
     def where(self, part: Part) -> Where:
         return self._movers[part].where
@@ -220,20 +227,20 @@ class Manager(OffloadManager):
         return self._moved[part]
 
     def detach(self) -> None:
-        """Brings weights and buffers back, so that layers are ordinary modules again, and waits for all copies."""
-        for part in OF_LAYERS:
+        """Onloads weights and buffers, so that layers are ordinary modules again, and waits for all copies."""
+        for part in LAYER_PARTS:
             if part in self._movers:
                 self._movers[part].close()
         self._gate.open()
         if self._streams is not None:
-            self._streams.wait()  # copies of host memory, which goes with this object
+            self._streams.wait()  # host memory is freed with this object
 
-    def _open(self) -> None:
-        """Opens the gate once weights and buffers are here for the device's next work."""
-        if all(self._movers[part].where is Where.HERE for part in OF_LAYERS if part in self._movers):
+    def _open_gate(self) -> None:
+        """Opens the gate if weights and buffers are on the device."""
+        if all(self._movers[part].where is Where.HERE for part in LAYER_PARTS if part in self._movers):
             self._gate.open()
 
     def _check_layers(self, what: str = "a layer's forward") -> None:
-        for part in OF_LAYERS:
+        for part in LAYER_PARTS:
             if part in self._movers:
                 self.require(part, what)

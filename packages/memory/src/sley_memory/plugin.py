@@ -1,4 +1,4 @@
-"""Declares what the plugin `memory` has."""
+"""Declares the records of the plugin `memory`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ _MOVES = attrgetter("moves")
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields problems: `memory.selective` with compiled layers; shared host copies of states that move in every step."""
+    """Yields a problem for `memory.selective` with compiled layers, and for shared host copies of states that move in each
+    step.
+    """
     if plan.activations.name == "memory.selective" and plan.model.config.compile:
-        message = "`memory.selective` sees the operations of a layer one by one, which a compiled layer has not"
-        hint = "`core.recompute` works with compiled layers"
+        message = "`memory.selective` must see each operation of a layer, but a compiled layer hides them"
+        hint = "use `core.recompute`, which works with compiled layers"
         yield Problem(("activations", "use"), message, hint, "selective-compiled")
     for number, manager in enumerate(plan.offload):
         config = manager.config
         if isinstance(config, OffloadConfig) and config.is_shared and config.steps_in_buckets:
-            message = "states that come and go in every step cannot be shared on the host: ranks must call alike for that"
-            hint = 'use `when = "idle"`, or `dp.sharded`, which leaves each rank a part of the states'
+            message = "optimizer states that move within each step cannot be shared between ranks"
+            hint = 'use `when = "idle"`, or `dp.sharded`, which splits the states between ranks'
             yield Problem(("offload", number, "shared"), message, hint, "shared-between-steps")
 
 
@@ -54,35 +56,35 @@ def sley_records() -> list[Record]:
         MemoryPoolRecord(
             name="size_classes",
             config=SizeClassesConfig,
-            build="sley_memory.arena:size_classes",
-            summary="Keeps blocks by rounded size and lends views of them, to users of many sizes.",
+            build="sley_memory.arena:build_pool",
+            summary="Allocates blocks of rounded sizes and lends views of them.",
         ),
         ActivationPolicyRecord(
             name="host",
             config=HostConfig,
             build="sley_memory.host:build",
-            summary="What chosen layers save for their backward waits on the host.",
+            summary="Offloads saved activations of chosen layers to the host.",
         ),
         ActivationPolicyRecord(
             name="selective",
             config=SelectiveConfig,
             build="sley_memory.selective:build",
-            summary="Chosen layers run again in their backward, but for their attention.",
+            summary="Recomputes chosen layers in their backward, except for their attention.",
         ),
-        record("weights", WeightsConfig, "Parameters and module buffers to the host and back, by call."),
-        record("masters", MastersConfig, "fp32 masters to the host and back, by call."),
-        record("optimizer_states", StatesConfig, "Optimizer states, by call or between all steps."),
-        record("gradients", GradientsConfig, "Gradients freed and made anew, by call."),
+        record("weights", WeightsConfig, "Moves parameters and module buffers to the host and back, by call."),
+        record("masters", MastersConfig, "Moves fp32 master weights to the host and back, by call."),
+        record("optimizer_states", StatesConfig, "Moves optimizer states to the host and back, by call or between all steps."),
+        record("gradients", GradientsConfig, "Frees gradients and allocates them again, by call."),
         OffloadManagerRecord(
             name="host_optimizer",
             config=HostOptimizerConfig,
             build="sley_memory.host_optimizer:HostOptimizer",
-            summary="Masters and optimizer states on the host, which steps them there.",
+            summary="Keeps master weights and optimizer states on the host, and steps them there.",
             parts=_MOVES,
             scope=_scope,
             steps_on_host=True,
         ),
-        record("everything", EverythingConfig, "All of a run's memory, by call."),
+        record("everything", EverythingConfig, "Moves all of a run's memory to the host and back, by call."),
     ]
 
 
@@ -100,5 +102,5 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 
 def _scope(config: OffloadConfig) -> Scope:
-    """Returns what an update may depend on: for states that are stepped in buckets one matrix, else everything."""
+    """Returns the scope of an update: one matrix if states are stepped in buckets, else all weights."""
     return "per_matrix" if config.steps_in_buckets else "global"
