@@ -129,7 +129,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
 
 
 def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Gives this rank's layers their first values, cut; returns `shards` by the new parameters. Raises as `HostModel`."""
+    """Initializes this rank's part of its layers; returns `shards` by new parameters. Raises the same errors as `HostModel`."""
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
         cuts = {key: shard.cut for key, shard in shards.items()}
@@ -149,7 +149,7 @@ def make_parts(
     registry: ParameterRegistry,
     announced: Callable[[int, int], Description] | None = None,
 ) -> Parts:
-    """Makes the parts to which plugins are attached; the store has no buffers if no other rank holds this one's weights."""
+    """Makes the parts to which plugins are attached. The store has no buffers if no other rank holds the same weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
@@ -211,7 +211,7 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
 
 
 def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
-    """Yields the lines of the groups that the plan's plugins list, in the plan's order, the same on all ranks."""
+    """Yields the entries of the plugins' process groups, in the plan's order, which is the same on all ranks."""
     taken: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
         for record in records:
@@ -225,7 +225,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
 
 
 def _group_fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
-    """Returns the fault of a plugin's group in words; "" if there is none."""
+    """Returns a description of the fault of a plugin's group, or ""."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} is no ProcessGroupRecord"
     named = f"the group {record.axis!r}"
@@ -246,8 +246,8 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Draft:
-    """The parts of a run, of any rank, before anything has memory: a dataset, and a model on meta, for one run only. notes: for
-    the user. plan_values: values of the plan that only a run could determine, by their path.
+    """Holds the dataset and the meta model of one run, before any memory is allocated. notes: messages for the user.
+    plan_values: the plan values that only a run can determine, by path.
     """
 
     dataset: AnyDataset
@@ -258,7 +258,7 @@ class Draft:
 
 
 def build_draft(plan: Plan, world: World) -> Draft:
-    """Returns the draft of a run; a collective if the partition times layers. Raises the errors of what it calls."""
+    """Returns the draft of a run; a collective if the partition times layers. May raise PlanError."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))

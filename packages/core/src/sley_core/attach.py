@@ -199,7 +199,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
 
 
 def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
-    """Returns the numbers of parts with `protocols.Counts`, and of offload managers, by unique names of the plan."""
+    """Returns the stats of parts with `protocols.Counts` and of offload managers, by unique names from the plan."""
     parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
@@ -210,7 +210,7 @@ def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory
 
 
 def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
-    """Returns the plan's components, each with the object that it has made for this run."""
+    """Returns the plan's components, each with its object in this run."""
     pairs = [
         (plan.weights, stepper.executor.weights),
         (plan.link, stepper.executor.crossing.link),
@@ -223,11 +223,11 @@ def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Componen
 
 @dataclass(frozen=True)
 class Samples:
-    """The data of a run.
+    """Holds the data of a run.
 
-    splitter: makes micro-batches of samples. reads: names of the fields that layers read. feed: gives the next samples, None in
-    a fake world. evaluated: the samples of `[evaluation]` by the name of their set, those of the held-out split under "".
-    metrics: what is counted of them.
+    splitter: splits samples into micro-batches. reads: the names of the fields that layers read. feed: yields the next samples;
+    None in a fake world. evaluated: the feeds of `[evaluation]` by set name; the held-out split has the name "". metrics: the
+    metrics of evaluations.
     """
 
     dataset: AnyDataset
@@ -276,13 +276,13 @@ class StepProfiler:
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """The writers into the run's folder; none without one. writers: of metrics, on rank 0 only."""
+    """Holds the writers into the run's folder, if it has one. writers: the metrics writers, on rank 0 only."""
 
     writers: Sequence[MetricsWriter] = ()
     profiler: StepProfiler | None = None
 
     def rewind(self, step: int) -> None:
-        """Drops the rows of steps after `step`, which are taken again."""
+        """Drops the rows of the steps after `step`, which will run again."""
         for writer in self.writers:
             if isinstance(writer, Rewinds):
                 writer.rewind(step)
@@ -290,7 +290,7 @@ class RunOutputs:
 
 @dataclass(frozen=True)
 class AssemblyInfo:
-    """The results of an assembly that a user may want to know.
+    """Holds the results of an assembly that a user may want to know.
 
     num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: for the
     user. plan_values: values of the plan that only the run could determine.
@@ -363,7 +363,7 @@ def build_writer(plan: Plan, component: Component, folder: Path) -> MetricsWrite
 
 
 def build_outputs(plan: Plan, world: World, folder: Path | None) -> RunOutputs:
-    """Returns the writers into `folder`, the run's; none if it is None. Metrics writers are on rank 0 only."""
+    """Returns the writers into the run's `folder`; without a folder there are none."""
     if folder is None:
         return RunOutputs()
     writers = [build_writer(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
@@ -384,7 +384,7 @@ def build_training_state(
     folder: Path | None,
     facts: AssemblyInfo,
 ) -> TrainingState:
-    """Returns the state that a checkpointer saves. folder: the run's."""
+    """Returns the state that a checkpointer saves. folder: the run's folder."""
     keepers = {
         f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
         for component, part in components_with_objects(plan, stepper)
@@ -430,7 +430,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
                 yield from handler.messages()
 
     def trim(part: Part) -> int:
-        """Frees what the objects of `part` can allocate anew; returns the bytes."""
+        """Frees the memory that the objects of `part` can reallocate; returns the number of bytes."""
         objects: dict[Part, Iterable[object]] = {
             "pools": parts.pool.pools.values(),
             "messages": [crossing.link, *stepper.handlers],

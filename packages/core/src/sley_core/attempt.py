@@ -60,7 +60,7 @@ _NO_LIMIT = 2**63
 
 
 class AttemptStart(NamedTuple):
-    """An attempt, and the number of steps done when it began."""
+    """An attempt, and the number of completed steps at its start."""
 
     id: str
     step: int
@@ -71,7 +71,7 @@ Lineage = tuple[AttemptStart, ...]
 
 
 def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
-    """Returns the lineage of JSON's pairs. Raises ValueError, TypeError."""
+    """Returns the lineage from the pairs of a JSON file. Raises ValueError or TypeError for invalid pairs."""
     return tuple(AttemptStart(str(name), int(step)) for name, step in pairs)
 
 
@@ -111,15 +111,15 @@ class Attempt:
         return frozenset(self.left) | {start.id for start in self.lineage}
 
     def wrote(self, lineage: Lineage) -> bool:
-        """Returns whether an attempt of this run wrote the checkpoint that has `lineage`."""
+        """Returns whether an attempt of this run wrote the checkpoint with this lineage."""
         return lineage[-1].id in self.ids
 
     def has_taken(self, lineage: Lineage, step: int) -> bool:
-        """Returns whether the first `step` steps of this attempt are those of `lineage`."""
+        """Returns whether this attempt and `lineage` share their first `step` steps."""
         return self.wrote(lineage) and count_common_steps(self.lineage, lineage) >= step
 
     def took(self, name: str, step: int) -> bool:
-        """Returns whether the attempt `name` had taken `step` steps of this one's when it had taken that many."""
+        """Returns whether the first `step` steps of the attempt `name` are steps of this attempt, too."""
         at = next((number for number, start in enumerate(self.lineage) if start.id == name), None)
         return at is not None and (at + 1 == len(self.lineage) or step <= self.lineage[at + 1].step)
 
@@ -171,7 +171,7 @@ def read_attempt(folder: Path) -> Attempt | None:
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
-    """Writes the record of `folder`. Raises RunError "attempt" if it cannot be written."""
+    """Writes the attempt file of `folder`. Raises RunError "attempt" if it cannot be written."""
     try:
         write_atomically(folder / NAME, json.dumps(asdict(attempt)))
     except OSError as error:
@@ -206,7 +206,7 @@ class RunAttempt:
         self._is_begun = True
 
     def saved(self, step: int) -> None:
-        """Writes into the run's folder that its attempt has saved a checkpoint of `step`."""
+        """Records in the run's folder that the attempt has saved a checkpoint of `step`."""
         if self.current is not None:
             self.current = replace(self.current, saved=step)
             if self.folder is not None:
@@ -259,6 +259,6 @@ class RunAttempt:
 
 
 def shortened(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first `most` names in words, and how many more there are."""
+    """Returns a text with the first `most` names and the number of remaining ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

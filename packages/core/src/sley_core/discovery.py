@@ -25,7 +25,7 @@ NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository th
 
 @dataclass(frozen=True)
 class PluginSource:
-    """A plugin, by the metadata of its distribution. entry_point: None for a given `module`. requires: `Requires-Dist`."""
+    """Holds a plugin's metadata. entry_point: None if `module` is set. requires: the `Requires-Dist` lines."""
 
     name: str
     dist: str
@@ -40,7 +40,7 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path`, by name; of a distribution that is there twice the first, as for an import."""
+    """Returns all plugins on `sys.path` by name. The first copy of a distribution wins, as in an import."""
     plugins_by_name: dict[str, list[PluginSource]] = {}
     dists: set[str] = set()
     for entry in map(Path, sys.path):  # an empty entry is the current folder
@@ -73,13 +73,13 @@ def _read_distributions(entry: str, changed: int) -> list[tuple[str, list[Plugin
 
 
 def install_hint(name: str, extra: str = "") -> str:
-    """Returns in words how to install one of Sley's own packages, which are on no index."""
+    """Returns a hint that says how to install one of Sley's own packages, which are on no index."""
     asked, folder = (f"[{extra}]", f'"{package_folder(name, extra)}"') if extra else ("", package_folder(name))
     return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {folder}`"
 
 
 def package_folder(name: str, extra: str = "") -> str:
-    """Returns the folder of one of Sley's own packages in a clone, with the extra, in pip's syntax."""
+    """Returns the folder of one of Sley's own packages in a clone of the repository, with the extra in pip's syntax."""
     folder = f"examples/plugins/sley-{name}" if name in EXAMPLES else f"packages/{name}"
     return f"{folder}[{extra}]" if extra else folder
 

@@ -27,7 +27,7 @@ EXIT_TERMINATED = 143
 
 
 def format_path(path: KeyPath) -> str:
-    """Returns the path as it is written for `--set`: `gradient_handlers.0.bucket_mb`."""
+    """Returns the path as `--set` writes it: `gradient_handlers.0.bucket_mb`."""
     return ".".join(str(part) for part in path)
 
 
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One problem: what is wrong (no final period), where, and what to do about it."""
+    """Holds one problem: a message without a final period, its place, and a hint."""
 
     code: str
     message: str
@@ -77,12 +77,12 @@ class SleyError(Exception):
 
     @classmethod
     def many(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
-        """Returns one error that carries all `diagnostics`, in the order given; there must be at least one."""
-        every = tuple(diagnostics)
-        assert every, "an error without a diagnostic"
-        error = cls(every[0].code, every[0].message)
-        error.diagnostics = every
-        error.args = ("\n".join(map(str, every)),)
+        """Returns one error that carries all `diagnostics` in their order; there must be at least one."""
+        diagnostics = tuple(diagnostics)
+        assert diagnostics, "an error without a diagnostic"
+        error = cls(diagnostics[0].code, diagnostics[0].message)
+        error.diagnostics = diagnostics
+        error.args = ("\n".join(map(str, diagnostics)),)
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -95,12 +95,12 @@ class RunError(SleyError):
 
 
 class StateError(RunError):
-    """A call needs memory of the run that is away, or comes within a step; the hint names the call that helps."""
+    """A call needs offloaded memory of the run, or comes within a step. The hint names the call that helps."""
 
 
-def run_closed_error(what: str) -> RunError:
-    """Returns the error `run-closed`, for a program that uses `what` after `Run.close`."""
-    return RunError("run-closed", f"the {what} is used after its run was closed", hint="use it inside `with assemble(...)`")
+def run_closed_error(name: str) -> RunError:
+    """Returns the error `run-closed`, for a program that uses the object `name` after `Run.close`."""
+    return RunError("run-closed", f"the {name} is used after its run was closed", hint="use it inside `with assemble(...)`")
 
 
 class UsageError(SleyError):

@@ -1,4 +1,4 @@
-"""What a run evaluates: the sets of `[evaluation]` and their metrics, alike on all ranks."""
+"""Builds the evaluation of a run: the sets of `[evaluation]` and their metrics, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_evaluation_feeds(plan: Plan, parts: Parts, info: DataInfo, feed: FeedM
 
 
 def _open_set(name: str, one: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
-    """Returns the data of a set, and how many of its samples are evaluated."""
+    """Returns the data of a set, and the number of samples to evaluate."""
     dataset = open_dataset(one.data, DataContext(plan.run.seed, "held_out" if one.keys.split == "held_out" else "train"))
     path = one.data.path
     own, wanted = ({key: each for key, each in every.fields.items() if key != SOURCE} for every in (dataset.info, info))
@@ -90,8 +90,8 @@ def _open_set(name: str, one: EvaluationSet, plan: Plan, parts: Parts, info: Dat
 
 
 def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
-    """Returns what is counted in evaluations. has_tokens: whether the data are token ids. Raises PlanError "keep-best" if the
-    plan follows a number that is not.
+    """Returns the metrics of evaluations. has_tokens: whether the data are token ids. Raises PlanError "keep-best" if no metric
+    has the name that `keep_best` follows.
     """
     evaluation = plan.evaluation
     if evaluation is None:
@@ -112,7 +112,7 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
 
 
 def _build_custom_metric(plan: Plan) -> Metric:
-    """Returns the function that the user's factory gives."""
+    """Returns the function that the user's factory makes."""
     assert plan.evaluation is not None
     assert plan.evaluation.metric is not None
     table, path = plan.evaluation.metric, ("evaluation", "metric")

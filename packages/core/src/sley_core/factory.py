@@ -14,10 +14,14 @@ from sley_core.errors import KeyPath, PlanError, SleyError, cause
 from sley_core.words import suggestion
 
 
-def call_factory(name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """Imports and calls the code `name` with `options`, and with those of `given` that its signature names; returns the result.
-    path: the table, for the place of an error. folder: stays on `sys.path` from now on. Raises PlanError: "factory-import",
-    "factory-options" (it does not take them), "factory-failed" (it raised).
+def call_factory(
+    name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], run_arguments: Mapping[str, Any]
+) -> Any:
+    """Imports and calls the code `name`, and returns its result.
+
+    path: the path of the table, for errors. folder: added to `sys.path` for good. run_arguments: passed beside `options` if the
+    signature names them. Raises PlanError "factory-import", "factory-options" for options that the code does not accept, and
+    "factory-failed" if the code raises.
     """
     function = import_factory(name, path, folder)
     arguments = deepcopy(dict(options))  # a factory runs again, and may change a list of its options
@@ -26,10 +30,10 @@ def call_factory(name: str, path: KeyPath, folder: Path | None, options: Mapping
     except ValueError:
         pass  # some C callables have no readable signature: the call itself checks
     else:
-        for key in given.keys() & signature.parameters.keys():
+        for key in run_arguments.keys() & signature.parameters.keys():
             if key in options:
                 raise _options_error(name, path, f"`{key}` is what a run passes itself")
-            arguments[key] = given[key]
+            arguments[key] = run_arguments[key]
         try:
             signature.bind(**arguments)
         except TypeError as error:

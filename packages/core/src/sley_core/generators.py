@@ -68,7 +68,7 @@ def set_host_state(state: State) -> None:
 
 
 class _SeededUse:
-    """A use of generators that are restored after it. before: the states to restore."""
+    """Holds the states to restore after a use of the generators, as `before`."""
 
     running: ClassVar[_SeededUse | None] = None
 
@@ -78,7 +78,7 @@ class _SeededUse:
 
 @contextmanager
 def use_seed(seed: int) -> Iterator[None]:
-    """Returns a context manager with the generators of the host seeded; afterwards they have the states from before."""
+    """Seeds the generators of the host within the block, and restores their states afterwards."""
     with GENERATOR_LOCK:
         with _STATE_LOCK:
             outer, use = _SeededUse.running, _SeededUse()
@@ -94,7 +94,7 @@ def use_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def use_program_seed(seed: int) -> Iterator[None]:
-    """Returns a context manager as `use_seed`, with the generators in the states that a program gives them by
+    """Seeds within the block like `use_seed`, with the generators in the states that a program gives them by
     `torch.manual_seed(seed)`, `random.seed(seed)` and `numpy.random.seed(seed % 2**32)`: the present CUDA device's, too.
     """
     on_device = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
@@ -220,7 +220,7 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
 
 
 def _code_names(code: CodeType) -> Iterator[str]:
-    """Yields the names in a function, and in those that it defines."""
+    """Yields the names in a function and in its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -237,7 +237,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _check_seedable(generator: Any, owner: str, table: str) -> Any:
-    """Returns a generator that can be seeded. Raises PlanError "model-random". owner, table: whose it is, for the error."""
+    """Returns `generator`. Raises PlanError "model-random", with `owner` and `table`, if it cannot be seeded."""
     try:
         if isinstance(generator, random.SystemRandom):
             raise TypeError("it draws from the operating system")

@@ -36,7 +36,7 @@ MAX_EXP = 709.0
 
 @dataclass(frozen=True)
 class CallCounts:
-    """What the calls of a step have read. batch: of all ranks. seconds: of the calls but the last."""
+    """Holds the stats of a step's calls. batch: the counts of all ranks. seconds: the time of all calls but the last."""
 
     batch: BatchCounts = NO_COUNTS
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class CallCounts:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose totals are not on the host yet. number: from 1."""
+    """A step whose totals are not on the host yet. number: the step number, from 1."""
 
     number: int
     totals: PendingTotals
@@ -242,7 +242,7 @@ class Loop:
         return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
 
     def _save_if_due(self) -> None:
-        """Saves the run as it is now, if all ranks know that a save is due; no step is in flight then."""
+        """Saves the run if a save is due on all ranks. No step is in flight then."""
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self._checkpointer.save_due(self.num_steps_done)
@@ -258,7 +258,7 @@ class Loop:
 
     @contextmanager
     def _override_attribute(self, name: str, value: object) -> Iterator[None]:
-        """Returns a context manager within which the attribute `name` has this value."""
+        """Sets the attribute `name` to `value` within the block."""
         before = getattr(self, name)
         setattr(self, name, value)
         try:

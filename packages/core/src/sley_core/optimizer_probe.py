@@ -60,7 +60,7 @@ RESUME_STEP = 3
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer in a run, and what to do about it. key: of [optimizer], that is at fault."""
+    """A fault of an optimizer, with a hint. key: the key of [optimizer] that causes it."""
 
     message: str
     hint: str
@@ -85,11 +85,11 @@ class Trial:
         self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in toys.ndims]
         self._cut = cut or _keep_whole
         self.parameters = [[nn.Parameter(one) for one in self._make_parts(shape)] for shape in self._shapes]
-        self.every = [one for parts in self.parameters for one in parts]
+        self.flat_parameters = [one for parts in self.parameters for one in parts]
         groups = [{**one, "params": parts} for one, parts in zip(toys.options, self.parameters, strict=True)]
         self.optimizer = set_training_mode(build(groups))
         self._generators = optimizer_generators(self.optimizer)
-        self.begun = copy_values(attributes_of(shared_values(self.optimizer)))
+        self.initial_values = copy_values(attributes_of(shared_values(self.optimizer)))
         self.keeps_gradients = self.draws = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:
@@ -103,7 +103,7 @@ class Trial:
     def _step(self, number: int, factor: float, *, one_by_one: bool) -> None:
         self._generator.manual_seed(100 + number)
         gradients = [part for shape in self._shapes for part in self._make_parts(shape)]
-        for parameter, gradient in zip(self.every, gradients, strict=True):
+        for parameter, gradient in zip(self.flat_parameters, gradients, strict=True):
             parameter.grad = gradient
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -116,8 +116,8 @@ class Trial:
         if not one_by_one:
             self.optimizer.step()
         else:
-            stepped: Any = [_Stepped(one) for one in self.every]
-            step_buckets(self.optimizer, stepped, lambda every: ([one] for one in every[::-1]), step)
+            stepped: Any = [_Stepped(one) for one in self.flat_parameters]
+            step_buckets(self.optimizer, stepped, lambda params: ([param] for param in params[::-1]), step)
         after = comparable_state(), on_device and on_device.get_offset()
         self.draws |= before != after or bool(self._generators)
         objects = [*self.optimizer.state.values(), *(value for _, _, value in extra_attributes(self.optimizer))]
@@ -125,7 +125,7 @@ class Trial:
         self.keeps_gradients |= any(storage_id(one) in storages for one in gradients if one.numel())
 
     def values(self) -> list[Tensor]:
-        """Returns the present values, flat, of each parameter."""
+        """Returns the current values of each parameter as a flat tensor."""
         return [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in self.parameters]
 
     def _make_parts(self, shape: tuple[int, ...]) -> list[Tensor]:
@@ -202,9 +202,9 @@ def try_optimizer(
 
         def is_same(trial: Trial) -> bool:
             """Returns whether the values are those of the first trial, but for rounding."""
-            for begun, expected, value in zip(start, end, trial.values(), strict=True):
+            for initial, expected, value in zip(start, end, trial.values(), strict=True):
                 eps = torch.finfo(expected.dtype).eps
-                moved = float((expected - begun).abs().max()) if expected.numel() else 0.0
+                moved = float((expected - initial).abs().max()) if expected.numel() else 0.0
                 size = float(expected.abs().max()) if expected.numel() else 0.0
                 if not torch.allclose(value, expected, rtol=0.0, atol=16 * eps * size + 1e-3 * moved, equal_nan=True):
                     return False
@@ -245,7 +245,7 @@ HINT = "keep numbers, and tensors in `self.state[parameter]`; other attributes a
 
 
 def _find_unsaved_state(trial: Trial, larger: Trial) -> Iterator[OptimizerFault]:
-    """Yields a fault for each thing that neither a checkpoint nor a move of memory reaches."""
+    """Yields a fault for each state that neither a checkpoint nor an offload can find."""
     optimizer = trial.optimizer
     for name, inner in inner_optimizers(optimizer):
         yield OptimizerFault(
@@ -253,7 +253,7 @@ def _find_unsaved_state(trial: Trial, larger: Trial) -> Iterator[OptimizerFault]
             f"reaches them",
             f"give {type(inner).__name__} the outer's: `{name}.param_groups = self.param_groups`, `{name}.state = self.state`",
         )
-    known = {id(one) for one in trial.every}
+    known = {id(one) for one in trial.flat_parameters}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
         yield OptimizerFault("has states of tensors that are no parameters of it", HINT)
     places, others = _extra_tensor_shapes(trial), _extra_tensor_shapes(larger)
@@ -266,7 +266,7 @@ def _find_unsaved_state(trial: Trial, larger: Trial) -> Iterator[OptimizerFault]
 
 def _extra_tensor_shapes(trial: Trial) -> dict[str, list[torch.Size]]:
     """Returns the shapes of the tensors in each attribute, and in each state whose key is no parameter."""
-    parameters = {id(one) for one in trial.every}
+    parameters = {id(one) for one in trial.flat_parameters}
     places = {f"the attribute `{path}{name}`": value for path, name, value in extra_attributes(trial.optimizer)}
     places |= {f"the state {key!r}, whose key is no parameter": one for key, one in extra_states(trial.optimizer).items()}
     shapes = {}
@@ -277,17 +277,19 @@ def _extra_tensor_shapes(trial: Trial) -> dict[str, list[torch.Size]]:
 
 
 def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
-    """Returns a trial after all steps, the last of which it has taken from a checkpoint of another one."""
+    """Returns a trial after all steps, which resumed in between from the checkpoint of another trial."""
     first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():
-        for one, other in zip(first.every, second.every, strict=True):
+        for one, other in zip(first.flat_parameters, second.flat_parameters, strict=True):
             other.copy_(one)
             state_leaves = leaves(first.optimizer.state.get(one, {}))
             states[id(other)] = joined(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in state_leaves)
     options = [_encode_and_decode(options_to_save(first.optimizer, group)) for group in first.optimizer.param_groups]
-    shared = {place: _encode_and_decode(value) for place, value in shared_to_save(first.optimizer, first.begun).items()}
-    load_optimizer_state(second.optimizer, states, options, shared, second.begun, dict.fromkeys(states, toys.dtype))
+    shared = {
+        place: _encode_and_decode(value) for place, value in shared_to_save(first.optimizer, first.initial_values).items()
+    }
+    load_optimizer_state(second.optimizer, states, options, shared, second.initial_values, dict.fromkeys(states, toys.dtype))
     return second.run(range(RESUME_STEP, NUM_STEPS))
 
 

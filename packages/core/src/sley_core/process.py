@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Keeps the collector from running within the block."""
+    """Turns the garbage collector off within the block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The types of which a plan's tables are made; the rest is pydantic's.
+"""Types of the plan's tables, beside those of pydantic.
 
 Every table is strict (a bool is no integer, "5" is no number), frozen, and refuses unknown keys.
 """
@@ -92,7 +92,7 @@ def expand_path(text: str, quote: Callable[[str], str] = str) -> str:
 
 
 def escape_path(text: str) -> str:
-    """Returns the text of a plan that `expand_path` turns into the path `text`."""
+    """Returns the plan text that `expand_path` turns into the path `text`."""
     return ("./" if text.startswith("~") else "") + text.replace("$", "$$")
 
 
@@ -118,7 +118,7 @@ def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str]
 
 
 def _serialize_path(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
-    """Returns a path as a plan has it: relative to the plan's folder, if it lies there."""
+    """Returns the text of a path for a plan, relative to the plan's folder if the path is inside it."""
     folder = (info.context or {}).get("folder")
     inside = folder and value.is_relative_to(quote(str(folder)))
     return escape_path(value.relative_to(quote(str(folder))).as_posix() if inside else str(value))
@@ -126,7 +126,7 @@ def _serialize_path(value: Path, info: SerializationInfo, *, quote: Callable[[st
 
 @dataclass(frozen=True)
 class Words:
-    """The values of a field in words, if type and limits do not say them: `Annotated[str, Field(...), Words("a name")]`."""
+    """Describes the values of a field, if its type and limits do not: `Annotated[str, Field(...), Words("a name")]`."""
 
     text: str
 
@@ -193,17 +193,17 @@ class PartTable(Table):
 
     @property
     def component(self) -> Component:
-        """What `use` or `factory` names, ready to be built; its `config` has the other keys."""
+        """The component that `use` or `factory` names. Its `config` has the other keys."""
         component: Component = self._component
         return component
 
     def set_component(self, component: Component) -> None:
-        """Called once, by the loader."""
+        """Sets the component; the loader calls this once."""
         self._component = component
 
     @model_serializer(mode="wrap")
     def _serialize_component(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Returns the table as a plan has it, with the keys of its record."""
+        """Returns the plain table with the keys of its record."""
         config: Table = self.component.config
         rest = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
         return {**write(self), **rest}

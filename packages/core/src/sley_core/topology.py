@@ -35,7 +35,7 @@ TIE = "tie["
 
 @dataclass(frozen=True)
 class Coordinates:
-    """One rank's coordinate on every axis."""
+    """Holds the coordinates of one rank, one per axis."""
 
     rank: int
     stage: int

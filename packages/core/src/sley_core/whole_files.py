@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically, as `appearing` does."""
+    """Writes `text` to `path` atomically."""
     with appearing(path) as file:
         file.write(text.encode())
 

@@ -46,7 +46,7 @@ FOREIGN_KEY_HINTS = dict.fromkeys(
 
 
 def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns in words the values that a field of this type, with these pydantic metadata, accepts in a plan."""
+    """Returns a description of the plan values that a field with this type and these pydantic metadata accepts."""
     for item in reversed(metadata):
         if isinstance(item, Words):
             return item.text
@@ -75,7 +75,7 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Returns a plan's value as a message shows it, shortened if it is long."""
+    """Returns a description of a plan's value for messages, shortened if it is long."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):

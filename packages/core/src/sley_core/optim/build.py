@@ -22,7 +22,7 @@ from sley_core.factory import import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
 
 Groups = Sequence[dict[str, Any]]
-"""What `parameter_groups` returns."""
+"""The parameter groups from `parameter_groups`."""
 
 FUSED_ON = ("cpu", "cuda")
 """Devices with fused kernels. torch looks for them in the first step only, too late to choose another form."""
@@ -102,7 +102,7 @@ _NO_OPTIONS = GroupConfig(match="*")
 
 
 class GroupableParameter(Protocol):
-    """What a parameter must provide to be put into a group; a parameter of the parameter registry does.
+    """A parameter that can be in a group, such as one of the parameter registry.
 
     decays: whether the optimizer's own decay applies, i.e. it is a matrix and belongs to no norm.
     """

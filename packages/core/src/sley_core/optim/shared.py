@@ -27,7 +27,7 @@ MAX_PLAIN_ELEMENTS = 1 << 16
 
 
 def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
-    """Returns the values that can be copied, live: plain data and small tensors."""
+    """Returns the live values that can be copied: plain data and small tensors."""
     values: Shared = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
@@ -41,12 +41,12 @@ def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
 
 
 def copy_values(values: Shared) -> Shared:
-    """Returns copies of the values. Two places with one tensor have one copy of it."""
+    """Returns copies of the values. Places that share a tensor share its copy."""
     return copy.deepcopy(values)
 
 
 def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
-    """Sets the values, not to be used again, at their places, and removes those elsewhere. A dict stays the same object."""
+    """Moves `values` to their places in the optimizer, and removes all other values. A dict stays the same object."""
     owners = dict(_owners(optimizer))
     for place in shared_values(optimizer).keys() - values.keys():
         _containing_dict(optimizer, owners, place).pop(place[2])
@@ -68,7 +68,7 @@ def load_optimizer_state(
     begun: Shared,
     dtypes: Mapping[int, torch.dtype],
 ) -> None:
-    """Sets all that the optimizer keeps, through its own `load_state_dict`, which knows the devices.
+    """Sets the full state of the optimizer, through its own `load_state_dict`, which knows the devices.
 
     states: of each parameter, by its `id`. options: of each group, besides those that stay. shared: states under keys of its
     own, and attributes; `begun`: the attributes with which the optimizer began, for those that `shared` lacks. dtypes: that of
@@ -141,7 +141,7 @@ def attributes_of(values: Shared) -> Shared:
 def _containing_dict(
     optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], place: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
-    """Returns the dict that has the value of a place under its key."""
+    """Returns the dict that contains the value of a place."""
     kind, where, _ = place
     if kind == "attribute":
         return vars(owners[where])
@@ -167,7 +167,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def can_compare(value: Any) -> bool:
-    """Returns whether `is_equal` can tell: no tensor in `value` is on another device than the host."""
+    """Returns whether `is_equal` can compare `value`: all of its tensors are on the host."""
     return all(one.device.type == "cpu" for one in tree_leaves(value) if isinstance(one, Tensor))
 
 
@@ -218,7 +218,7 @@ def _is_shared(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bo
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Returns the names of the attributes that every optimizer of torch's may have."""
+    """Returns the names of the attributes that any torch optimizer may have."""
     every = vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
     return (
         frozenset(every)
@@ -229,9 +229,9 @@ def _torch_attributes() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Traits:
-    """Says how an optimizer behaves. keeps_gradients: it keeps the gradient itself, not a copy. draws: its steps draw from
-    torch's generators. has_modes: it has `train()` and `eval()`, as schedule-free ones do: after `eval()` the weights are those
-    to evaluate and to save.
+    """Describes the behaviour of an optimizer. keeps_gradients: it keeps the gradient itself, not a copy. draws: its steps draw
+    random numbers. has_modes: it has `train()` and `eval()`, as schedule-free ones do: after `eval()` the weights are those to
+    evaluate and to save.
     """
 
     keeps_gradients: bool = False
@@ -248,14 +248,14 @@ def has_modes(optimizer: object) -> bool:
 
 
 def set_training_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Calls `train()` of an optimizer that has modes; returns the same `optimizer`."""
+    """Calls `train()` if the optimizer has modes; returns the same `optimizer`."""
     if has_modes(optimizer):
         optimizer.train()  # type: ignore[attr-defined]  # it has it
     return optimizer
 
 
 def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that gives each parameter a copy of its gradient, which nobody else writes, and calls `step`."""
+    """Returns a function that replaces each gradient by a private copy, and then calls `step`."""
 
     def stepped() -> Any:
         for group in optimizer.param_groups:

@@ -88,8 +88,8 @@ def timer_package(plan: Plan) -> str:
 
 
 def _check_parts(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for each table or package that the layout needs and that is not there, and for what compiled layers
-    cannot do.
+    """Yields a problem for each missing table or package that the layout needs, and for each setting that compiled layers
+    do not support.
     """
     parallel, config = plan.parallel, plan.model.config
     is_compiled = isinstance(config, ModelConfig) and config.compile
@@ -115,7 +115,7 @@ def _check_parts(plan: Plan) -> Iterator[Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Returns what is wrong with the pipeline's action lists for this many stages and micro-batches, by lowering them."""
+    """Returns the problems of the pipeline's action lists, which it lowers for these stages and micro-batches."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.
@@ -310,10 +310,10 @@ ACCUMULATION = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",), 
 
 
 def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> Iterator[Problem]:
-    """Yields what does not fit together in core's `tables`, by name. A table that is None or missing is not in the plan or has
-    a mistake of its own; checks that depend on it are skipped.
+    """Yields the conflicts between core's `tables`, which are given by name. A table that is None or missing is not in the plan
+    or is invalid itself; checks that depend on it are skipped.
 
-    dp: how many ranks share the samples, if that is known from elsewhere than [parallel].
+    dp: the number of ranks that share the samples, if it does not come from [parallel].
 
     Codes: "precision-unsupported", "loss-scale-unused", "loss-scale-range", "beyond-the-run", "skips-unused", and
     "batch-does-not-divide".
@@ -337,7 +337,7 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
 
 
 def check_data(data: Component, model: Component | None, *, evaluates: bool) -> Iterator[Problem]:
-    """Yields what the record of `data` finds wrong with its table and its files; a factory's data is checked when it is built.
+    """Yields the problems that the record of `data` reports in its table and its files. Factory data are checked when built.
 
     model: None if its table has a mistake. evaluates: whether the plan needs held-out data.
     """
@@ -398,7 +398,7 @@ def _check_skips(run: RunTable) -> Iterator[Problem]:
 
 
 def _check_profile(run: RunTable, profile: Table | None) -> Iterator[Problem]:
-    """Yields a problem for steps to profile that the run does not have.
+    """Yields a problem if the steps to profile are not in the run.
 
     An interval of evaluations may be longer than the run, which evaluates at its end in any case.
     """

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors about a table into diagnostics in our words, one per key.
+"""Turns pydantic's errors about a table into Sley's diagnostics, one per key.
 
 pydantic reports one error per arm of a union and puts names of arms into the location. Here the location is followed along the
 table that was given, which gives the key path, and the arms' errors are merged into one.

@@ -45,7 +45,7 @@ def plan_from_text(
     *,
     loader: Loader | None = None,
 ) -> Plan:
-    """Loads the plan in `text`; messages call it `file`, relative paths start at `folder`. Raises as `load_plan`."""
+    """Loads the plan in `text`; messages call it `file`, relative paths start at `folder`. Raises as `load_plan` does."""
     return resolve_plan(read_text(text, file, folder, overrides), loader or Loader())
 
 
@@ -57,7 +57,7 @@ def plan_from_dict(
 
 
 def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
-    """Returns a plan with some values changed to what a run found out. Checked by the plugins that are loaded already."""
+    """Returns a copy of the plan with `values`, which a run has determined. The loaded plugins check it again."""
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():
         here: Any = tables
@@ -178,7 +178,7 @@ class _Resolver:
         return component
 
     def names_record(self, spec: ComponentTable) -> bool:
-        """Returns whether the plan itself names the record of a table."""
+        """Returns whether the plan names the record of a table."""
         value = self.tables.get(spec.key)
         return isinstance(value, dict) and "use" in value
 
@@ -442,7 +442,7 @@ class _Resolver:
         return None
 
     def _load_plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
-        """Returns the plugin `name`, loaded at most once; None, with a problem recorded, if that fails."""
+        """Returns the plugin `name`, which is loaded at most once. Records a problem and returns None if that fails."""
         if name not in self.plugins and name not in self._broken_plugins:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -452,7 +452,7 @@ class _Resolver:
         return self.plugins.get(name)
 
     def _validate(self, model: type[AnyTable], table: Any, path: KeyPath, owner: str) -> AnyTable | None:
-        """Returns `table` as a `model`; None, with the problems recorded, if it does not validate."""
+        """Returns `table` as a `model`. Records the problems and returns None if it is invalid."""
         if not isinstance(table, dict):
             self._add_problem("wrong-type", f"`{path[0]}` must be a table, not {describe_value(table)}", path)
             return None

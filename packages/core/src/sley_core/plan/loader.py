@@ -1,4 +1,4 @@
-"""Finds and imports the plugins that a plan names and no others, and refuses a broken one by name.
+"""Finds and imports only the plugins that a plan names, and reports a broken one by name.
 
 Discovery reads metadata only: a broken plugin that no plan names does no harm. pluggy validates a plugin and calls its hooks;
 the order in which plugins are called is the plan's, never pluggy's.
@@ -178,7 +178,7 @@ def import_plugin(source: PluginSource) -> Any:
 
 
 def load_hooks(module: Any, source: PluginSource) -> Any:
-    """Returns callers of one plugin's hooks. Raises PluginError "plugin-hook" or "plugin-argument" for one that core lacks."""
+    """Returns the callers of one plugin's hooks. Raises PluginError "plugin-hook" or "plugin-argument" for an unknown one."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for name in dir(module):
@@ -234,7 +234,7 @@ def collect_records(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Map
 
 
 def _find_record_fault(record: Record, kind: RecordKind, named: Iterable[str]) -> str | None:
-    """Returns in words what is wrong with a record, None if nothing is. named: the names of the records before it."""
+    """Returns a description of a record's fault, or None. named: the names of the previous records."""
     if not record.name.isidentifier():
         return f"has the name `{record.name}`, which is none: letters, digits and `_`"
     if record.name in named:

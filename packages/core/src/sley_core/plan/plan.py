@@ -129,7 +129,7 @@ class Plan:
     plugins: Mapping[str, Plugin] = field(compare=False, repr=False)
 
     def __repr__(self) -> str:
-        """Returns one line for a person; `to_toml` has all of it."""
+        """Returns a one-line summary; `to_toml` returns the full plan."""
         sizes = ", ".join(
             f"{axis} {size}" for axis in ("dp", "pp", "sp", "wp") if (size := getattr(self.parallel, axis)) != 1 or axis == "dp"
         )
@@ -174,7 +174,7 @@ class Plan:
                 yield plugin, result
 
     def world(self, available: int | None = None) -> int:
-        """Returns how many ranks the plan needs: the number that `dp` fixes, else `available`, else the fewest possible."""
+        """Returns the number of ranks: the number that `dp` fixes, else `available`, else the smallest possible number."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp

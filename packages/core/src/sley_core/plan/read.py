@@ -217,7 +217,7 @@ def _resolve_key(here: Any, part: str, path: KeyPath) -> str | int:
 
 
 def _parse_key(name: str) -> list[str]:
-    """Returns the parts of a dotted key, quoted as in TOML; raises PlanError "set-invalid"."""
+    """Returns the parts of a dotted TOML key. Raises PlanError "set-invalid"."""
     try:
         nested: Any = tomli.loads(f"{name} = 0") if "\n" not in name else {}
     except (tomli.TOMLDecodeError, RecursionError):
@@ -252,7 +252,7 @@ _DECIDING_KEYS = ("use", "factory")
 
 
 def merge_bases(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
-    """Returns the document with what it does not say taken from its base; unchanged if it has no `extends`.
+    """Returns the document with missing values filled in from its base; unchanged if it has no `extends`.
 
     read: returns the document of a file without its bases. chain: the files that led here. Raises PlanError at the key
     `extends`: "wrong-type", "extends-missing" for a file that cannot be read, "extends-cycle"; and the base's own errors, at

@@ -52,7 +52,7 @@ def to_tables(plan: Plan) -> dict[str, Any]:
 
 
 def portable_tables(plan: Plan) -> dict[str, Any]:
-    """Returns all tables of a plan but its source folder, which may differ between machines."""
+    """Returns all tables of a plan except its source folder, which may differ between machines."""
     return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
@@ -139,7 +139,7 @@ class Change(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        """Whether a run cannot be resumed with it."""
+        """Whether a run cannot be resumed with this change."""
         return _is_below(self.path, FIXED_KEYS)
 
 
