@@ -239,7 +239,7 @@ class MachineFile(Table):
         return self
 
 
-CALIBRATE_HINT = "`train-cli calibrate --out machine.toml` writes one"
+CALIBRATE_HINT = "use `train-cli calibrate --out machine.toml` to write one"
 
 
 def load_machine(path: str | Path) -> MachineFile:
@@ -278,7 +278,7 @@ def _validate_machine(document: Document) -> MachineFile:
     tables = document.tables
     version = tables.get("format")
     if version != MACHINE_FORMAT or isinstance(version, bool):
-        message = "this is no machine file: it has no `format`"
+        message = "this is not a machine file: `format` is missing"
         if "format" in tables:
             message = f"`format` is {describe_value(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
         raise PlanError.many([document.diagnostic("machine-format", message, ("format",), CALIBRATE_HINT)])

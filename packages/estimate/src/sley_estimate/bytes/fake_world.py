@@ -342,9 +342,9 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
             except Exception as error:  # the user's forward may fail on meta
                 raise RunError(
                     "estimate-layer",
-                    f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot be called without values: "
+                    f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: "
                     f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                    hint="the output of a layer must follow from the shapes of its input",
+                    hint="compute the output of a layer only from the shapes of its input",
                 ) from error
         return output_by_signature[signature]
 

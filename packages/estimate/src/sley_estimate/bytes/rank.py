@@ -195,8 +195,8 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
         location = "; ".join(getattr(error, "__notes__", [])) or "in a step"
         raise RunError(
             "estimate-layer",
-            f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {location}",
-            hint="the output of a layer must follow from the shapes of its input, and from the batch",
+            f"the step cannot run without the values of its tensors: `{error.func}` reads them, {location}",
+            hint="compute the output of a layer only from the shapes of its input and from the batch",
         ) from error
 
 

@@ -280,8 +280,10 @@ def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: fl
                     is_done, result = cast("tuple[bool, Any]", connection.recv())
                 except EOFError:
                     process.join()
-                    message = f"a process that took a stage's steps without values ended with code {process.exitcode}"
-                    raise RunError("estimate-ended", message, hint="-9 is the system's when memory runs out") from None
+                    message = f"a process that ran a stage's steps without values ended with code {process.exitcode}"
+                    raise RunError(
+                        "estimate-ended", message, hint="the code -9 means that the system ran out of memory"
+                    ) from None
                 process.join()
                 if not is_done:
                     raise result

@@ -380,7 +380,7 @@ def call_on_ranks(world: World, function: Callable[[], T], description: str, *, 
     try:
         replies = gather_values([fault, value if only_first else None])
     except RuntimeError as error:  # late or failed ranks must not hide this rank's error
-        message = f"rank {world.rank} heard nothing from a rank that was to {description}: {first_line(error)}"
+        message = f"rank {world.rank} received nothing from a rank that had to {description}: {first_line(error)}"
         raise failure or RunError("start-failed", message) from error
     if failure is not None:
         raise failure

@@ -21,10 +21,10 @@ TIMEOUT_S = 60.0  # the time limit of every wait between ranks
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
 PlanOption = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="PLAN", help="Time each distinct layer of this plan's model, under every policy, too."),
+    typer.Option("--plan", metavar="PLAN", help="Also time each distinct layer of this plan's model under every policy."),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and time what they exchange.")
+    int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and time their exchanges.")
 ]
 
 
@@ -34,17 +34,17 @@ def calibrate(
     plan: PlanOption = None,
     overrides: SetOption = None,
     ranks: RanksOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Measure this machine and write its file: the device, what ranks exchange, and the layers of a plan."""
+    """Measure this machine and write its file: the device, the exchanges of ranks, and the layers of a plan."""
     if overrides and plan is None:
-        raise UsageError("calibrate-plan", "`--set` changes a plan, but there is no `--plan`")
+        raise UsageError("calibrate-plan", "`--set` changes a plan, but `--plan` is missing")
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not is_rank:
         if out.exists() and not force:
-            raise UsageError("machine-exists", f"`{out}` is there already", hint="`--force` replaces it")
+            raise UsageError("machine-exists", f"the file `{out}` exists already", hint="use `--force` to replace it")
         if not out.absolute().parent.is_dir():
-            raise UsageError("machine-folder", f"there is no folder `{out.absolute().parent}`")
+            raise UsageError("machine-folder", f"the folder `{out.absolute().parent}` does not exist")
     if ranks is not None and not is_rank:
         if plan is not None:
             load_plan(plan, overrides or [])  # reports a mistake once instead of on each rank

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sley_estimate.step.estimate import PlanSeconds
 
 GIB = 1 << 30
-COUNTED = "counted are a rank's tensors; its process needs more: libraries, CUDA's context, what allocators keep free"
+COUNTED = "only a rank's tensors count; its process needs more: libraries, the CUDA context, free memory in allocators"
 
 UNITS = {
     "TiB": 1 << 40,
@@ -85,15 +85,17 @@ def estimate(
     per_node: PerNodeOption = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="Memory of a device, such as 80GiB. The exit code is 1 if a stage needs more."
+        ),
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option("--machine", metavar="FILE", help="Say the seconds of a step on this machine too, as calibrate wrote it."),
+        typer.Option("--machine", metavar="FILE", help="Machine file of `calibrate`, to estimate the seconds of a step too."),
     ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
-    """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
+    """Show the peak memory of each stage of a run, when it occurs, and its parts. Needs no device."""
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
     requested_size = world_size(world, nodes, per_node)
@@ -144,7 +146,7 @@ def parse_size(text: str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * factor)
     raise UsageError(
-        "memory-size", f"`--memory {text}` is no size", hint="write 80GiB, or a number of TiB, MiB, KiB, TB, GB, MB, KB or B"
+        "memory-size", f"`--memory {text}` is not a size", hint="use 80GiB, or a number of TiB, MiB, KiB, TB, GB, MB, KB or B"
     )
 
 

@@ -31,38 +31,39 @@ BUDGET_S = 140.0  # default seconds after the ranking in which layouts may start
 
 def search(
     plan: PlanArgument,
-    world: Annotated[int, typer.Option("--world", min=1, metavar="RANKS", help="How many ranks there are.")],
+    world: Annotated[int, typer.Option("--world", min=1, metavar="RANKS", help="The number of ranks.")],
     machine: Annotated[
-        Path | None, typer.Option("--machine", metavar="FILE", help="The machine, as `calibrate` wrote it; needed.")
+        Path | None, typer.Option("--machine", metavar="FILE", help="The machine file of `calibrate` (required).")
     ] = None,
     overrides: SetOption = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="What a device has, such as 80GiB; else no limit.")
+        str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a device, such as 80GiB; no limit by default.")
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="How many layouts to show.")] = 5,
+    top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="The number of layouts to show.")] = 5,
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="AXIS", help=f"Stays as the plan has it; may be repeated: {', '.join(AXES)}."),
+        typer.Option(
+            "--keep", metavar="AXIS", help=f"Axis that keeps its value in the plan; may be repeated: {', '.join(AXES)}."
+        ),
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify/--rough", help="Whether `estimate` verifies the layouts that are shown.")
-    ] = True,
+    verify: Annotated[bool, typer.Option("--verify/--rough", help="Whether `estimate` verifies the shown layouts.")] = True,
     budget: Annotated[
-        float, typer.Option("--budget", min=0, metavar="SECONDS", help="How long `estimate` may begin to verify layouts.")
+        float,
+        typer.Option("--budget", min=0, metavar="SECONDS", help="Seconds in which `estimate` may start to verify layouts."),
     ] = BUDGET_S,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Compare the fastest with the plan as it is, part by part.")
+        bool, typer.Option("--explain", help="Compare the fastest layout with the unchanged plan, part by part.")
     ] = False,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the plan in the fastest layout here.")
     ] = None,
 ) -> None:
-    """Find the fastest layouts of a plan that fit, from what is installed; no device is needed."""
+    """Find the fastest layouts of a plan that fit, with the installed plugins. Needs no device."""
     if machine is None:
-        hint = "`train-cli calibrate --out machine.toml --plan PLAN` measures one; then `--machine machine.toml`"
-        raise UsageError("search-machine", "a search needs to know what the machine's devices and links reach", hint=hint)
+        hint = "use `train-cli calibrate --out machine.toml --plan PLAN`, then pass `--machine machine.toml`"
+        raise UsageError("search-machine", "a search needs a machine file", hint=hint)
     if explain and not verify:
-        raise UsageError("explain-needs-steps", "`--explain` compares what `estimate` says, which `--rough` leaves out")
+        raise UsageError("explain-needs-steps", "`--explain` compares estimates, but `--rough` makes none")
     from sley_core.plan.check import check_data
     from sley_estimate.search.find import estimate_forked, search_layouts
     from sley_estimate.search.layouts import Layouts, list_choices
@@ -113,7 +114,7 @@ def search(
 def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields text lines about the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
     too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
-    steps = f": the best {result.num_exact:,} by a formula took their own steps" if result.num_exact else ""
+    steps = f": the best {result.num_exact:,} by a formula ran their own steps" if result.num_exact else ""
     yield f"{result.num_layouts:,} layouts considered{steps}{too_large}"
     if result.not_begun:
         yield f"  {result.not_begun:,} more did not, since the time for it was over: a larger `--budget` takes them too"

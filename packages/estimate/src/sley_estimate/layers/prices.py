@@ -154,7 +154,7 @@ def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> fl
             table: MatmulTable | None = getattr(device.matmul, operator.dtype)
             if table is None:
                 missing = f"`[device.matmul.{operator.dtype}]`, and a layer multiplies {operator.dtype}"
-                hint = "`train-cli calibrate` measures every dtype that the device has"
+                hint = "use `train-cli calibrate` to measure every dtype of the device"
                 raise PlanError("machine-matmul", f"the machine `{device.name}` has no {missing}", hint=hint)
             seconds = max(seconds, (operator.flops + table.half_flops) / table.flops_per_s)
         total_s += seconds

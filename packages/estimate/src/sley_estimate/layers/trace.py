@@ -145,7 +145,7 @@ def _record_layer(
         message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         if recorder.last:
             message += f" (the last operator was {recorder.last})"
-        hint = "time it: `train-cli calibrate --plan plan.toml --out machine.toml`"
+        hint = "use `train-cli calibrate --plan plan.toml --out machine.toml` to time it"
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.operators("recompute"):
         for tensor in value[1] if value else ():

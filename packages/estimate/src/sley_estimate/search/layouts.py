@@ -94,7 +94,7 @@ def list_choices(plan: Plan) -> Choices:
                         choices.append(Choice(name, options, record, record.config.model_validate(options), hint.copies))
                     except ValidationError as error:
                         reason = error.errors()[0]["msg"]
-                        skipped.append(f"{name}: its variant {dict(options)} is no table of it: {reason}")
+                        skipped.append(f"{name}: its variant {dict(options)} is invalid: {reason}")
         return choices
 
     def is_reducer(record: object) -> bool:
@@ -247,7 +247,7 @@ class Layouts:
     def __init__(self, plan: Plan, world: int, choices: Choices, keep: Collection[str] = ()) -> None:
         for axis in keep:
             if axis not in AXES:
-                raise UsageError("no-axis", f"there is no axis `{axis}`", hint=f"the axes are {', '.join(AXES)}")
+                raise UsageError("no-axis", f"unknown axis `{axis}`", hint=f"use one of {', '.join(AXES)}")
         self.plan = plan
         self.world = world
         self.choices = choices

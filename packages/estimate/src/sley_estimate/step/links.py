@@ -107,10 +107,10 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
     if link is not None:
         return link
     if name == "same_host":
-        need, hint = "ranks of one host exchange tensors", "`train-cli calibrate --ranks 2` measures it"
+        need, hint = "ranks of one host exchange tensors", "use `train-cli calibrate --ranks 2` to measure it"
     else:
         need = f"ranks are {links.ranks_per_host} to a host, and exchange tensors between hosts"
-        hint = "write its latency and bandwidth, or more `ranks_per_host`"
+        hint = "set its latency and bandwidth, or a larger `ranks_per_host`"
     raise PlanError("machine-links", f"the machine file has no `[links.{name}]`, but {need}", hint=hint)
 
 
@@ -193,5 +193,5 @@ def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> flo
 
 
 def _missing_host_error(key: str, need: str) -> PlanError:
-    hint = "`train-cli calibrate` measures it on a machine with a CUDA device"
+    hint = "use `train-cli calibrate` on a machine with a CUDA device to measure it"
     return PlanError("machine-host", f"the machine file has no `{key}`, but {need}", hint=hint)
