@@ -109,11 +109,11 @@ class TestByModuleAndOncePerStep(WeightCommunicatorContract):
     @pytest.mark.parametrize(
         ("world", "wp", "micros", "changes"), [(2, 2, 3, {"activations": {"use": "core.recompute", "fraction": 1.0}})]
     )
-    def test_every_layout_gives_the_numbers_of_whole_weights(
+    def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world: int, wp: int, micros: int, changes: dict[str, Any]
     ) -> None:
         """One of the contract's layouts."""
-        super().test_every_layout_gives_the_numbers_of_whole_weights(ranks, world, wp, micros, changes)
+        super().test_layouts_match_unsharded_weights(ranks, world, wp, micros, changes)
 
 
 class TestAllToAll(SequenceAttentionContract):

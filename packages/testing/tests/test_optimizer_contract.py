@@ -60,12 +60,12 @@ for where in ("attribute", "option", "tensor", "state"):
 
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE | PER_MATRIX))
 def test_nothing_is_wrong_with_those_of_torch(name: str) -> None:
-    of(table(f"torch.optim:{name}"), only_matrices=name == "Muon")().test_two_small_parameters()
+    of(table(f"torch.optim:{name}"), only_matrices=name == "Muon")().test_optimizer_probe_passes()
 
 
 @pytest.mark.parametrize("name", ["LooksAtDims", "ManyKinds", "Within"])
 def test_nothing_is_wrong_with_what_a_run_makes_right(name: str) -> None:
-    of(table(f"{OWN}:{name}", scope="elementwise"))().test_two_small_parameters()
+    of(table(f"{OWN}:{name}", scope="elementwise"))().test_optimizer_probe_passes()
 
 
 WRONG = [
@@ -89,9 +89,9 @@ WRONG = [
 def test_what_is_wrong_is_said(name: str, words: str) -> None:
     wrong = of(table(f"{OWN}:{name}", scope="elementwise"))
     with pytest.raises(AssertionError, match=words):
-        wrong().test_two_small_parameters()
+        wrong().test_optimizer_probe_passes()
 
 
 def test_a_gradient_of_none_is_allowed_for() -> None:
     with pytest.raises(AssertionError, match="whose `grad` is None cannot be stepped"):
-        of(table(f"{OWN}:NeedsAllGradients", scope="elementwise"))().test_a_parameter_without_a_gradient_stays()
+        of(table(f"{OWN}:NeedsAllGradients", scope="elementwise"))().test_parameter_without_gradient_is_unchanged()

@@ -126,7 +126,7 @@ class SequenceAttentionContract:
     sequence: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
 
-    def test_a_slice_gets_what_the_whole_sequence_would_give_it(self, ranks: Callable[..., Ranks]) -> None:
+    def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
         """Context and gradients; exchanges are in one order on all ranks, and `detach` leaves what `attach` found."""
         found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, DIVISIBLE)
         for case, seen in zip(DIVISIBLE, zip(*found, strict=True), strict=True):
@@ -138,7 +138,7 @@ class SequenceAttentionContract:
                 assert one.kept, f"{what}: after `detach` it is no attention of whole sequences"
             assert_same_sequence([one.calls for one in seen])
 
-    def test_heads_that_do_not_divide_are_right_or_refused_by_name(self, ranks: Callable[..., Ranks]) -> None:
+    def test_indivisible_heads_are_correct_or_refused(self, ranks: Callable[..., Ranks]) -> None:
         """On all ranks alike: none may wait for another that has refused."""
         found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, ODD)
         for case, seen in zip(ODD, zip(*found, strict=True), strict=True):
@@ -148,13 +148,13 @@ class SequenceAttentionContract:
             assert codes[0] or worst <= 1e-10, f"{what} is neither right nor refused: off by {worst:.3g}"
             assert all(one.kept for one in seen), f"{what}: after `detach` it is no attention of whole sequences"
 
-    def test_a_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
+    def test_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
         """With a PlanError: otherwise no position would see another slice, without any error."""
         codes = ranks(2, self.timeout_s)(refused, self.sequence)
         assert all(codes), "a model without attention is not refused: no slice would see another"
 
     @pytest.mark.parametrize("fraction", [0.0, 1.0])
-    def test_runs_give_the_numbers_of_one_process(self, ranks: Callable[..., Ranks], fraction: float) -> None:
+    def test_runs_match_one_process(self, ranks: Callable[..., Ranks], fraction: float) -> None:
         """Loss, norm, gradients, weights and the held-out loss, recomputed or not; ranks stay equal bit for bit."""
         activations: Table = {"activations": {"use": "core.recompute", "fraction": fraction}}
         wanted, before, _ = train(tables(None, **activations))
@@ -167,7 +167,7 @@ class SequenceAttentionContract:
         for calls in zip(*sent, strict=True):
             assert_same_sequence(list(calls))
 
-    def test_dropout_is_repeatable_and_does_not_part_the_ranks(self, ranks: Callable[..., Ranks]) -> None:
+    def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Slices draw different numbers, so steps differ from those of one process; evaluations, which drop nothing, do not."""
         _, wanted, _ = train(tables(None, dropout=0.3))
         plan = tables(self.sequence, dropout=0.3)

@@ -40,14 +40,14 @@ class CheckpointerContract:
     def _plan(self, **changes: Any) -> Tables:
         return small_plan(checkpoint=self.checkpoint, run__steps=2 * STEPS, **changes)
 
-    def test_a_run_goes_on_with_the_same_bits(self, texts: Path, tmp_path: Path) -> None:
+    def test_resumed_run_is_bit_identical(self, texts: Path, tmp_path: Path) -> None:
         """In rows, weights, masters and optimizer states."""
         plan = self._plan()
         whole = stretch(plan, 2 * STEPS, folder=texts)
         stretch(plan, STEPS, folder=texts, save=tmp_path / "saved")
         assert_same_stretch([whole], [stretch(plan, STEPS, folder=texts, load=tmp_path / "saved")])
 
-    def test_two_ranks_go_on_and_another_layout_too(self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path) -> None:
+    def test_two_ranks_resume_in_same_and_other_layout(self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path) -> None:
         """Two ranks with the same bits; what they saved one process takes, within the parity of the precision."""
         plan = self._plan()
         two = changed(plan, **DP)
@@ -57,7 +57,7 @@ class CheckpointerContract:
         alone = stretch(plan, STEPS, folder=texts, load=tmp_path / "saved")
         assert_goes_on(stretch(plan, 2 * STEPS, folder=texts), [alone], plan["precision"]["compute"])
 
-    def test_auto_takes_the_newest_that_the_run_saved(self, texts: Path, tmp_path: Path) -> None:
+    def test_auto_loads_newest_checkpoint(self, texts: Path, tmp_path: Path) -> None:
         """And nothing, where the run has not begun."""
         plan = plan_from_dict(self._plan(), texts)
         with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
@@ -72,7 +72,7 @@ class CheckpointerContract:
             assert (found.step, run.num_steps_done) == (STEPS, STEPS), f"{found.path} is not the newest"
             assert_same_bits(left, weights(run))
 
-    def test_a_damaged_checkpoint_is_refused(self, texts: Path, tmp_path: Path) -> None:
+    def test_damaged_checkpoint_is_refused(self, texts: Path, tmp_path: Path) -> None:
         """Whichever file of it is cut short, or gone; and then nothing has changed."""
         plan = self._plan()
         stretch(plan, 1, folder=texts, save=tmp_path / "saved")
@@ -92,7 +92,7 @@ class CheckpointerContract:
                 file.write_bytes(data)
             assert run.load_checkpoint(tmp_path / "saved") is not None
 
-    def test_a_checkpoint_of_another_model_is_refused(self, texts: Path, tmp_path: Path) -> None:
+    def test_checkpoint_of_another_model_is_refused(self, texts: Path, tmp_path: Path) -> None:
         stretch(self._plan(), 1, folder=texts, save=tmp_path / "saved")
         other = plan_from_dict(self._plan(model__ffn_hidden=32), texts)
         with assemble(other, World.alone("cpu")) as run, pytest.raises(Exception, match="resume-differs"):

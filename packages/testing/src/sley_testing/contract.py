@@ -185,7 +185,7 @@ class GradientHandlerContract:
         return ranks(2)
 
     @pytest.mark.parametrize("num_micros", [1, 3])
-    def test_reduces_as_its_record_promises(self, ranks_of_two: Ranks, num_micros: int) -> None:
+    def test_reduction_matches_record(self, ranks_of_two: Ranks, num_micros: int) -> None:
         """Equal to `core.each` or within the record's tolerance, in every step; parameters of a group of one untouched."""
         expected = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
         found = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
@@ -207,7 +207,7 @@ class GradientHandlerContract:
                 for name in due[0].keys() - set(left_alone):
                     _assert_within(name, [step[name] for step in due], [step[name] for step in given], tolerance)
 
-    def test_is_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
+    def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
         """Two runs give the same bits, and replicas hold the same gradient of what they share."""
         first = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
@@ -216,7 +216,7 @@ class GradientHandlerContract:
             differing = [name for name in mine if not name.startswith(ALONE) and not torch.equal(mine[name], theirs[name])]
             assert not differing, f"step {step}: ranks that hold one weight have different gradients of it: {differing}"
 
-    def test_ranks_issue_one_sequence_once_per_step(self, ranks_of_two: Ranks) -> None:
+    def test_ranks_issue_same_collectives_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
         few, many = (ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3))
         for seen in (few, many):
@@ -226,13 +226,13 @@ class GradientHandlerContract:
             less, more = [call.op for call in one], [call.op for call in three]
             assert less == more, f"a step of one micro-batch has {len(less)} collectives, and of three {len(more)}"
 
-    def test_recovers_from_a_failed_backward(self, ranks_of_two: Ranks) -> None:
+    def test_failed_backward_leaves_no_state(self, ranks_of_two: Ranks) -> None:
         """What a failed step left is discarded at the next `begin_step`."""
         clean = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
         _assert_same_bits(clean, failed, "after a step that failed there are other bits")
 
-    def test_keeps_the_order_of_canonical_sums(self, ranks_of_two: Ranks) -> None:
+    def test_canonical_sums_match_one_process(self, ranks_of_two: Ranks) -> None:
         """The hash equals that of one process, if the record says `canonical`; also after a failed step."""
         record, config = self._record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_with(config):
@@ -243,12 +243,12 @@ class GradientHandlerContract:
         clean, failed = (ranks_of_two(observe, self._handlers(), 1, fail, False, "canonical") for fail in (False, True))
         _assert_same_bits(clean, failed, "after a step that failed canonical sums have other bits")
 
-    def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
+    def test_detach_removes_all_hooks(self, ranks_of_two: Ranks) -> None:
         """After `Run.close` no hook is left on any parameter."""
         for seen in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
             assert seen.hooks_left == 0, f"after the run {seen.hooks_left} hooks are left on parameters"
 
-    def test_a_reducer_twice_or_missing_is_refused(self) -> None:
+    def test_duplicate_or_missing_reducer_is_refused(self) -> None:
         """Core checks the list: every handler that correctness needs must be there exactly once."""
         from sley_core.plan.check import check_plan
 

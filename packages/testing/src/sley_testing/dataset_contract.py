@@ -55,7 +55,7 @@ class DatasetContract:
         self.write_files(tmp_path)
         return tmp_path
 
-    def test_samples_are_what_it_declares(self, folder: Path) -> None:
+    def test_samples_match_info(self, folder: Path) -> None:
         """Fields, dtypes, dims, token ids and length of a batch are those of `info`, and there is a sample."""
         dataset = self._open(folder)
         samples = self._samples(dataset)
@@ -67,7 +67,7 @@ class DatasetContract:
             _check_field(name, batch[name], field, len(samples), dataset.info.sequence)
         check_tokens(batch, dataset.info, range(len(samples)))
 
-    def test_a_number_names_one_sample(self, folder: Path) -> None:
+    def test_index_returns_same_sample(self, folder: Path) -> None:
         """Whenever it is read, in any order, by another rank's dataset, and in another thread."""
         dataset, other = self._open(folder), self._open(folder)
         lengths = [] if is_stream(dataset) else [len(cast(Dataset, one)) for one in (dataset, other)]
@@ -87,7 +87,7 @@ class DatasetContract:
         for index, sample in first.items():
             assert _same(there[0][index], sample), f"sample {index} is another one on another rank, or in another thread"
 
-    def test_a_sample_stays_as_it_is(self, folder: Path) -> None:
+    def test_samples_do_not_share_memory(self, folder: Path) -> None:
         """While others are read, since they become one batch."""
         dataset = self._open(folder)
         samples = dict(self._numbered(dataset))
@@ -95,14 +95,14 @@ class DatasetContract:
         for index, sample in samples.items():
             assert _same(sample, kept[index]), f"sample {index} changes while others are read: its memory is used again"
 
-    def test_it_leaves_the_default_generator_alone(self, folder: Path) -> None:
+    def test_default_generator_is_unchanged(self, folder: Path) -> None:
         """The generator belongs to the forward that runs at the same time."""
         before = torch.default_generator.get_state()
         self._samples(self._open(folder))
         same = torch.equal(before, torch.default_generator.get_state())
         assert same, "reading samples draws from torch's default generator, or seeds it: use one of your own"
 
-    def test_ranks_share_one_sequence(self, folder: Path) -> None:
+    def test_ranks_split_each_batch(self, folder: Path) -> None:
         """Two ranks' rows are disjoint and make up the batches of one process, across the end of an epoch too."""
         whole = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
         halves = [list(islice(self._fed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
@@ -114,7 +114,7 @@ class DatasetContract:
                 both = {name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields}
                 assert _same(both, all_rows.batch), f"batch {number}: the samples of two ranks are not those of one"
 
-    def test_a_restart_goes_on_where_it_was(self, folder: Path) -> None:
+    def test_restart_resumes_position(self, folder: Path) -> None:
         """From the position that a checkpoint stores, with a dataset that is opened again."""
         undisturbed = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
         for done in (1, NUM_BATCHES - 2):
@@ -125,7 +125,7 @@ class DatasetContract:
             for number, (wanted, found) in enumerate(zip(undisturbed[done:], again, strict=True), start=done):
                 assert _same(found.batch, wanted.batch), f"a run that goes on after batch {done} has another batch {number}"
 
-    def test_held_out_samples_are_others(self, folder: Path) -> None:
+    def test_held_out_samples_are_not_trained_on(self, folder: Path) -> None:
         """No sample is used both for training and for evaluation."""
         if not self.holds_out:
             pytest.skip("it holds nothing out (`holds_out`)")

@@ -110,21 +110,21 @@ class SchedulerHookContract:
 
     hook: ClassVar[Table]
 
-    def test_a_run_has_the_same_numbers_with_it(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+    def test_run_is_bit_identical_with_hook(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Losses, norms, held-out losses and weights, bit for bit."""
         self._compare(ranks, texts, fails=False, when="with the hook")
 
-    def test_a_failed_step_leaves_nothing_in_it(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+    def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """The next one has the same numbers as without the hook."""
         self._compare(ranks, texts, fails=True, when="with the hook, after a step that failed")
 
-    def test_ranks_exchange_in_one_order(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+    def test_ranks_issue_same_collectives(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Whatever the hook adds to it."""
         found = ranks(2).once(observe, [self.hook], texts)
         for calls in zip(*(seen.calls for seen in found), strict=True):
             assert_same_sequence(list(calls))
 
-    def test_it_keeps_no_graph(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+    def test_hook_keeps_no_graph(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """A tensor that it keeps is detached: else all that autograd saved for it stays in memory."""
         without, hooked = (ranks(2).once(observe, hooks, texts, fails=False) for hooks in ([], [self.hook]))
         for plain, seen in zip(without, hooked, strict=True):
@@ -132,12 +132,12 @@ class SchedulerHookContract:
                 extra = [name for name in left if name not in wanted]
                 assert not extra, f"after step {number} the hook keeps tensors with their graph: {extra[:3]}"
 
-    def test_its_counts_are_numbers(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+    def test_counts_are_numbers(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Where it counts; under the same names in every step, and asking changes none."""
         for seen in ranks(2).once(observe, [self.hook], texts):
             assert len({tuple(counts) for counts in seen.counts}) <= 1, "counts have other names in other steps"
 
-    def test_it_takes_what_actions_have(self, texts: Path) -> None:
+    def test_hook_accepts_actions_without_tensors(self, texts: Path) -> None:
         """No tensors where a first stage begins, and in phase `weights`; containers between stages."""
         failed = call_bare([self.hook], texts)
         assert not failed, "\n".join(failed)

@@ -97,18 +97,18 @@ class StageLinkContract:
     num_walks: ClassVar[int] = 4
 
     @pytest.mark.parametrize("name", ROUTES)
-    def test_what_is_sent_comes_as_it_was(self, ranks: Callable[..., Ranks], name: str) -> None:
+    def test_received_tensors_equal_sent(self, ranks: Callable[..., Ranks], name: str) -> None:
         """In the order of whoever takes it, also where what was sent is overwritten at once."""
         route = ROUTES[name]
         ranks(max(route) + 1)(observe, self.link, route, [(3, 3, 3, 3)] * self.num_walks, False, len(route))
 
     @pytest.mark.parametrize("name", ["two stages", "a wave"])
-    def test_micro_batches_may_have_any_lengths(self, ranks: Callable[..., Ranks], name: str) -> None:
+    def test_micro_batches_of_different_lengths(self, ranks: Callable[..., Ranks], name: str) -> None:
         """In one walk, and from one to the next."""
         ranks(2)(observe, self.link, ROUTES[name], [(3, 5, 1, 3), (5,), (1, 1, 8), (3, 5, 1, 3)], False, 3)
 
     @pytest.mark.parametrize("name", ["two stages", "a wave"])
-    def test_what_is_taken_stays_while_anything_has_it(self, ranks: Callable[..., Ranks], name: str) -> None:
+    def test_received_tensors_stay_unchanged_while_referenced(self, ranks: Callable[..., Ranks], name: str) -> None:
         """The tensor, a view or an array of it, over all walks; a write to one tensor changes no other."""
         ranks(2)(observe, self.link, ROUTES[name], [(3, 3, 3, 3)] * 3 + [(5, 2)], True, 5)
 
@@ -117,7 +117,7 @@ class StageLinkContract:
         [((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3))],
         ids=["another number", "other shapes", "another order"],
     )
-    def test_a_stage_on_another_walk_is_told_on_both_ends(
+    def test_differing_walks_are_reported_on_both_stages(
         self, ranks: Callable[..., Ranks], by_stage: Sequence[Sequence[int]]
     ) -> None:
         """By RunError "stages-differ", long before anybody's patience is at its end."""
@@ -125,7 +125,7 @@ class StageLinkContract:
         assert ranks(2)(differ, self.link, ROUTES["two stages"], by_stage) == ["stages-differ"] * 2
         assert time.monotonic() - began < WAIT_S
 
-    def test_an_abort_waits_for_nobody(self, ranks: Callable[..., Ranks]) -> None:
+    def test_abort_does_not_wait(self, ranks: Callable[..., Ranks]) -> None:
         """The stage's neighbours may never come: it forgets the walk, may begin another, and its process may end."""
         assert max(ranks(2)(abandon, self.link)) < WAIT_S / 2
 

@@ -46,7 +46,7 @@ class LossContract:
         """Returns a batch of as many samples as `batch` in which nothing counts, as if every label is ignored; or None."""
         return None
 
-    def test_its_weight_is_a_sum_over_samples(self) -> None:
+    def test_weight_is_sum_over_samples(self) -> None:
         """A number on the host, known from the batch alone; that of a batch is the sum of its micro-batches' weights."""
         loss, (_, batch) = self._loss(), self.batch()
         whole = loss.weight(batch)
@@ -59,7 +59,7 @@ class LossContract:
                 "it must count what the loss sums"
             )
 
-    def test_it_is_a_sum_over_samples(self) -> None:
+    def test_loss_is_sum_over_samples(self) -> None:
         """A scalar; that of a batch is the sum of its micro-batches', and so are the gradients."""
         output, batch = self.batch()
         whole, gradient = self._taken(output, batch)
@@ -72,7 +72,7 @@ class LossContract:
             error = _error(torch.cat([one for _, one in taken]), gradient)
             assert error <= EXACT, f"gradients of micro-batches of {size} differ from the batch's, relative {error:.3g}"
 
-    def test_its_gradient_is_its_derivative(self) -> None:
+    def test_gradient_matches_finite_differences(self) -> None:
         """Compared with finite differences, in fp64."""
         output, batch = self.batch()
         loss = self._loss()
@@ -82,7 +82,7 @@ class LossContract:
             raise AssertionError(f"the gradient is not the derivative of the loss: {error}") from error
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    def test_it_sums_in_fp32_at_least(self, dtype: torch.dtype) -> None:
+    def test_sum_is_at_least_fp32(self, dtype: torch.dtype) -> None:
         """Whatever the dtype of the output: sums of thousands of terms have no digits left in half precision."""
         output, batch = self.batch()
         given = output.to(dtype)
@@ -100,7 +100,7 @@ class LossContract:
         error = _error(leaf.grad.double(), gradient)
         assert error <= tolerance, f"the gradient of a {dtype} output is off by {error:.3g}, relative"
 
-    def test_a_call_leaves_nothing(self) -> None:
+    def test_call_keeps_no_state(self) -> None:
         """No output, no graph and no state that a later call would see; what it is given is not written to."""
         loss, (output, batch) = self._loss(), self.batch()
         before = output.clone(), {name: value.clone() for name, value in batch.items()}
@@ -122,7 +122,7 @@ class LossContract:
         again = loss.weight(batch), float(loss.loss(output, batch))
         assert again == first, f"weight and loss of one batch are {first}, and {again} after another batch"
 
-    def test_it_reads_the_fields_that_it_names(self) -> None:
+    def test_loss_reads_only_its_fields(self) -> None:
         """If it has `fields`: only those are moved to the device."""
         loss, (output, batch) = self._loss(), self.batch()
         fields = getattr(loss, "fields", None)
@@ -134,7 +134,7 @@ class LossContract:
             raise AssertionError(f"the loss reads the field {error}, which is not among its `fields` {fields}") from error
         assert found == float(loss.loss(output, batch)), f"the loss reads more than its `fields` {fields}"
 
-    def test_a_batch_in_which_nothing_counts(self) -> None:
+    def test_batch_without_weight(self) -> None:
         """Has weight 0, loss 0 and zero gradients, where `nothing` gives one."""
         batch = self.nothing()
         if batch is None:

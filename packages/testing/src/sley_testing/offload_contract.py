@@ -44,7 +44,7 @@ class OffloadManagerContract:
     plan: ClassVar[dict[str, Any]] = {}
     orders: ClassVar[int] = 2
 
-    def test_what_leaves_comes_back(self, texts: Path) -> None:
+    def test_round_trip_preserves_all_bits(self, texts: Path) -> None:
         """Between all steps, with copies in random orders: the host's copies are right, and no bit of the training changes."""
         with _running(changed(PLAN, **self.plan), texts) as run:
             rows = [run.step() for _ in range(NUM_STEPS)]
@@ -57,7 +57,7 @@ class OffloadManagerContract:
                     self._leave_and_come(run)
                 _assert_same(wanted, _bits(run, COPIED), f"order {order}, after {NUM_STEPS} steps")
 
-    def test_what_is_away_is_refused(self, texts: Path) -> None:
+    def test_use_of_offloaded_part_is_refused(self, texts: Path) -> None:
         """A step names the part that is away, and succeeds once it is back."""
         with self._running(texts) as run:
             run.step()
@@ -76,7 +76,7 @@ class OffloadManagerContract:
                 run.memory.onload(part)
             run.step()
 
-    def test_a_second_call_does_nothing(self, texts: Path) -> None:
+    def test_second_call_is_no_op(self, texts: Path) -> None:
         """Offloading what is away, or onloading what is here, is counted as a call that had nothing to do."""
         with self._running(texts) as run:
             run.step()
@@ -91,7 +91,7 @@ class OffloadManagerContract:
                     assert more == 1, f"{part}: a second {move.__name__} counts {more} times as one with nothing to do"
                 _assert_same(before, _bits(run, [part]) if part in COPIED else {}, "after two calls of each kind")
 
-    def test_it_says_what_it_moves(self, texts: Path) -> None:
+    def test_manager_reports_its_moves(self, texts: Path) -> None:
         """It reports where a part is, what was copied, and how much memory the device has got back."""
         with self._running(texts) as run:
             run.step()
@@ -108,7 +108,7 @@ class OffloadManagerContract:
                 where = run.memory.where[part]
                 assert where is Where.HERE, f"{part} that have come back are said to be {where.value}"
 
-    def test_a_run_may_close_while_its_memory_is_away(self, texts: Path) -> None:
+    def test_run_closes_while_memory_is_offloaded(self, texts: Path) -> None:
         """Layers are ordinary modules then, with their weights."""
         with self._running(texts, closes=False) as run:
             run.step()
@@ -121,7 +121,7 @@ class OffloadManagerContract:
             other = [param.name for param in run.registry if not torch.equal(param.parameter, wanted[param.name])]
             assert not other, f"after the run these weights have other bits: {other[:3]}"
 
-    def test_memory_may_leave_after_a_failed_step(self, texts: Path) -> None:
+    def test_offload_after_failed_step(self, texts: Path) -> None:
         """The next step then has the numbers that it has without a failure."""
         rows = []
         for tables in (PLAN, changed(PLAN, offload=[self.offload])):

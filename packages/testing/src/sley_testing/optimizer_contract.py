@@ -144,7 +144,7 @@ class OptimizerContract:
     optimizer: ClassVar[dict[str, Any]]
     only_matrices: ClassVar[bool] = False
 
-    def test_two_small_parameters(self) -> None:
+    def test_optimizer_probe_passes(self) -> None:
         """Tried as before a run: whole and in parts, together and one by one, resumed, at other learning rates."""
         plan = plan_from_dict(self._plan())
         ndims = (2,) if self.only_matrices else (2, 1)
@@ -154,7 +154,7 @@ class OptimizerContract:
             assert not faults, f"`{plan.optimizer.name}` {said}"
 
     @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])
-    def test_a_run_takes_the_steps_of_a_plain_loop(self, compute: str) -> None:
+    def test_run_matches_plain_loop(self, compute: str) -> None:
         """Over the same gradients, at a rate that falls; in bf16 masters are stepped, and the weights are these, rounded."""
         tables = self._plan(precision={"compute": compute})
         seen = train(tables)
@@ -165,7 +165,7 @@ class OptimizerContract:
             working = seen.weights[name]
             assert torch.equal(working, one.to(working.dtype)), f"the weight {name} is not what the optimizer has stepped"
 
-    def test_parameters_may_be_stepped_one_by_one(self) -> None:
+    def test_single_parameter_steps_match_plain_loop(self) -> None:
         """With the bits of one step, whatever it counts; as managers of memory do it."""
         optimizer = plan_from_dict(self._plan()).optimizer
         if scope_of(optimizer.record, optimizer.config) in ("global", "unknown"):
@@ -177,7 +177,7 @@ class OptimizerContract:
             assert_close_gradients(by_hand(tables, seen), seen.stepped, EXACT)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
-    def test_a_run_goes_on_from_a_checkpoint(self, compute: str, tmp_path: Path) -> None:
+    def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
         """With the bits of one that was never stopped."""
         tables = self._plan(precision={"compute": compute})
         whole = train(tables, save=tmp_path / "saved")
@@ -187,7 +187,7 @@ class OptimizerContract:
                 f"{name} has other bits in a run that goes on from a checkpoint: the optimizer keeps something that none has"
             )
 
-    def test_two_replicas_are_one_run(self, ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    def test_replicas_match_one_process(self, ranks: Callable[..., Ranks], tmp_path: Path) -> None:
         """Both have the same weights, those of one process; also if one process goes on from their checkpoint."""
         one, two = self._plan(), self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
         whole = train(one)
@@ -197,7 +197,7 @@ class OptimizerContract:
         assert_close_gradients(whole.weights, found[0].weights, EXACT)
         assert_close_gradients(whole.weights, train(one, load=tmp_path / "saved").weights, EXACT)
 
-    def test_an_evaluation_changes_nothing(self) -> None:
+    def test_evaluation_changes_no_weights(self) -> None:
         """Not the bits of the steps after it."""
         tables = self._plan(evaluation={"every": 100, "steps": 2})
         seen, undisturbed = train(tables, evaluates=True), train(tables)
@@ -205,7 +205,7 @@ class OptimizerContract:
             assert torch.equal(one, seen.stepped[name]), f"{name} has other bits after an evaluation"
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
-    def test_what_is_evaluated_and_saved_is_after_eval(self, compute: str, tmp_path: Path) -> None:
+    def test_eval_weights_are_evaluated_and_saved(self, compute: str, tmp_path: Path) -> None:
         """If it has modes, as schedule-free ones do: the weights of an evaluation, of files and of an export."""
         tables = self._plan(evaluation={"every": 100, "steps": 2}, precision={"compute": compute})
         seen = train(tables, save=tmp_path / "saved")
@@ -236,7 +236,7 @@ class OptimizerContract:
             f"the held-out loss is {loss}, and {again} with the weights after `eval()`"
         )
 
-    def test_a_parameter_without_a_gradient_stays(self) -> None:
+    def test_parameter_without_gradient_is_unchanged(self) -> None:
         """As one that a program freezes between two steps."""
         plan = plan_from_dict(self._plan())
         pair = [_Copy(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
@@ -272,7 +272,7 @@ class LRScheduleContract:
     learning_rate: ClassVar[dict[str, Any]]
     num_steps: ClassVar[int] = 100
 
-    def test_every_step_has_a_rate(self) -> None:
+    def test_every_step_has_finite_rate(self) -> None:
         """A finite number, not negative; also of the steps after the plan's last one. Some rate is above 0."""
         rates = self._rates(self.num_steps)
         for step, rate in enumerate(rates):
@@ -282,7 +282,7 @@ class LRScheduleContract:
             assert rate >= 0, f"the factor of step {step} is {rate}: the weights would go uphill"
         assert max(rates[: self.num_steps]) > 0, "no step of the run has a rate above 0: nothing is learnt"
 
-    def test_a_rate_depends_on_its_step_alone(self) -> None:
+    def test_rate_depends_only_on_step(self) -> None:
         """Not on earlier calls: the steps are asked backwards, and of a new schedule, as after a restart."""
         rates = self._rates(self.num_steps)
         backwards = self._factor(self.num_steps)
@@ -294,7 +294,7 @@ class LRScheduleContract:
             )
 
     @pytest.mark.parametrize("num_steps", [1, 2, 3])
-    def test_a_short_run_has_rates_or_is_refused(self, num_steps: int) -> None:
+    def test_short_run_has_rates_or_is_refused(self, num_steps: int) -> None:
         """By a SleyError that says why."""
         try:
             rates = self._rates(num_steps)
@@ -304,7 +304,7 @@ class LRScheduleContract:
             raise AssertionError(f"with run.steps = {num_steps}: {type(error).__name__}: {error}") from error
         assert all(math.isfinite(rate) for rate in rates), f"with run.steps = {num_steps} the factors are {rates}"
 
-    def test_a_run_takes_its_rates(self, texts: Path) -> None:
+    def test_run_uses_schedule_rates(self, texts: Path) -> None:
         """The rows of a run have the plan's rate times the factor."""
         plan = small_plan(optimizer__lr=LR, run__steps=self.num_steps, learning_rate=self.learning_rate)
         found = [row["lr"] for row in record(plan, 3, folder=texts).rows]

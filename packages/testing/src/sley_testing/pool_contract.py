@@ -48,7 +48,7 @@ class MemoryPoolContract:
     pool: ClassVar[dict[str, Any]]
     num_draws: ClassVar[int] = 300
 
-    def test_a_buffer_is_what_was_asked_for(self) -> None:
+    def test_buffer_matches_request(self) -> None:
         """Shape, dtype, device; contiguous, and usable in training even where it was lent in inference mode."""
         pool = self._pool()
         for _ in range(2):  # the second time from what the pool has kept
@@ -60,7 +60,7 @@ class MemoryPoolContract:
                     assert not buffer.is_inference(), f"the buffer of {shape} {dtype} cannot be used in training"
                     assert not buffer.requires_grad, f"the buffer of {shape} {dtype} requires a gradient"
 
-    def test_what_is_lent_is_nobody_elses(self) -> None:
+    def test_leased_buffer_has_one_user(self) -> None:
         """Whatever is lent and returned meanwhile, in any order."""
         pool, draw = self._pool(), Random(7)
         held: list[tuple[int, Size, Lease, Tensor]] = []
@@ -77,7 +77,7 @@ class MemoryPoolContract:
             assert _is_filled(buffer, mark), f"the buffer of {size} was lent to someone else before it was given back"
             lease.__exit__(None, None, None)
 
-    def test_a_lease_that_is_over_gives_no_ones_buffer(self) -> None:
+    def test_ended_lease_cannot_alias_another_buffer(self) -> None:
         """A second `with` of one lease is refused, or gets a buffer that nothing else has."""
         pool = self._pool()
         lease = pool.lease((64,), torch.float32, CPU)
@@ -92,7 +92,7 @@ class MemoryPoolContract:
                 pass
             assert _is_filled(other, 1), "a lease that is used twice gives a buffer that is lent to someone else"
 
-    def test_memory_does_not_grow_with_time(self) -> None:
+    def test_memory_does_not_grow(self) -> None:
         """The same leases again need no more memory, also where a block within one failed."""
         pool = self._pool()
         after = []
@@ -101,7 +101,7 @@ class MemoryPoolContract:
             after.append(_num_bytes(pool))
         assert after[-1] == after[0], f"the same leases, four times: the pool holds {after} bytes after each"
 
-    def test_trim_frees_what_is_not_lent(self) -> None:
+    def test_trim_frees_only_unleased_memory(self) -> None:
         """It frees nothing else, and returns the number of bytes freed."""
         pool = self._pool()
         self._lend_all(pool)
@@ -118,7 +118,7 @@ class MemoryPoolContract:
         pool.trim()
         assert not _num_bytes(pool), f"nothing is lent, and after trim the pool holds {_num_bytes(pool)} bytes"
 
-    def test_what_is_trimmed_is_free(self) -> None:
+    def test_trimmed_memory_is_released(self) -> None:
         """Nothing keeps the memory once the pool reports it as freed."""
         pool = self._pool()
         references = []
@@ -130,7 +130,7 @@ class MemoryPoolContract:
         kept = sum(not reference.expired() for reference in references)  # type: ignore[no-untyped-call]  # torch's
         assert not kept, f"after trim {kept} of {len(references)} buffers still have their memory"
 
-    def test_it_says_what_it_holds(self) -> None:
+    def test_held_includes_leased_buffers(self) -> None:
         """`held` includes what is lent: reports and offload managers use it to find a run's memory."""
         pool = self._pool()
         with ExitStack() as leases:

@@ -55,7 +55,7 @@ class ScheduleContract:
         """
         raise NotImplementedError("say how many micro-batches a stage holds: it decides the memory of activations")
 
-    def test_lists_of_any_size_run_to_their_end(self) -> None:
+    def test_lists_complete_at_any_size(self) -> None:
         """Whatever time actions and transfers take, in a step and in an evaluation: no stage waits forever for another."""
         for stages, micros, chance in self._sizes():
             schedule = self._schedule()
@@ -69,7 +69,7 @@ class ScheduleContract:
             forwards = [forward_only(actions) for actions in lists]
             simulate(lower(forwards, placement, micros, training=False), placement, costs)
 
-    def test_every_micro_batch_goes_once_through_every_chunk(self) -> None:
+    def test_each_micro_batch_visits_each_chunk_once(self) -> None:
         """One forward, then one backward, or the two halves of one in their order."""
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
@@ -78,7 +78,7 @@ class ScheduleContract:
             for stage, actions in enumerate(lists):
                 _assert_once_in_order(actions, schedule.chunks, micros, f"stage {stage} of {stages}")
 
-    def test_a_stage_holds_what_it_says(self) -> None:
+    def test_peak_micro_batches_equal_most_held(self) -> None:
         """No more micro-batches than `most_held` at any size, and as many at one of them."""
         reached = False
         for stages, micros, _ in self._sizes():
@@ -93,7 +93,7 @@ class ScheduleContract:
                 reached |= held.pairs == most
         assert reached, "`most_held` says more than any stage of any size holds"
 
-    def test_lists_are_the_same_on_all_ranks(self) -> None:
+    def test_lists_are_deterministic(self) -> None:
         """Every rank generates all lists itself: they must depend neither on earlier calls nor on chance."""
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
@@ -102,7 +102,7 @@ class ScheduleContract:
             assert same, f"{stages} stages, {micros} micro-batches: two calls give other lists, so ranks would not agree"
 
     @pytest.mark.parametrize("num_micros", [1, 5])
-    def test_two_stages_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
+    def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
         """Loss, norm, gradients and weights of NUM_STEPS steps, and the held-out loss."""
         if 2 not in self.stages or num_micros not in self.micros:
             pytest.skip(f"the schedule has no lists for 2 stages and {num_micros} micro-batches")
@@ -136,7 +136,7 @@ class TieContract:
     pipeline: ClassVar[Table]
     tables: ClassVar[Table] = {}
 
-    def test_two_stages_train_a_shared_weight_as_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+    def test_tied_weight_matches_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Gradients of both are summed, once; without clipping, which hides one in all."""
         plan = _decoder(2, 2, model__tie_embeddings=True, optimizer__clip_norm=None)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})

@@ -145,7 +145,7 @@ class WeightCommunicatorContract:
         ],
         ids=["shards", "micro-batches and recomputation", "copies of shards", "four shards"],
     )
-    def test_every_layout_gives_the_numbers_of_whole_weights(
+    def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world: int, wp: int, micros: int, changes: Table
     ) -> None:
         """Loss, norm, gradients and weights after NUM_STEPS steps, and the held-out loss; replicas are equal bit for bit."""
@@ -155,22 +155,22 @@ class WeightCommunicatorContract:
         assert found[0].sharded, f"{self.weights} shards no parameter of the model"
 
     @pytest.mark.parametrize("change", [rewrite, load])
-    def test_what_is_done_between_steps_counts_from_the_next_one_on(self, ranks: Callable[..., Ranks], change: Change) -> None:
+    def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks], change: Change) -> None:
         """Nothing that was gathered before a write is used after it."""
         found = self._seen(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES), change)
         _assert_parity(_of_whole_weights(4 * SAMPLES, change), found)
 
-    def test_weights_are_waited_for(self, ranks: Callable[..., Ranks]) -> None:
+    def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
         """The waits of a layer are called before any of its weights is read or gathered, prefetched or not."""
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
         _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, late), "weights that come late")
 
-    def test_a_step_that_failed_leaves_nothing(self, ranks: Callable[..., Ranks]) -> None:
+    def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
         """`begin` discards everything in flight."""
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
         _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, fail), "after a failed step")
 
-    def test_exchanges_counts_reads_and_what_the_run_leaves(self, ranks: Callable[..., Ranks]) -> None:
+    def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
         """What else a run shows: its exchanges, its counts, reads of weights, and what is left when it has closed.
 
         Ranks must exchange in one order. Gradients in the store must have their shard's shape. Counts must be finite numbers. A

@@ -50,13 +50,13 @@ class MetricsWriterContract:
         """Returns every number that the writer has written into `folder`, as a reader of the files would find it."""
         raise NotImplementedError("a writer's tests say how its output is read: write `read`")
 
-    def test_a_run_is_there_whole(self, texts: Path, tmp_path: Path) -> None:
+    def test_run_writes_every_number_once(self, texts: Path, tmp_path: Path) -> None:
         """Each number of each step once, with its value."""
         with assemble(plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path) as run:
             rows = [run.step() for _ in range(3)]
         self._assert_rows(tmp_path, rows)
 
-    def test_rows_may_differ(self, tmp_path: Path) -> None:
+    def test_rows_with_different_names(self, tmp_path: Path) -> None:
         """In their names: some numbers occur only in some steps; and in their values: integers, negative, tiny."""
         rows: list[dict[str, float | int]] = [
             {"step": 1, "loss": 2.5},
@@ -66,7 +66,7 @@ class MetricsWriterContract:
         self._write(tmp_path, rows)
         self._assert_rows(tmp_path, rows)
 
-    def test_numbers_that_are_not_finite_do_no_harm(self, tmp_path: Path) -> None:
+    def test_non_finite_numbers_hide_no_others(self, tmp_path: Path) -> None:
         """They must not hide the numbers beside and after them."""
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
         self._write(tmp_path, rows)
@@ -77,14 +77,14 @@ class MetricsWriterContract:
         odd = found.get((1, "loss"))
         assert odd is None or not math.isfinite(odd), f"a loss that is no number is written as {odd}"
 
-    def test_a_folder_that_is_written_to_again_keeps_its_rows(self, tmp_path: Path) -> None:
+    def test_reopened_folder_keeps_rows(self, tmp_path: Path) -> None:
         """As when a run is resumed."""
         rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 4)]
         self._write(tmp_path, rows[:2])
         self._write(tmp_path, rows[2:])
         self._assert_rows(tmp_path, rows)
 
-    def test_steps_that_are_taken_again_stand_once(self, tmp_path: Path) -> None:
+    def test_repeated_steps_are_written_once(self, tmp_path: Path) -> None:
         """After `rewind`, which a resumed run calls; in the same writer and in another."""
         if not self.goes_on:
             pytest.skip("it does not go on (`goes_on`)")
@@ -104,7 +104,7 @@ class MetricsWriterContract:
             writer.close()
             self._assert_rows(folder, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 7.0}])
 
-    def test_it_closes_twice(self, tmp_path: Path) -> None:
+    def test_second_close_does_nothing(self, tmp_path: Path) -> None:
         """The second time does nothing, and everything is there after the first."""
         writer = self._writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
@@ -116,7 +116,7 @@ class MetricsWriterContract:
             raise AssertionError(f"a second close fails: {type(error).__name__}: {error}") from error
         assert before == self._points(tmp_path) == [(1, "loss", 1.0)], f"after close the folder has {before}"
 
-    def test_what_is_written_outlives_the_process(self, tmp_path: Path) -> None:
+    def test_written_rows_survive_a_kill(self, tmp_path: Path) -> None:
         """One that is killed after `write`."""
         if not self.writes_at_once:
             pytest.skip("rows may be under way for a while (`writes_at_once`)")
@@ -126,7 +126,7 @@ class MetricsWriterContract:
         writer.close()
         assert found == [(1, "loss", 1.0)], f"a run that is killed now would leave {found}"
 
-    def test_a_full_disk_is_an_error(self, tmp_path: Path) -> None:
+    def test_full_disk_is_an_error(self, tmp_path: Path) -> None:
         """Raised by `write` or `close`: rows must not be lost silently."""
         if not self.on_disk:
             pytest.skip("it writes into no folder (`on_disk`)")

@@ -31,9 +31,9 @@ def test_it_cannot_keep_the_best_and_says_so(texts: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "test"),
     [
-        ("weights", "test_a_run_goes_on_with_the_same_bits"),
-        ("states", "test_a_run_goes_on_with_the_same_bits"),
-        ("oldest", "test_auto_takes_the_newest_that_the_run_saved"),
+        ("weights", "test_resumed_run_is_bit_identical"),
+        ("states", "test_resumed_run_is_bit_identical"),
+        ("oldest", "test_auto_loads_newest_checkpoint"),
     ],
 )
 def test_a_wrong_checkpointer_fails(

@@ -64,10 +64,10 @@ def test_the_slowest_schedule_is_a_right_one(test: str) -> None:
 @pytest.mark.parametrize(
     ("name", "test", "words"),
     [
-        ("blocked", "test_lists_of_any_size_run_to_their_end", "schedule-deadlock"),
-        ("careless", "test_every_micro_batch_goes_once_through_every_chunk", r"\('F', 1\).*not FB or FIW"),
-        ("greedy", "test_a_stage_holds_what_it_says", "holds .*, and says 1"),
-        ("forgetful", "test_lists_are_the_same_on_all_ranks", "two calls give other lists"),
+        ("blocked", "test_lists_complete_at_any_size", "schedule-deadlock"),
+        ("careless", "test_each_micro_batch_visits_each_chunk_once", r"\('F', 1\).*not FB or FIW"),
+        ("greedy", "test_peak_micro_batches_equal_most_held", "holds .*, and says 1"),
+        ("forgetful", "test_lists_are_deterministic", "two calls give other lists"),
     ],
 )
 def test_a_broken_schedule_fails(name: str, test: str, words: str) -> None:
@@ -87,16 +87,16 @@ def test_a_wrong_handler_of_ties_fails(ranks: Callable[..., Ranks], texts: Path,
         tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": f"broken.{name}"}]}
 
     with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):
-        Torn().test_two_stages_train_a_shared_weight_as_one_process(ranks, texts)
+        Torn().test_tied_weight_matches_one_process(ranks, texts)
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
 
-ORDER = "test_what_is_sent_comes_as_it_was"
-LENGTHS = "test_micro_batches_may_have_any_lengths"
-KEPT = "test_what_is_taken_stays_while_anything_has_it"
-PEER = "test_a_stage_on_another_walk_is_told_on_both_ends"
-ABORT = "test_an_abort_waits_for_nobody"
+ORDER = "test_received_tensors_equal_sent"
+LENGTHS = "test_micro_batches_of_different_lengths"
+KEPT = "test_received_tensors_stay_unchanged_while_referenced"
+PEER = "test_differing_walks_are_reported_on_both_stages"
+ABORT = "test_abort_does_not_wait"
 
 
 class TestWaveLink(StageLinkContract):
