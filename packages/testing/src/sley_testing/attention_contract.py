@@ -1,11 +1,11 @@
-"""Tests what every sequence attention must pass; the tests of a plugin inherit them.
+"""Defines the tests that every sequence attention must pass; a plugin's tests inherit them.
 
     class TestRing(SequenceAttentionContract):
         sequence = {"use": "ring.attention"}
 
-Each of two ranks has half of every sequence. What a rank gets for its half, in the forward and in the backward, is compared
-with core's attention over the whole sequence: causal, with fewer key heads than query heads, and with documents that begin in
-one half and end in the other. Then a small model in fp64 is trained in this way and compared with one process.
+Each of two ranks holds half of every sequence. Its context and gradients are compared with core's attention over the whole
+sequence: causal, with fewer key heads than query heads, and with documents that begin in one half and end in the other. Then a
+small fp64 model is trained on two ranks and compared with one process.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold se
 NUM_STEPS = 2
 BATCH, LENGTH, WIDTH = 2, 8, 3
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
-"""Where the documents of each row begin; one of each lies in both halves."""
+"""The document bounds of each row. One document of each row lies in both halves."""
 
 DIVISIBLE: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
-ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # of which two ranks cannot have as many heads each
+ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
 
 
 @dataclass
-class Attended:
-    """Records what one rank saw of one case.
+class CaseResult:
+    """Holds one rank's results for one case.
 
-    errors: of the context and of the gradients of q, k and v, relative to the largest element. refused: the error code, if it
-    was refused. kept: whether parameters kept their names, and calls took whole sequences again at the end.
+    errors: the errors of the context and of the gradients of q, k and v, relative to the largest element. refusal: the error
+    code if the case was refused, else "". is_restored: whether `detach` restored parameter names and full attention.
     """
 
     errors: list[float] = field(default_factory=list)
     calls: list[Collective] = field(default_factory=list)
-    refused: str = ""
-    kept: bool = False
+    refusal: str = ""
+    is_restored: bool = False
 
 
 @contextmanager
 def attention_on_ranks(sequence: Table) -> Iterator[tuple[Group, Callable[[], SequenceCommunicator]]]:
-    """Yields the group of all ranks, and a function that builds the attention over it."""
+    """Yields the group of all ranks and a function that builds the attention over this group."""
     with World.join("cpu") as world:
         group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
         component = plan_from_dict(tables(sequence)).sequence
@@ -72,30 +72,32 @@ def attention_on_ranks(sequence: Table) -> Iterator[tuple[Group, Callable[[], Se
         yield group, partial(component.build, group)
 
 
-def attend(sequence: Table, cases: Sequence[Case]) -> list[Attended]:
-    """Calls an attention of each case on this rank's slice, twice with different numbers, and once on whole sequences."""
+def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
+    """Runs each case on this rank: the attention on a slice, with two inputs, then full attention after `detach`."""
     results = []
     with attention_on_ranks(sequence) as (group, build):
         for case in cases:
-            seen, layer = Attended(), Layer("layer", _Attentive())
-            before = list(dict(layer.module.named_parameters()))
+            result, layer = CaseResult(), Layer("layer", _AttentionLayer())
+            names_before = list(dict(layer.module.named_parameters()))
             attention = build()
             attention.attach([layer])
-            names = list(dict(layer.module.named_parameters()))
-            with collectives() as seen.calls:
+            names_attached = list(dict(layer.module.named_parameters()))
+            with collectives() as result.calls:
                 try:
-                    seen.errors = [error for seed in range(2) for error in _errors(layer.module, group, case, seed)]
+                    result.errors = [error for seed in range(2) for error in _relative_errors(layer.module, group, case, seed)]
                 except SleyError as error:
-                    seen.refused = error.diagnostics[0].code
+                    result.refusal = error.diagnostics[0].code
             attention.detach()
-            q, k, v, more = _drawn(case, 9)
-            seen.kept = names == before and torch.equal(layer.module(q, k, v, **more), Attention()(q, k, v, **more))
-            results.append(seen)
+            q, k, v, bounds = _draw_inputs(case, 9)
+            result.is_restored = names_attached == names_before and torch.equal(
+                layer.module(q, k, v, **bounds), Attention()(q, k, v, **bounds)
+            )
+            results.append(result)
     return results
 
 
-def refused(sequence: Table) -> str:
-    """Returns the error code for a model without attention."""
+def attachment_error_code(sequence: Table) -> str:
+    """Returns the error code for a model without attention, or "" if the model is accepted."""
     with attention_on_ranks(sequence) as (_, build):
         try:
             build().attach([Layer("layer", nn.Linear(2, 2))])
@@ -105,126 +107,135 @@ def refused(sequence: Table) -> str:
 
 
 def train(plan: Table) -> tuple[Recorded, float, list[list[Collective]]]:
-    """Takes NUM_STEPS steps on this rank; returns the record, the held-out loss before, and each step's collectives."""
-    recorded, sent = Recorded(), []
+    """Takes NUM_STEPS steps on this rank. Returns the record, the initial held-out loss, and the collectives of each step."""
+    recorded, calls_by_step = Recorded(), []
     with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
         recorded.first = weights(run)
-        before = run.evaluate()
+        initial_loss = run.evaluate()
         for _ in range(NUM_STEPS):
             with collectives() as calls:
                 recorded.rows.append(run.step())
-            sent.append(list(calls))
+            calls_by_step.append(list(calls))
             recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
         recorded.held_out = run.evaluate()
-    return recorded, before, sent
+    return recorded, initial_loss, calls_by_step
 
 
 class SequenceAttentionContract:
-    """Tests a sequence attention: inherit and set `sequence` to its table. timeout_s: of each run on ranks."""
+    """Tests a sequence attention: inherit and set `sequence` to its table. timeout_s: the time limit of each multi-rank run."""
 
     sequence: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
 
     def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
-        """Context and gradients; exchanges are in one order on all ranks, and `detach` leaves what `attach` found."""
-        found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, DIVISIBLE)
-        for case, seen in zip(DIVISIBLE, zip(*found, strict=True), strict=True):
-            for one in seen:
-                what = f"(heads, kv_heads, packed) = {case}"
-                assert not one.refused, f"{what} is refused by `{one.refused}`"
-                worst = max(one.errors)
-                assert worst <= 1e-10, f"{what}: a slice's context or gradients are off by {worst:.3g} of the largest element"
-                assert one.kept, f"{what}: after `detach` it is no attention of whole sequences"
-            assert_same_sequence([one.calls for one in seen])
+        """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`."""
+        results: list[list[CaseResult]] = ranks(2, self.timeout_s)(run_cases, self.sequence, DIVISIBLE)
+        for case, case_results in zip(DIVISIBLE, zip(*results, strict=True), strict=True):
+            for result in case_results:
+                label = f"(heads, kv_heads, packed) = {case}"
+                assert not result.refusal, f"{label} is refused by `{result.refusal}`"
+                largest = max(result.errors)
+                assert largest <= 1e-10, (
+                    f"{label}: the context or gradients of a slice are off by {largest:.3g} of the largest element"
+                )
+                assert result.is_restored, f"{label}: `detach` does not restore attention over whole sequences"
+            assert_same_sequence([result.calls for result in case_results])
 
     def test_indivisible_heads_are_correct_or_refused(self, ranks: Callable[..., Ranks]) -> None:
-        """On all ranks alike: none may wait for another that has refused."""
-        found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, ODD)
-        for case, seen in zip(ODD, zip(*found, strict=True), strict=True):
-            what, codes = f"(heads, kv_heads, packed) = {case}", [one.refused for one in seen]
-            assert len(set(codes)) == 1, f"{what}: ranks do not refuse it alike, {codes}: one would wait for the other"
-            worst = max((error for one in seen for error in one.errors), default=0.0)
-            assert codes[0] or worst <= 1e-10, f"{what} is neither right nor refused: off by {worst:.3g}"
-            assert all(one.kept for one in seen), f"{what}: after `detach` it is no attention of whole sequences"
+        """Checks that all ranks agree, since a rank must not wait for a peer that has refused."""
+        results: list[list[CaseResult]] = ranks(2, self.timeout_s)(run_cases, self.sequence, ODD)
+        for case, case_results in zip(ODD, zip(*results, strict=True), strict=True):
+            label, codes = f"(heads, kv_heads, packed) = {case}", [result.refusal for result in case_results]
+            assert len(set(codes)) == 1, f"{label}: only some ranks refuse the case, {codes}: the others would hang"
+            largest = max((error for result in case_results for error in result.errors), default=0.0)
+            assert codes[0] or largest <= 1e-10, f"{label} is neither correct nor refused: the relative error is {largest:.3g}"
+            assert all(result.is_restored for result in case_results), (
+                f"{label}: `detach` does not restore attention over whole sequences"
+            )
 
     def test_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
-        """With a PlanError: otherwise no position would see another slice, without any error."""
-        codes = ranks(2, self.timeout_s)(refused, self.sequence)
+        """Expects a PlanError. Without it, positions would silently miss the other slices."""
+        codes = ranks(2, self.timeout_s)(attachment_error_code, self.sequence)
         assert all(codes), "a model without attention is not refused: no slice would see another"
 
     @pytest.mark.parametrize("fraction", [0.0, 1.0])
     def test_runs_match_one_process(self, ranks: Callable[..., Ranks], fraction: float) -> None:
-        """Loss, norm, gradients, weights and the held-out loss, recomputed or not; ranks stay equal bit for bit."""
+        """Compares losses, norms, gradients and weights, with and without recomputation. Ranks must stay bit-identical."""
         activations: Table = {"activations": {"use": "core.recompute", "fraction": fraction}}
-        wanted, before, _ = train(tables(None, **activations))
-        layouts = ranks(2, self.timeout_s)(train, tables(self.sequence, **activations))
-        recorded, first, sent = zip(*layouts, strict=True)
-        assert_parity(wanted, recorded, "fp64")
+        baseline, baseline_loss, _ = train(tables(None, **activations))
+        results = ranks(2, self.timeout_s)(train, tables(self.sequence, **activations))
+        recorded, initial_losses, calls_by_rank = zip(*results, strict=True)
+        assert_parity(baseline, recorded, "fp64")
         same_on_all(recorded)
-        assert list(first) == pytest.approx([before] * len(first), rel=1e-10)
-        assert [one.held_out for one in recorded] == pytest.approx([wanted.held_out] * len(recorded), rel=1e-9)
-        for calls in zip(*sent, strict=True):
+        assert list(initial_losses) == pytest.approx([baseline_loss] * len(initial_losses), rel=1e-10)
+        assert [rank.held_out for rank in recorded] == pytest.approx([baseline.held_out] * len(recorded), rel=1e-9)
+        for calls in zip(*calls_by_rank, strict=True):
             assert_same_sequence(list(calls))
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
-        """Slices draw different numbers, so steps differ from those of one process; evaluations, which drop nothing, do not."""
-        _, wanted, _ = train(tables(None, dropout=0.3))
+        """Compares two runs. Slices draw different numbers than one process, so only the evaluation equals one process."""
+        _, baseline_loss, _ = train(tables(None, dropout=0.3))
         plan = tables(self.sequence, dropout=0.3)
-        one, other = (ranks(2, self.timeout_s)(train, plan) for _ in range(2))
-        for (first, before, _), (second, _, _) in zip(one, other, strict=True):
-            assert before == pytest.approx(wanted, rel=1e-10)
+        first_run, second_run = (ranks(2, self.timeout_s)(train, plan) for _ in range(2))
+        for (first, initial_loss, _), (second, _, _) in zip(first_run, second_run, strict=True):
+            assert initial_loss == pytest.approx(baseline_loss, rel=1e-10)
             assert [row["loss"] for row in first.rows] == [row["loss"] for row in second.rows]
             assert_same_bits(first.weights, second.weights)
-        same_on_all([recorded for recorded, _, _ in one])
+        same_on_all([recorded for recorded, _, _ in first_run])
 
 
-class _Attentive(nn.Module):
-    """Holds an attention, and a parameter whose name must not change."""
+class _AttentionLayer(nn.Module):
+    """Holds an attention and a parameter whose name must not change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = Attention()
         self.scale = nn.Linear(1, 1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **more: Tensor) -> Any:
-        return self.attention(q, k, v, **more)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **bounds: Tensor) -> Any:
+        return self.attention(q, k, v, **bounds)
 
 
-def _drawn(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Returns q [b, s, h, d], k and v [b, s, h_kv, d] in float64, the same on all ranks; and where documents begin."""
+def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Returns q [b, s, h, d], k and v [b, s, h_kv, d] in float64, equal on all ranks, and the document bounds."""
     heads, kv_heads, packed = case
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
-        torch.randn(BATCH, LENGTH, number, WIDTH, generator=generator, dtype=torch.float64)
-        for number in (heads, kv_heads, kv_heads)
+        torch.randn(BATCH, LENGTH, num_heads, WIDTH, generator=generator, dtype=torch.float64)
+        for num_heads in (heads, kv_heads, kv_heads)
     )
     return q, k, v, {"cu_seqlens": BOUNDS} if packed else {}
 
 
-def _errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
-    """Returns how far this rank's context, with and without gradients, and its gradients are from the whole's."""
-    *whole, more = _drawn(case, seed)
-    factor = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64)
+def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
+    """Returns the relative errors of this rank's context, with and without autograd, and of its gradients."""
+    *full_inputs, bounds = _draw_inputs(case, seed)
+    output_gradient = torch.randn(
+        full_inputs[0].shape, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64
+    )
 
-    def own(value: Tensor | None) -> Tensor:
+    def local_slice(value: Tensor | None) -> Tensor:
         assert value is not None, "no gradient"
         return value.chunk(group.size, dim=1)[group.coord]
 
-    sliced = [own(one).clone().requires_grad_() for one in whole]
+    local_inputs = [local_slice(local_input).clone().requires_grad_() for local_input in full_inputs]
     with torch.no_grad():
-        plain = attention(*sliced, **more)
-    context = attention(*sliced, **more)
-    context.backward(own(factor))
-    whole = [one.requires_grad_() for one in whole]
-    wanted = Attention()(*whole, **more)
-    wanted.backward(factor)
-    pairs = [(plain, own(wanted)), (context, own(wanted))]
-    pairs += [(one.grad, own(every.grad)) for one, every in zip(sliced, whole, strict=True)]
-    return [float((found - due).detach().abs().max() / due.detach().abs().max()) for found, due in pairs]
+        no_grad_context = attention(*local_inputs, **bounds)
+    context = attention(*local_inputs, **bounds)
+    context.backward(local_slice(output_gradient))
+    full_inputs = [local_input.requires_grad_() for local_input in full_inputs]
+    expected = Attention()(*full_inputs, **bounds)
+    expected.backward(output_gradient)
+    pairs = [(no_grad_context, local_slice(expected)), (context, local_slice(expected))]
+    pairs += [
+        (local_input.grad, local_slice(full_input.grad))
+        for local_input, full_input in zip(local_inputs, full_inputs, strict=True)
+    ]
+    return [float((actual - reference).detach().abs().max() / reference.detach().abs().max()) for actual, reference in pairs]
 
 
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """Returns the contract's plan: two ranks share sequences by the attention `sequence`; None has them whole."""
+    """Returns the contract's plan. sequence: the attention table for two ranks; None for one process."""
     plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
     return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

@@ -1,14 +1,14 @@
-"""Tests what every gradient handler must pass; the tests of a plugin inherit them.
+"""Defines the tests that every gradient handler must pass; a plugin's tests inherit them.
 
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
-Two ranks train a small model whose parameters have two reduce groups: one of both ranks, and one of a single rank. A handler
-must not change the parameters of the latter, nor a frozen parameter. (With a reducer whose result is a shard, all parameters
-are reduced over both ranks, and gathered for the comparison: its layout is fixed before the groups could be changed.) A reducer
-is compared with `core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler
-of another role runs after `core.each`, or before it if its record says `before=("reducer",)`. The learning rate is tiny, so
-that even with a reducer that is not exact the gradients stay comparable with those under `core.each`.
+Two ranks train a small model whose parameters have two reduce groups: both ranks, and a single rank. A handler must not change
+gradients of the latter, nor a frozen parameter. (With a reducer that leaves shards, all parameters are reduced over both ranks
+and gathered for the comparison, since its layout is fixed before the groups could be changed.) A reducer is compared with
+`core.each` in every step, exactly or within the tolerance of its record. A handler of another role runs after `core.each`, or
+before it if its record declares `before=("reducer",)`. The learning rate is tiny, so that the gradients of an inexact reducer
+stay comparable with those of `core.each`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ NUM_STEPS = 3
 SAMPLES = 4
 WIDTH = 6
 LR = 1e-6
-ALONE = "first"  # the layer whose parameters reduce over a group of one
+ALONE = "first"  # the layer whose parameters are reduced over a group of one rank
 
 
 class Samples:
-    """64 samples, each made from its number alone; those of held-out data have other numbers."""
+    """Holds 64 samples that depend only on their index; held-out samples have other seeds."""
 
     def __init__(self, context: DataContext) -> None:
         self.first = 0 if context.split == "train" else len(self)
@@ -54,12 +54,12 @@ class Samples:
         return 64
 
     def generator(self, index: int) -> Generator:
-        """Returns what draws sample `index`."""
+        """Returns the generator of sample `index`."""
         return torch.Generator().manual_seed(self.first + index)
 
 
 class Squares:
-    """The sum of squared errors; every row of numbers weighs one."""
+    """Computes the sum of squared errors; every row has the weight 1."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(batch["y"][..., 0].numel())
@@ -69,10 +69,10 @@ class Squares:
 
 
 class Uneven(nn.Module):
-    """Uses `often` twice, `never` not at all; `frozen` is not trained. All are linears of `width` inputs.
+    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
 
-    The store reports parameters from the last one back, and `never` only when the backward is over: so those of `often`
-    are reported while it runs, and what comes before this module after it.
+    The store reports parameters in reverse order, and `never` only after the backward. So `often` is reported during the
+    backward, and earlier modules after it.
     """
 
     def __init__(self, width: int) -> None:
@@ -87,7 +87,7 @@ class Uneven(nn.Module):
 
 
 def contract_plan(module: str, **tables: Any) -> dict[str, Any]:
-    """Returns a plan in fp64 on the CPU with the functions `layers` and `Data` of `module`, and these tables."""
+    """Returns an fp64 CPU plan with `layers` and `Data` of `module`, and with the given tables."""
     return {
         "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
         "model": {"factory": f"{module}:layers"},
@@ -101,7 +101,7 @@ SQUARES = {"factory": f"{__name__}:Squares"}  # the table `[loss]` of `Squares`
 
 
 class Data(Samples):
-    """Serves samples of WIDTH numbers and a target each."""
+    """Serves samples of WIDTH inputs and WIDTH targets."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64")})
 
@@ -121,7 +121,7 @@ def layers() -> list[tuple[str, nn.Module]]:
 
 
 def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
-    """Returns the contract's plan: two ranks, fp64, every handler of the list."""
+    """Returns the contract's plan in fp64 with these handlers."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
@@ -134,27 +134,27 @@ def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: 
 
 
 @dataclass
-class Seen:
-    """Records what one rank saw: the gradients and the collectives of each step, and the hooks that are left after `detach`."""
+class Observation:
+    """Holds one rank's results: gradients and collectives of each step, and the number of hooks left after `detach`."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     calls: list[list[Collective]] = field(default_factory=list)
     hooks_left: int = -1
 
 
-def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True, reduction: str = "fast") -> Seen:
-    """Runs the contract's plan on this rank. fail: takes a failing step before the first and before the last step.
+def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True, reduction: str = "fast") -> Observation:
+    """Runs the contract's plan on this rank. fail: whether to add a failing step before the first and before the last step.
 
-    A failing step fails at the end of its last backward, when handlers have been called for the second layer's gradients: sums
-    are in flight, or wait for more gradients. splits: whether the parameters of ALONE are reduced over one rank.
+    A failing step raises at the end of its last backward. Handlers then have the gradients of the second layer, so that
+    reductions are in flight or pending. splits: whether parameters of ALONE are reduced over one rank.
     """
-    seen = Seen()
+    observation = Observation()
     with World.join("cpu") as world:
         run = assemble(plan_from_dict(tables(handlers, num_micros, reduction=reduction)), world)
-        own_hooks = _num_hooks(run)
+        num_hooks = _num_hooks(run)
         if splits:
-            # Like a weight that is sharded over all ranks, parameters of ALONE reduce over a group of one. Handlers are
-            # attached again, with new numbers, since ranks have already agreed on those of the run.
+            # Like weights that are sharded over all ranks, parameters of ALONE have a reduce group of one rank. Handlers are
+            # attached again with new step numbers, since ranks have already agreed on those of the run.
             for param in run.registry:
                 if param.name.startswith(ALONE):
                     param.reduce_group = "sp"
@@ -167,12 +167,12 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
                 fail_once(run, num_micros - 1)
             with collectives() as calls:
                 run.step()
-            seen.calls.append(list(calls))
-            seen.gradients.append(gradients(run))
-        assert own_hooks == _num_hooks(run), "a handler installs no autograd hooks"
+            observation.calls.append(list(calls))
+            observation.gradients.append(gradients(run))
+        assert num_hooks == _num_hooks(run), "a handler must not install autograd hooks"
         run.close()
-        seen.hooks_left = _num_hooks(run)
-    return seen
+        observation.hooks_left = _num_hooks(run)
+    return observation
 
 
 class GradientHandlerContract:
@@ -186,81 +186,96 @@ class GradientHandlerContract:
 
     @pytest.mark.parametrize("num_micros", [1, 3])
     def test_reduction_matches_record(self, ranks_of_two: Ranks, num_micros: int) -> None:
-        """Equal to `core.each` or within the record's tolerance, in every step; parameters of a group of one untouched."""
-        expected = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
-        found = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
+        """Compares gradients with `core.each` in every step, within the record's tolerance."""
+        baseline = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
+        results = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
         record, config = self._record()
         tolerance = record.tolerance_with(config)
-        assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} lets a reducer pass that sums nothing"
-        for wanted, got in zip(expected, found, strict=True):
-            due, given = wanted.gradients, got.gradients
+        assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} would accept a reducer that sums nothing"
+        for expected, actual in zip(baseline, results, strict=True):
+            expected_steps, actual_steps = expected.gradients, actual.gradients
             if record.role == "transform":
-                shapes = [[{name: one.shape for name, one in step.items()} for step in steps] for steps in (due, given)]
-                assert shapes[0] == shapes[1], "a transform leaves gradients their shapes"
+                shapes = [
+                    [{name: gradient.shape for name, gradient in step.items()} for step in steps]
+                    for steps in (expected_steps, actual_steps)
+                ]
+                assert shapes[0] == shapes[1], "a transform must keep the shapes of gradients"
             elif tolerance == 0.0:
-                _assert_equal(due, given, within=1e-12)
+                _assert_equal(expected_steps, actual_steps, tolerance=1e-12)
             else:
-                left_alone = [name for name in due[0] if name.startswith(ALONE)]
-                alone, given_alone = ([{name: step[name] for name in left_alone} for step in steps] for steps in (due, given))
-                _assert_equal(alone[:1], given_alone[:1], within=1e-12)
-                _assert_equal(alone, given_alone, within=100 * LR)
-                for name in due[0].keys() - set(left_alone):
-                    _assert_within(name, [step[name] for step in due], [step[name] for step in given], tolerance)
+                local_names = [name for name in expected_steps[0] if name.startswith(ALONE)]
+                expected_local, actual_local = (
+                    [{name: step[name] for name in local_names} for step in steps] for steps in (expected_steps, actual_steps)
+                )
+                _assert_equal(expected_local[:1], actual_local[:1], tolerance=1e-12)
+                _assert_equal(expected_local, actual_local, tolerance=100 * LR)
+                for name in expected_steps[0].keys() - set(local_names):
+                    _assert_within(
+                        name, [step[name] for step in expected_steps], [step[name] for step in actual_steps], tolerance
+                    )
 
     def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
-        """Two runs give the same bits, and replicas hold the same gradient of what they share."""
+        """Expects the same bits in two runs, and the same gradients on both replicas."""
         first = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
-        _assert_same_bits(first, second, "a second run gives other bits")
-        for step, (mine, theirs) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
-            differing = [name for name in mine if not name.startswith(ALONE) and not torch.equal(mine[name], theirs[name])]
-            assert not differing, f"step {step}: ranks that hold one weight have different gradients of it: {differing}"
+        _assert_same_bits(first, second, "a second run gives different bits")
+        for step, (first_rank, second_rank) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
+            differing = [
+                name
+                for name in first_rank
+                if not name.startswith(ALONE) and not torch.equal(first_rank[name], second_rank[name])
+            ]
+            assert not differing, f"step {step}: replicas have different gradients of {differing}"
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks_of_two: Ranks) -> None:
-        """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
-        few, many = (ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3))
-        for seen in (few, many):
+        """Expects the same collectives on every rank, and as many with three micro-batches as with one."""
+        one_micro, three_micros = (
+            ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3)
+        )
+        for results in (one_micro, three_micros):
             for step in range(NUM_STEPS):
-                assert_same_sequence([rank.calls[step] for rank in seen])
-        for one, three in zip(few[0].calls, many[0].calls, strict=True):
-            less, more = [call.op for call in one], [call.op for call in three]
-            assert less == more, f"a step of one micro-batch has {len(less)} collectives, and of three {len(more)}"
+                assert_same_sequence([rank.calls[step] for rank in results])
+        for calls_of_one, calls_of_three in zip(one_micro[0].calls, three_micros[0].calls, strict=True):
+            ops_of_one, ops_of_three = [call.op for call in calls_of_one], [call.op for call in calls_of_three]
+            assert ops_of_one == ops_of_three, (
+                f"a step of one micro-batch has {len(ops_of_one)} collectives, a step of three has {len(ops_of_three)}"
+            )
 
     def test_failed_backward_leaves_no_state(self, ranks_of_two: Ranks) -> None:
-        """What a failed step left is discarded at the next `begin_step`."""
+        """Expects that the next `begin_step` discards the state of a failed step."""
         clean = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
-        _assert_same_bits(clean, failed, "after a step that failed there are other bits")
+        _assert_same_bits(clean, failed, "the bits differ after a failed step")
 
     def test_canonical_sums_match_one_process(self, ranks_of_two: Ranks) -> None:
-        """The hash equals that of one process, if the record says `canonical`; also after a failed step."""
+        """Expects the bits of one process if the record declares a fixed order, also after a failed step."""
         record, config = self._record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_with(config):
-            pytest.skip("its record does not promise it")
+            pytest.skip("the record declares no fixed order")
         plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
-        one, two = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
-        assert differing([trained(one, 2)], ranks_of_two(trained, two, 2)) == []
+        one_rank, two_ranks = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
+        assert differing([trained(one_rank, 2)], ranks_of_two(trained, two_ranks, 2)) == []
         clean, failed = (ranks_of_two(observe, self._handlers(), 1, fail, False, "canonical") for fail in (False, True))
-        _assert_same_bits(clean, failed, "after a step that failed canonical sums have other bits")
+        _assert_same_bits(clean, failed, "the bits of canonical sums differ after a failed step")
 
     def test_detach_removes_all_hooks(self, ranks_of_two: Ranks) -> None:
-        """After `Run.close` no hook is left on any parameter."""
-        for seen in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
-            assert seen.hooks_left == 0, f"after the run {seen.hooks_left} hooks are left on parameters"
+        """Expects no hook on any parameter after `Run.close`."""
+        for result in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
+            assert result.hooks_left == 0, f"{result.hooks_left} hooks are left on parameters after the run"
 
     def test_duplicate_or_missing_reducer_is_refused(self) -> None:
-        """Core checks the list: every handler that correctness needs must be there exactly once."""
+        """Expects a plan error unless the plan has exactly one reducer."""
         from sley_core.plan.check import check_plan
 
         if self._record()[0].role != "reducer":
-            pytest.skip("only a reducer is needed exactly once")
+            pytest.skip("only a reducer must occur exactly once")
         for handlers in ([], [self.handler, EACH]):
             problems = check_plan(plan_from_dict(tables(handlers, 1)), 2)
             assert problems, f"{handlers} should be refused"
             assert all(problem.code.startswith("handler") for problem in problems), problems
 
     def _handlers(self) -> list[Handler]:
-        """Returns the handlers of the test's plan: the tested one, with a reducer before or after it if it is none."""
+        """Returns the handlers of the test's plan: the tested one, and `core.each` if the tested one is no reducer."""
         record, _ = self._record()
         if record.role == "reducer":
             return [self.handler]
@@ -275,32 +290,32 @@ class GradientHandlerContract:
         return component.record, component.config
 
 
-def _assert_same_bits(clean: list[Seen], others: list[Seen], what: str) -> None:
-    """Asserts that all ranks' gradients are bit for bit equal in two runs. what: begins the message."""
-    for rank, (one, other) in enumerate(zip(clean, others, strict=True)):
-        for step, (before, after) in enumerate(zip(one.gradients, other.gradients, strict=True)):
-            differing = [name for name, gradient in before.items() if not torch.equal(gradient, after[name])]
-            assert not differing, f"{what}: rank {rank}, step {step}: the gradients of {', '.join(differing)}"
+def _assert_same_bits(clean: list[Observation], failed: list[Observation], label: str) -> None:
+    """Asserts that the gradients of all ranks are bit-identical in two runs. what: the start of the message."""
+    for rank, (clean_rank, failed_rank) in enumerate(zip(clean, failed, strict=True)):
+        for step, (expected, actual) in enumerate(zip(clean_rank.gradients, failed_rank.gradients, strict=True)):
+            differing = [name for name, gradient in expected.items() if not torch.equal(gradient, actual[name])]
+            assert not differing, f"{label}: rank {rank}, step {step}: the gradients of {', '.join(differing)}"
 
 
-def _assert_equal(due: list[dict[str, Tensor]], given: list[dict[str, Tensor]], within: float) -> None:
-    """Asserts that gradients are equal within a tolerance, relative and absolute."""
-    for number, (wanted, found) in enumerate(zip(due, given, strict=True)):
-        for name, gradient in wanted.items():
-            is_close = torch.allclose(found[name], gradient, rtol=within, atol=within)
-            error, norm, due_norm = (float(one.norm()) for one in (found[name] - gradient, found[name], gradient))
-            alone = "what this rank has" if name.startswith(ALONE) else "the sum over the reduce group"
+def _assert_equal(expected_steps: list[dict[str, Tensor]], actual_steps: list[dict[str, Tensor]], tolerance: float) -> None:
+    """Asserts that gradients are equal within a tolerance, which is both relative and absolute."""
+    for number, (expected, actual) in enumerate(zip(expected_steps, actual_steps, strict=True)):
+        for name, gradient in expected.items():
+            is_close = torch.allclose(actual[name], gradient, rtol=tolerance, atol=tolerance)
+            error, norm, expected_norm = (float(tensor.norm()) for tensor in (actual[name] - gradient, actual[name], gradient))
+            description = "this rank's own gradient" if name.startswith(ALONE) else "the sum over the reduce group"
             assert is_close, (
-                f"step {number}: the gradient of {name} is not {alone}: its norm is {norm:.3g}, not "
-                f"{due_norm:.3g}, and that of the difference {error:.3g}"
+                f"step {number}: the gradient of {name} is not {description}: its norm is {norm:.3g}, not "
+                f"{expected_norm:.3g}; the norm of the difference is {error:.3g}"
             )
 
 
-def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance: float) -> None:
-    """Compares the first step, and the sum over all steps: a reducer may deliver later what it left out, but not twice."""
+def _assert_within(name: str, expected: list[Tensor], actual: list[Tensor], tolerance: float) -> None:
+    """Compares the first step and the sum over all steps, since error feedback may deliver residuals later."""
     for num_steps in (1, NUM_STEPS):
-        missing = torch.stack(given[:num_steps]).sum(0) - torch.stack(due[:num_steps]).sum(0)
-        error = missing.norm() / torch.stack([one.norm() for one in due[:num_steps]]).sum().clamp_min(1e-12)
+        difference = torch.stack(actual[:num_steps]).sum(0) - torch.stack(expected[:num_steps]).sum(0)
+        error = difference.norm() / torch.stack([gradient.norm() for gradient in expected[:num_steps]]).sum().clamp_min(1e-12)
         assert error <= tolerance, (
             f"{name}: relative error {error:.3g} after {num_steps} steps; its record allows {tolerance:.3g}"
         )
@@ -308,5 +323,7 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
 
 def _num_hooks(run: Run) -> int:
     """Returns the number of hooks on the run's parameters."""
-    hooks = ((one._post_accumulate_grad_hooks, one._backward_hooks) for one in (param.parameter for param in run.registry))
-    return sum(len(each or ()) for pair in hooks for each in pair)
+    hooks = (
+        (tensor._post_accumulate_grad_hooks, tensor._backward_hooks) for tensor in (param.parameter for param in run.registry)
+    )
+    return sum(len(hook_dict or ()) for hook_dicts in hooks for hook_dict in hook_dicts)
