@@ -1,4 +1,4 @@
-"""The data and the model of the contracts of weights and of sequences: odd sizes, ties, documents, and a place to fail."""
+"""Defines the data and model of the contracts for weights and sequences: odd sizes, ties, documents, and a failing layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sley_core.model.attention import Attention
 from sley_testing.contract import SQUARES, Samples, Uneven, contract_plan
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 8
-"""Neither of the first two divides by 4, nor VOCABULARY by 2: shards of weights are padded."""
+"""VOCABULARY is not divisible by 2, nor WIDTH by 4, so that weight shards are padded."""
 
 HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3
 
 
 class Data(Samples):
-    """Rows of two documents, whose border moves from row to row; and what the model should say of each token."""
+    """Serves rows of two documents, whose bound moves from row to row, with a target for each token."""
 
     info = DataInfo(
         {
@@ -43,7 +43,7 @@ class Data(Samples):
 
 
 class Fragile(nn.Module):
-    """Hands on what it is given, and raises where it is asked to."""
+    """Returns its input, and raises in the pass that `breaks_in` names."""
 
     breaks_in: ClassVar[Literal["forward", "backward"] | None] = None
 
@@ -63,14 +63,14 @@ class Embed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Any:
-        return self.table(tokens) + self.places(positions)
+        return self.table(tokens) + self.positions(positions)
 
 
 class Block(Uneven):
-    """Attention with two query heads to a key head, dropout, `Uneven`, two linears and a place to fail between them."""
+    """Combines attention with two query heads per key head, dropout, `Uneven`, and two linears around a `Fragile`."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)
@@ -84,7 +84,7 @@ class Block(Uneven):
         self.fragile = Fragile()
         self.narrow = nn.Linear(9, WIDTH)
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:  # type: ignore[override]  # documents, besides
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:  # type: ignore[override]  # takes documents too
         own = self.norm(hidden)
         q = self.q(own).unflatten(-1, (HEADS, HEAD_WIDTH))
         k, v = self.kv(own).unflatten(-1, (2, KV_HEADS, HEAD_WIDTH)).unbind(2)
@@ -105,13 +105,13 @@ class Head(nn.Module):
 
 
 def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
-    """Returns the layers, by name; the first and the last share their weight."""
+    """Returns the named layers; the first and the last share their weight."""
     embed, head = Embed(), Head()
     head.out.weight = embed.table.weight
     return [("embed", embed), ("first", Block(dropout)), ("second", Block(dropout)), ("head", head)]
 
 
 def model_plan(dropout: float = 0.0, **tables: Any) -> dict[str, Any]:
-    """Returns the plan of one process that trains this model, with these tables."""
+    """Returns a one-process plan that trains this model, with the given tables."""
     model = {"factory": f"{__name__}:layers", "options": {"dropout": dropout}}
     return contract_plan(__name__, model=model, loss=SQUARES, evaluation={"every": 99, "steps": 2}, **tables)

@@ -1,4 +1,4 @@
-"""Tests what every dataset must pass; the tests of a plugin inherit them.
+"""Defines the tests that every dataset must pass; a plugin's tests inherit them.
 
     class TestReviews(DatasetContract):
         data = {"use": "reviews.jsonl", "files": ["*.jsonl"], "sequence": 32}
@@ -6,8 +6,8 @@
         def write_files(self, folder):
             (folder / "a.jsonl").write_text(...)
 
-Every rank opens the data itself, and a restarted run opens it again: they must all see the same samples under the same numbers.
-The tests run in this process, through the feed that a run reads.
+Every rank opens the data itself, and a restarted run opens it again. All of them must get the same sample for the same index.
+The tests run in this process and read the data through a run's feed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 
-BATCH = 4  # samples of a global batch; two ranks have half of it each
+BATCH = 4  # the global batch size; each of two ranks has half of it
 
 NUM_BATCHES = 6
 SEED = 7
 
 
 class DatasetContract:
-    """Tests a dataset: inherit, set `data` to the table `[data]`, and pytest does the rest. num_samples: the most samples that
-    are checked. holds_out: whether it has held-out samples.
+    """Tests a dataset: inherit, set `data` to the table `[data]`, and pytest does the rest. num_samples: the maximum number of
+    samples to check. holds_out: whether the dataset has held-out samples.
     """
 
     data: ClassVar[dict[str, Any]]
@@ -47,101 +47,111 @@ class DatasetContract:
     holds_out: ClassVar[bool] = False
 
     def write_files(self, folder: Path) -> None:
-        """Writes the files that the table names, if any, into the folder of the plan."""
+        """Writes the data files of the table into the plan's folder; does nothing by default."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """Returns the plan's folder, with its files."""
+        """Returns the plan's folder with the data files."""
         self.write_files(tmp_path)
         return tmp_path
 
     def test_samples_match_info(self, folder: Path) -> None:
-        """Fields, dtypes, dims, token ids and length of a batch are those of `info`, and there is a sample."""
+        """Compares fields, dtypes, dims, token ids and length of a batch with `info`."""
         dataset = self._open(folder)
         samples = self._samples(dataset)
-        assert samples, "the data set has no samples"
+        assert samples, "the dataset has no samples"
         batch = collate_of(dataset)(samples)
         fields = dataset.info.fields
-        assert batch.keys() == fields.keys(), f"a batch has the fields {sorted(batch)}; declared are {sorted(fields)}"
+        assert batch.keys() == fields.keys(), f"a batch has the fields {sorted(batch)}, but `info` declares {sorted(fields)}"
         for name, field in fields.items():
             _check_field(name, batch[name], field, len(samples), dataset.info.sequence)
         check_tokens(batch, dataset.info, range(len(samples)))
 
     def test_index_returns_same_sample(self, folder: Path) -> None:
-        """Whenever it is read, in any order, by another rank's dataset, and in another thread."""
-        dataset, other = self._open(folder), self._open(folder)
-        lengths = [] if is_stream(dataset) else [len(cast(Dataset, one)) for one in (dataset, other)]
-        assert len(set(lengths)) <= 1, f"two data sets of one table have different lengths: {lengths}"
-        first = self._kept(dataset)
+        """Reads samples in another order, in a second dataset, and in another thread."""
+        dataset, second_dataset = self._open(folder), self._open(folder)
+        lengths = [] if is_stream(dataset) else [len(cast(Dataset, opened)) for opened in (dataset, second_dataset)]
+        assert len(set(lengths)) <= 1, f"two datasets of the same table have different lengths: {lengths}"
+        first_read = self._copy_samples(dataset)
         if not is_stream(dataset):
             indexed = cast(Dataset, dataset)
             for index in reversed(self._indices(indexed)):
-                assert _same(indexed[index], first[index]), f"sample {index} is another one when it is read again"
-            now = len(indexed)
-            assert now == lengths[0], f"the length changes when samples are read: it was {lengths[0]} and is {now}"
-        there: list[dict[int, Sample]] = []
-        thread = threading.Thread(target=lambda: there.append(self._kept(other)))
+                assert _equal_samples(indexed[index], first_read[index]), f"sample {index} differs when it is read again"
+            new_length = len(indexed)
+            assert new_length == lengths[0], f"the length changes when samples are read, from {lengths[0]} to {new_length}"
+        thread_reads: list[dict[int, Sample]] = []
+        thread = threading.Thread(target=lambda: thread_reads.append(self._copy_samples(second_dataset)))
         thread.start()
         thread.join()
-        assert there, "samples cannot be read in a thread other than the main one"
-        for index, sample in first.items():
-            assert _same(there[0][index], sample), f"sample {index} is another one on another rank, or in another thread"
+        assert thread_reads, "samples can only be read in the main thread"
+        for index, sample in first_read.items():
+            assert _equal_samples(thread_reads[0][index], sample), (
+                f"sample {index} differs on another rank or in another thread"
+            )
 
     def test_samples_do_not_share_memory(self, folder: Path) -> None:
-        """While others are read, since they become one batch."""
+        """Reads all samples of a batch before comparing them."""
         dataset = self._open(folder)
-        samples = dict(self._numbered(dataset))
-        kept = self._kept(self._open(folder))
+        samples = dict(self._indexed_samples(dataset))
+        copies = self._copy_samples(self._open(folder))
         for index, sample in samples.items():
-            assert _same(sample, kept[index]), f"sample {index} changes while others are read: its memory is used again"
+            assert _equal_samples(sample, copies[index]), f"sample {index} changes while others are read: its memory is reused"
 
     def test_default_generator_is_unchanged(self, folder: Path) -> None:
-        """The generator belongs to the forward that runs at the same time."""
-        before = torch.default_generator.get_state()
+        """Protects the generator that a concurrent forward draws from."""
+        initial_state = torch.default_generator.get_state()
         self._samples(self._open(folder))
-        same = torch.equal(before, torch.default_generator.get_state())
-        assert same, "reading samples draws from torch's default generator, or seeds it: use one of your own"
+        is_unchanged = torch.equal(initial_state, torch.default_generator.get_state())
+        assert is_unchanged, "reading samples draws from or seeds torch's default generator: use a separate generator"
 
     def test_ranks_split_each_batch(self, folder: Path) -> None:
-        """Two ranks' rows are disjoint and make up the batches of one process, across the end of an epoch too."""
-        whole = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
-        halves = [list(islice(self._fed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
-        has_rows = not hasattr(self._open(folder), "collate")  # which may pad a batch as its longest row needs
-        for number, (all_rows, first, second) in enumerate(zip(whole, *halves, strict=True)):
-            assert first.numbers + second.numbers == all_rows.numbers, f"batch {number}: ranks have other samples than one"
+        """Expects that the rows of two ranks form the batches of one process, also across the end of an epoch."""
+        all_batches = list(islice(self._feed(folder, range(BATCH)), NUM_BATCHES))
+        halves = [list(islice(self._feed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
+        has_rows = not hasattr(self._open(folder), "collate")  # a collate function may pad to the longest row
+        for number, (all_rows, first, second) in enumerate(zip(all_batches, *halves, strict=True)):
+            assert first.numbers + second.numbers == all_rows.numbers, (
+                f"batch {number}: two ranks have different samples than one process"
+            )
             if has_rows:
                 fields = self._open(folder).info.fields
-                both = {name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields}
-                assert _same(both, all_rows.batch), f"batch {number}: the samples of two ranks are not those of one"
+                joined = {name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields}
+                assert _equal_samples(joined, all_rows.batch), (
+                    f"batch {number}: the tensors of two ranks differ from those of one process"
+                )
 
     def test_restart_resumes_position(self, folder: Path) -> None:
-        """From the position that a checkpoint stores, with a dataset that is opened again."""
-        undisturbed = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
-        for done in (1, NUM_BATCHES - 2):
-            state = decode_value(json.loads(json.dumps(encode_value(undisturbed[done - 1].state))))
+        """Reopens the dataset and continues at the position that a checkpoint stores."""
+        uninterrupted = list(islice(self._feed(folder, range(BATCH)), NUM_BATCHES))
+        for num_done in (1, NUM_BATCHES - 2):
+            state = decode_value(json.loads(json.dumps(encode_value(uninterrupted[num_done - 1].state))))
             notes: list[str] = []
-            again = list(islice(self._fed(folder, range(BATCH), state, notes), NUM_BATCHES - done))
-            assert not notes, f"a run that goes on after batch {done} has another batch {done}: {notes[0]}"
-            for number, (wanted, found) in enumerate(zip(undisturbed[done:], again, strict=True), start=done):
-                assert _same(found.batch, wanted.batch), f"a run that goes on after batch {done} has another batch {number}"
+            resumed = list(islice(self._feed(folder, range(BATCH), state, notes), NUM_BATCHES - num_done))
+            assert not notes, f"a run that resumes after batch {num_done} has a different batch {num_done}: {notes[0]}"
+            for number, (expected, actual) in enumerate(zip(uninterrupted[num_done:], resumed, strict=True), start=num_done):
+                assert _equal_samples(actual.batch, expected.batch), (
+                    f"a run that resumes after batch {num_done} has a different batch {number}"
+                )
 
     def test_held_out_samples_are_not_trained_on(self, folder: Path) -> None:
-        """No sample is used both for training and for evaluation."""
+        """Expects that no sample is used both for training and for evaluation."""
         if not self.holds_out:
-            pytest.skip("it holds nothing out (`holds_out`)")
-        trained = self._samples(self._open(folder))
+            pytest.skip("the dataset has no held-out samples (`holds_out`)")
+        training_samples = self._samples(self._open(folder))
         for index, sample in enumerate(self._samples(self._open(folder, "held_out"))):
-            assert not any(_same(sample, one) for one in trained), f"the held-out sample {index} is trained on too"
+            assert not any(_equal_samples(sample, training_sample) for training_sample in training_samples), (
+                f"the held-out sample {index} is also a training sample"
+            )
 
     def _open(self, folder: Path, split: Split = "train") -> AnyDataset:
-        """Returns the data set as a run opens it, anew."""
+        """Opens the dataset as a run does."""
         return open_dataset(plan_from_dict(small_plan(data=self.data), folder).data, DataContext(SEED, split))
 
-    def _fed(
+    def _feed(
         self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
-    ) -> Iterator[_Fed]:
-        """Yields what a rank with these rows of each batch is fed, from `state` on. notes: gets the feed's, such as that the
-        data set's own state does not lead back, so that it was read from its beginning.
+    ) -> Iterator[_FedBatch]:
+        """Yields the batches of a rank. rows: the rank's rows of each batch. state: the feed's state to start from. notes: a
+        list that receives the feed's notes, such as a dataset state that cannot be restored.
         """
         with Feed(self._open(folder), seed=SEED, batch_size=BATCH, rows=rows, timeout_s=60) as feed:
             if state is not None:
@@ -150,30 +160,32 @@ class DatasetContract:
                 batch = feed.next()
                 if notes is not None:
                     notes[:] = feed.notes
-                yield _Fed(batch, feed.samples, feed.state())
+                yield _FedBatch(batch, feed.samples, feed.state())
 
     def _indices(self, dataset: Dataset) -> list[int]:
-        """Returns which samples are looked at: the first and last ones, and some between."""
+        """Returns evenly spaced indices of samples, including the first and the last."""
         return sorted({*range(0, len(dataset), max(1, len(dataset) // self.num_samples)), len(dataset) - 1} - {-1})
 
-    def _numbered(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
-        """Yields samples with their number: of a stream the first ones, else the first and last ones, and some between."""
+    def _indexed_samples(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
+        """Yields indices and samples: the first samples of a stream, else those of `_indices`."""
         if is_stream(dataset):
             yield from enumerate(islice(cast(Any, dataset), self.num_samples))
         else:
             indexed = cast(Dataset, dataset)
             yield from ((index, indexed[index]) for index in self._indices(indexed))
 
-    def _kept(self, dataset: AnyDataset) -> dict[int, Sample]:
-        """Returns copies of samples by their number, each made before the next one is read."""
-        return {number: {name: value.clone() for name, value in sample.items()} for number, sample in self._numbered(dataset)}
+    def _copy_samples(self, dataset: AnyDataset) -> dict[int, Sample]:
+        """Returns copies of samples by index, each made before the next sample is read."""
+        return {
+            number: {name: value.clone() for name, value in sample.items()} for number, sample in self._indexed_samples(dataset)
+        }
 
     def _samples(self, dataset: AnyDataset) -> list[Sample]:
-        return list(self._kept(dataset).values())
+        return list(self._copy_samples(dataset).values())
 
 
-class _Fed(NamedTuple):
-    """A batch, the numbers of its samples, and the feed's state after it."""
+class _FedBatch(NamedTuple):
+    """Holds a batch, the numbers of its samples, and the feed's state after the batch."""
 
     batch: Batch
     numbers: tuple[int, ...]
@@ -181,18 +193,18 @@ class _Fed(NamedTuple):
 
 
 def _check_field(name: str, value: Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
-    """Asserts that one field of a batch of `num_samples` is as it is declared."""
+    """Asserts that a field of a batch matches its declaration."""
     dtype = str(value.dtype).removeprefix("torch.")
-    assert dtype == field.dtype, f"the field `{name}` is {dtype}; declared is {field.dtype}"
+    assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
     assert field.batch_dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no batch_dim {field.batch_dim}"
-    found = value.shape[field.batch_dim]
-    assert found == num_samples, f"the field `{name}` of {num_samples} samples has {found} along its batch_dim"
+    size = value.shape[field.batch_dim]
+    assert size == num_samples, f"the field `{name}` has size {size} along its batch_dim, but there are {num_samples} samples"
     if field.sequence_dim is None:
         return
     assert field.sequence_dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no sequence_dim {field.sequence_dim}"
     length = value.shape[field.sequence_dim]
-    assert sequence in (None, length), f"the field `{name}` has {length} positions; declared are {sequence}"
+    assert sequence in (None, length), f"the field `{name}` has {length} positions, but {sequence} are declared"
 
 
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def _equal_samples(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())

@@ -1,11 +1,11 @@
-"""Tests what every stage link must pass; the tests of a plugin inherit them.
+"""Defines the tests that every stage link must pass; a plugin's tests inherit them.
 
     class TestMine(StageLinkContract):
         link = {"use": "mine.link"}
 
-Each rank is a stage, on which known messages stand in for layers (`link_walks`): random lists of actions, several chunks per
-stage, neighbours in either direction and on the same stage; messages of several dtypes, with an empty tensor, one that occurs
-twice, two that overlap in memory, and gradients for some, for others or for none.
+Each rank is a stage whose layers are replaced by known messages (`Walker`). A walk executes random action lists with several
+chunks per stage and neighbours in both directions or on the same stage. Messages have several dtypes, an empty tensor, a
+repeated tensor, two tensors that overlap in memory, and gradients for all, some or none of the tensors.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ ROUTES = {
     "two stages": (0, 1),
     "a V": (0, 1, 1, 0),
     "a wave": (0, 1, 1, 0, 0, 1, 1, 0),
-    "three stages, in no order": (2, 0, 1, 1, 0, 2),
+    "three stages in random order": (2, 0, 1, 1, 0, 2),
 }
-"""Of each placement that is walked over: the stage of each position."""
+"""The stage of each position, for each placement."""
 
 
 def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]], keeps: bool, seed: int) -> None:
-    """Walks on this rank, once per tuple of lengths of `walks`; the forwards alone of each second one are walked again. Raises
-    AssertionError where another message comes than was sent, and where one that is kept (`keeps`) changes.
+    """Executes walks on this rank; every second walk is followed by its forwards only. walks: the micro-batch lengths of each
+    walk. keeps: whether to keep received tensors. Raises AssertionError if a received or kept tensor is wrong.
     """
     placement = Placement(route)
-    with linked(link) as (made, stage):
-        walker = Walker(made, placement, stage, keeps=keeps)
+    with open_link(link) as (stage_link, stage):
+        walker = Walker(stage_link, placement, stage, keeps=keeps)
         for number, lengths in enumerate(walks):
             lists = any_lists(placement, len(lengths), Random(seed + number))
             walker.walk(lists, lengths)
@@ -63,84 +63,84 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]],
             walker.check_kept()
 
 
-def differ(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]]) -> str:
-    """Walks with other lengths on each stage; returns the code of the error that ends it, or ""."""
+def mismatch_error_code(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]]) -> str:
+    """Executes a walk with different lengths on each stage; returns the code of its error, or ""."""
     placement = Placement(route)
-    with linked(link) as (made, stage):
+    with open_link(link) as (stage_link, stage):
         try:
             lengths = by_stage[stage]
-            Walker(made, placement, stage).walk(any_lists(placement, len(lengths), Random(1)), lengths)
+            Walker(stage_link, placement, stage).walk(any_lists(placement, len(lengths), Random(1)), lengths)
         except RunError as error:
             return error.diagnostics[0].code
     return ""
 
 
-def abandon(link: Table) -> float:
-    """Begins two walks on the first stage, which no other stage begins, and aborts each; returns the seconds that it took."""
+def abort_seconds(link: Table) -> float:
+    """Begins and aborts two walks on the first stage only; returns the elapsed seconds."""
     placement = Placement((0, 1, 1, 0))
     steps = lower(any_lists(placement, 2, Random(1)), placement, 2)[0]
-    with linked(link) as (made, stage):
-        began = time.monotonic()
+    with open_link(link) as (stage_link, stage):
+        start = time.monotonic()
         for _ in range(2 if stage == 0 else 0):
-            made.begin([("tokens", (2, 3))] * 2, [1])
+            stage_link.begin([("tokens", (2, 3))] * 2, [1])
             for step in steps:
                 if isinstance(step, Transfer) and step.op == "post":
-                    made.post(step, ("tokens", (2, 3)))
-            made.abort("the contract's failing step")
-        return time.monotonic() - began
+                    stage_link.post(step, ("tokens", (2, 3)))
+            stage_link.abort("the contract's failing step")
+        return time.monotonic() - start
 
 
 class StageLinkContract:
-    """Tests a stage link: inherit, set `link` to its table, and pytest does the rest. num_walks: over each placement."""
+    """Tests a stage link: inherit, set `link` to its table, and pytest does the rest. num_walks: walks per placement."""
 
     link: ClassVar[Table]
     num_walks: ClassVar[int] = 4
 
     @pytest.mark.parametrize("name", ROUTES)
     def test_received_tensors_equal_sent(self, ranks: Callable[..., Ranks], name: str) -> None:
-        """In the order of whoever takes it, also where what was sent is overwritten at once."""
+        """Receives in the order of the receiver's list, while the sender overwrites sent tensors."""
         route = ROUTES[name]
         ranks(max(route) + 1)(observe, self.link, route, [(3, 3, 3, 3)] * self.num_walks, False, len(route))
 
     @pytest.mark.parametrize("name", ["two stages", "a wave"])
     def test_micro_batches_of_different_lengths(self, ranks: Callable[..., Ranks], name: str) -> None:
-        """In one walk, and from one to the next."""
+        """Changes lengths within a walk and between walks."""
         ranks(2)(observe, self.link, ROUTES[name], [(3, 5, 1, 3), (5,), (1, 1, 8), (3, 5, 1, 3)], False, 3)
 
     @pytest.mark.parametrize("name", ["two stages", "a wave"])
     def test_received_tensors_stay_unchanged_while_referenced(self, ranks: Callable[..., Ranks], name: str) -> None:
-        """The tensor, a view or an array of it, over all walks; a write to one tensor changes no other."""
+        """Keeps tensors, views and arrays over all walks. A write to one tensor must not change another."""
         ranks(2)(observe, self.link, ROUTES[name], [(3, 3, 3, 3)] * 3 + [(5, 2)], True, 5)
 
     @pytest.mark.parametrize(
         "by_stage",
         [((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3))],
-        ids=["another number", "other shapes", "another order"],
+        ids=["different number", "different shapes", "different order"],
     )
     def test_differing_walks_are_reported_on_both_stages(
         self, ranks: Callable[..., Ranks], by_stage: Sequence[Sequence[int]]
     ) -> None:
-        """By RunError "stages-differ", long before anybody's patience is at its end."""
-        began = time.monotonic()
-        assert ranks(2)(differ, self.link, ROUTES["two stages"], by_stage) == ["stages-differ"] * 2
-        assert time.monotonic() - began < WAIT_S
+        """Expects RunError `stages-differ` before the time limit of a collective."""
+        start = time.monotonic()
+        assert ranks(2)(mismatch_error_code, self.link, ROUTES["two stages"], by_stage) == ["stages-differ"] * 2
+        assert time.monotonic() - start < WAIT_S
 
     def test_abort_does_not_wait(self, ranks: Callable[..., Ranks]) -> None:
-        """The stage's neighbours may never come: it forgets the walk, may begin another, and its process may end."""
-        assert max(ranks(2)(abandon, self.link)) < WAIT_S / 2
+        """Expects that a stage can abort a walk whose neighbours never join, and then begin another."""
+        assert max(ranks(2)(abort_seconds, self.link)) < WAIT_S / 2
 
 
-WAIT_S = 10.0  # how long a collective of these walks waits for another rank
+WAIT_S = 10.0  # the time limit of a collective in these walks
 
 
 @contextmanager
-def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
-    """Yields the link with this `[link]`, prepared, and this rank's stage, in a world of one rank per stage."""
+def open_link(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
+    """Yields the prepared link of the table `[link]` and this rank's stage, in a world of one rank per stage."""
     loader = Loader()
     record = loader.record("stage_links", table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
     link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)
-    plan = plan_from_dict(tables([], 1))  # for its tables alone
+    plan = plan_from_dict(tables([], 1))  # provides the other tables
     with World.join("cpu", timeout_s=WAIT_S) as world:
         topology = Topology.of(world.size, pp=world.size)
         groups, registry = world.groups(topology, WAIT_S), ParameterRegistry([[]])
@@ -149,8 +149,8 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
 
 
 class Walker:
-    """One stage's walks over `link`. keeps: whether it keeps all that it takes, and writes to some of it: `check_kept` says
-    whether all is as it was left.
+    """Executes one stage's walks over `link`. keeps: whether to keep all received tensors and to write to some of them, for
+    `check_kept`.
     """
 
     def __init__(self, link: StageLink, placement: Placement, stage: int, *, keeps: bool = False) -> None:
@@ -160,13 +160,13 @@ class Walker:
         self._crossing = Crossing(placement, stage, link)
         self._number = 0
         self._lengths: Sequence[int] = ()
-        self._given: dict[tuple[Flow, int, int], list[Tensor]] = {}
+        self._sent: dict[tuple[Flow, int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Description] = {}
         self._kept: list[tuple[Any, Tensor]] = []
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
-        """Walks through this stage's list. lengths: of each micro-batch, on which the shapes of its messages depend. Raises
-        AssertionError where another message comes than was sent.
+        """Executes this stage's list. lengths: the length of each micro-batch, which sets the shapes of its messages. Raises
+        AssertionError if a received message differs from the sent one.
         """
         self._number += 1
         self._lengths = lengths
@@ -176,90 +176,95 @@ class Walker:
             if isinstance(step, Transfer):
                 self._crossing.transfer(step)
                 if step.op == "send":
-                    # A sent output's memory is used for something else at once.
-                    for tensor in self._given.pop((step.flow, step.chunk, step.micro)):
+                    # Overwrite the memory of a sent output at once.
+                    for tensor in self._sent.pop((step.flow, step.chunk, step.micro)):
                         tensor.fill_(77)
             elif step.kind is Kind.FORWARD:
                 self._forward(step)
             elif step.kind in SENDS_GRADIENT:
                 self._backward(step)
         self._crossing.end()
-        self._given.clear()
+        self._sent.clear()
 
     def check_kept(self) -> None:
-        """Raises AssertionError where something that was kept has changed."""
-        for kept, wanted in self._kept:
-            found = torch.from_numpy(kept) if isinstance(kept, np.ndarray) else kept
-            assert torch.equal(found, wanted), f"what was taken and kept became {found}: it was {wanted}"
+        """Raises AssertionError if a kept tensor has changed."""
+        for value, expected in self._kept:
+            actual = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            assert torch.equal(actual, expected), f"a received and kept tensor changed from {expected} to {actual}"
 
     def _forward(self, action: Action) -> None:
-        """Takes the input of a forward over the link, if there is one, and gives its output."""
+        """Receives the input of a forward, if any, and sends its output."""
         position, micro = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
-            self._received[action.chunk, micro] = self._take("forward", action, position - 1)
+            self._received[action.chunk, micro] = self._receive("forward", action, position - 1)
         if position + 1 < self.placement.num_positions:
-            self._give("forward", action, *self._output(position, micro))
+            self._send("forward", action, *self._output(position, micro))
 
     def _backward(self, action: Action) -> None:
-        """Takes the gradients of a backward over the link, if there are any, and gives the input's."""
+        """Receives the output gradients of a backward, if any, and sends the input gradients."""
         position, micro = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
-            self._take("backward", action, position + 1)
+            self._receive("backward", action, position + 1)
         if position > 0:
             description = self._received.pop((action.chunk, micro)).gradients
-            self._give("backward", action, description, self._gradients(position, micro, description))
+            self._send("backward", action, description, self._gradients(position, micro, description))
 
-    def _take(self, flow: Flow, action: Action, origin: int) -> Description:
-        """Takes what the chunk at position `origin` gave, and looks whether it is that."""
+    def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
+        """Receives the message of the chunk at position `origin`, and compares it with the sent one."""
         description, tensors = self._crossing.bring(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
-        where = f"stage {self.stage}, walk {self._number}, {flow} of {action}"
+        label = f"stage {self.stage}, walk {self._number}, {flow} of {action}"
         if flow == "forward":
-            due, wanted = self._output(origin, action.micro)
-            due = due.with_overlaps(wanted) if is_sent else due
-            assert description == due, f"{where}: came {description.leaves}, not {due.leaves}"
+            expected_description, expected = self._output(origin, action.micro)
+            expected_description = expected_description.with_overlaps(expected) if is_sent else expected_description
+            assert description == expected_description, (
+                f"{label}: received {description.leaves}, not {expected_description.leaves}"
+            )
         else:
-            due = self._output(origin - 1, action.micro)[0].gradients
-            wanted = self._gradients(origin, action.micro, due)
-        assert len(tensors) == len(wanted), f"{where}: {len(tensors)} tensors came, not {len(wanted)}"
-        for at, (found, sent) in enumerate(zip(tensors, wanted, strict=True)):
-            assert torch.equal(found, sent), f"{where}: tensor {at} came as {found}, not {sent}"
+            expected_description = self._output(origin - 1, action.micro)[0].gradients
+            expected = self._gradients(origin, action.micro, expected_description)
+        assert len(tensors) == len(expected), f"{label}: received {len(tensors)} tensors, not {len(expected)}"
+        for index, (actual, sent_tensor) in enumerate(zip(tensors, expected, strict=True)):
+            assert torch.equal(actual, sent_tensor), f"{label}: tensor {index} was received as {actual}, not {sent_tensor}"
         if self.keeps and is_sent:
-            self._keep(tensors, wanted, action.micro)
+            self._keep(tensors, expected, action.micro)
         return description
 
-    def _give(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
-        self._given[flow, action.chunk, action.micro] = tensors
+    def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
+        self._sent[flow, action.chunk, action.micro] = tensors
         self._crossing.give(flow, action.chunk, action.micro, (description, tensors))
 
-    def _keep(self, tensors: list[Tensor], wanted: list[Tensor], micro: int) -> None:
-        """Keeps each tensor in one of the ways in which a layer may: itself, a view, an array. Writes to the first of some."""
+    def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro: int) -> None:
+        """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd micro-batches."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro % 2:
             tensors[0].fill_(7)
-            wanted = [torch.full_like(wanted[0], 7), *wanted[1:]]
-        assert versions == [tensor._version for tensor in tensors[1:]], "a write to one tensor counts as one to another"
+            expected = [torch.full_like(expected[0], 7), *expected[1:]]
+        assert versions == [tensor._version for tensor in tensors[1:]], "a write to one tensor changes the version of another"
         self._kept += [
-            ((tensor, tensor.view_as(tensor), tensor.numpy())[(at + micro) % 3], value.clone())
-            for at, (tensor, value) in enumerate(zip(tensors, wanted, strict=True))
+            ((tensor, tensor.view_as(tensor), tensor.numpy())[(index + micro) % 3], value.clone())
+            for index, (tensor, value) in enumerate(zip(tensors, expected, strict=True))
         ]
 
     def _output(self, position: int, micro: int) -> tuple[Description, list[Tensor]]:
-        """Returns what the chunk at `position` gives: several dtypes, an empty tensor, one twice, two that overlap."""
-        chance, length = self._chance(position, micro, 0), self._lengths[micro]
-        hidden = torch.randn(length + 2, 3, generator=chance)
-        counts = torch.randint(0, 99, (2,), generator=chance)
-        scalar = torch.randn((), generator=chance, dtype=torch.float64)
+        """Returns the output of the chunk at `position`: several dtypes, an empty, a repeated and two overlapping tensors."""
+        random_generator, length = self._generator(position, micro, 0), self._lengths[micro]
+        hidden = torch.randn(length + 2, 3, generator=random_generator)
+        counts = torch.randint(0, 99, (2,), generator=random_generator)
+        scalar = torch.randn((), generator=random_generator, dtype=torch.float64)
         tensors = [hidden, counts, scalar, torch.empty(0, length), hidden[1:3], counts]
         gradients = [micro % 3 != 2, False, micro % 2 == 0, False, False, False]
-        leaves = [Leaf(each.dtype, tuple(each.shape), has) for each, has in zip(tensors, gradients, strict=True)]
+        leaves = [
+            Leaf(tensor.dtype, tuple(tensor.shape), requires_gradient)
+            for tensor, requires_gradient in zip(tensors, gradients, strict=True)
+        ]
         leaves[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
     def _gradients(self, position: int, micro: int, description: Description) -> list[Tensor]:
-        """Returns the gradients that the chunk at `position` gives back for what it took."""
-        chance = self._chance(position, micro, 1)
-        return [torch.randn(leaf.shape, generator=chance, dtype=leaf.dtype) for leaf in description.leaves]
+        """Returns the input gradients of the chunk at `position`."""
+        random_generator = self._generator(position, micro, 1)
+        return [torch.randn(leaf.shape, generator=random_generator, dtype=leaf.dtype) for leaf in description.leaves]
 
-    def _chance(self, position: int, micro: int, lane: int) -> torch.Generator:
+    def _generator(self, position: int, micro: int, lane: int) -> torch.Generator:
         return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro) * 2 + lane)

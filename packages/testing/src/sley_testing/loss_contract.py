@@ -1,4 +1,4 @@
-"""Tests what every loss must pass; the tests of a plugin inherit them.
+"""Defines the tests that every loss must pass; a plugin's tests inherit them.
 
     class TestHuber(LossContract):
         loss = {"use": "robust.huber"}
@@ -6,8 +6,8 @@
         def batch(self):
             return torch.randn(4, 6, dtype=torch.float64), {"y": torch.randn(4, 6)}
 
-A layout may cut a batch anywhere, so a loss is a sum and its weight counts what is summed. The tests run in this process: whole
-batches are compared with their micro-batches, gradients with finite differences, half precision with fp64.
+A layout may split a batch anywhere, so a loss is a sum and its weight counts the summed terms. The tests run in this process.
+They compare batches with their micro-batches, gradients with finite differences, and half precision with fp64.
 """
 
 from __future__ import annotations
@@ -27,138 +27,142 @@ from sley_testing.plans import small_plan
 
 Batch = dict[str, Tensor]
 
-EXACT = 1e-10  # how far sums in fp64 may be from one another, relative
+EXACT = 1e-10  # the relative tolerance of fp64 sums
 
 
 class LossContract:
     """Tests a loss: inherit, set `loss` to the table `[loss]`, write `batch`, and pytest does the rest. half_tolerance: the
-    largest relative error of the loss of a half-precision output, compared with the same values in fp64.
+    relative tolerance of the loss of a half-precision output, compared with fp64.
     """
 
     loss: ClassVar[dict[str, Any]]
     half_tolerance: ClassVar[float] = 2**-6
 
     def batch(self) -> tuple[Tensor, Batch]:
-        """Returns a model's output, fp64, and the batch: at least four samples, an even number, along dim 0 of all tensors."""
-        raise NotImplementedError("a loss's tests say what it is called with: write `batch`")
+        """Returns an fp64 model output and the batch. Dim 0 of all tensors is the number of samples: even, at least four."""
+        raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
     def nothing(self) -> Batch | None:
-        """Returns a batch of as many samples as `batch` in which nothing counts, as if every label is ignored; or None."""
+        """Returns a batch of the size of `batch` whose weight is 0, as if all labels are ignored; or None."""
         return None
 
     def test_weight_is_sum_over_samples(self) -> None:
-        """A number on the host, known from the batch alone; that of a batch is the sum of its micro-batches' weights."""
+        """Expects a host number that equals the sum over micro-batches."""
         loss, (_, batch) = self._loss(), self.batch()
-        whole = loss.weight(batch)
-        assert isinstance(whole, int | float), f"the weight is a {type(whole).__name__}, not a number"
-        assert whole > 0, f"the weight of a batch in which something counts is {whole}"
+        total = loss.weight(batch)
+        assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"
+        assert total > 0, f"the weight of a batch must be positive, but is {total}"
         for size in self._sizes():
-            parts = [loss.weight(part) for part in _cut(batch, size)]
-            assert sum(parts) == pytest.approx(whole, rel=EXACT), (
-                f"the weight of a batch is {whole:g}, and its micro-batches of {size} weigh {sum(parts):g}: "
-                "it must count what the loss sums"
+            parts = [loss.weight(part) for part in _split_batch(batch, size)]
+            assert sum(parts) == pytest.approx(total, rel=EXACT), (
+                f"the weight of a batch is {total:g}, but its micro-batches of {size} weigh {sum(parts):g}: "
+                "the weight must count the terms of the loss"
             )
 
     def test_loss_is_sum_over_samples(self) -> None:
-        """A scalar; that of a batch is the sum of its micro-batches', and so are the gradients."""
+        """Expects a scalar loss. Loss and gradients of a batch must equal the sums over its micro-batches."""
         output, batch = self.batch()
-        whole, gradient = self._taken(output, batch)
+        expected, gradient = self._loss_and_gradient(output, batch)
         for size in self._sizes():
-            taken = [self._taken(*part) for part in zip(torch.split(output, size), _cut(batch, size), strict=True)]
-            total = sum(loss for loss, _ in taken)
-            assert total == pytest.approx(whole, rel=EXACT, abs=EXACT), (
-                f"the loss of a batch is {whole:.9g}, and of its micro-batches of {size} {total:.9g}: a mean is no sum"
+            results = [
+                self._loss_and_gradient(*part)
+                for part in zip(torch.split(output, size), _split_batch(batch, size), strict=True)
+            ]
+            total = sum(loss for loss, _ in results)
+            assert total == pytest.approx(expected, rel=EXACT, abs=EXACT), (
+                f"the loss of a batch is {expected:.9g}, but its micro-batches of {size} sum to {total:.9g}: "
+                "a mean is not a sum"
             )
-            error = _error(torch.cat([one for _, one in taken]), gradient)
-            assert error <= EXACT, f"gradients of micro-batches of {size} differ from the batch's, relative {error:.3g}"
+            error = _error(torch.cat([part_gradient for _, part_gradient in results]), gradient)
+            assert error <= EXACT, f"the relative error of the gradients of micro-batches of {size} is {error:.3g}"
 
     def test_gradient_matches_finite_differences(self) -> None:
-        """Compared with finite differences, in fp64."""
+        """Runs `gradcheck` in fp64."""
         output, batch = self.batch()
         loss = self._loss()
         try:
             torch.autograd.gradcheck(lambda value: loss.loss(value, batch), output.detach().requires_grad_())
-        except RuntimeError as error:  # torch's GradcheckError, and whatever the backward raises
+        except RuntimeError as error:  # torch's GradcheckError, or an error of the backward
             raise AssertionError(f"the gradient is not the derivative of the loss: {error}") from error
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_sum_is_at_least_fp32(self, dtype: torch.dtype) -> None:
-        """Whatever the dtype of the output: sums of thousands of terms have no digits left in half precision."""
+        """Tests each output dtype, since half precision cannot hold sums of thousands of terms."""
         output, batch = self.batch()
-        given = output.to(dtype)
-        leaf = given.detach().requires_grad_()
+        narrow_output = output.to(dtype)
+        leaf = narrow_output.detach().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.dtype in (torch.float32, torch.float64), f"the loss of a {dtype} output is {loss.dtype}"
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        wanted, gradient = self._taken(given.double(), batch)
+        expected, gradient = self._loss_and_gradient(narrow_output.double(), batch)
         tolerance = self.half_tolerance if dtype != torch.float32 else 1e-4
-        assert float(loss.detach()) == pytest.approx(wanted, rel=tolerance, abs=tolerance), (
-            f"the loss of a {dtype} output is {float(loss.detach()):.6g}, and in fp64 {wanted:.6g}"
+        assert float(loss.detach()) == pytest.approx(expected, rel=tolerance, abs=tolerance), (
+            f"the loss of a {dtype} output is {float(loss.detach()):.6g}, but {expected:.6g} in fp64"
         )
         assert leaf.grad is not None, f"a {dtype} output gets no gradient"
         assert leaf.grad.dtype == dtype, f"the gradient of a {dtype} output is {leaf.grad.dtype}"
         error = _error(leaf.grad.double(), gradient)
-        assert error <= tolerance, f"the gradient of a {dtype} output is off by {error:.3g}, relative"
+        assert error <= tolerance, f"the relative error of the gradient of a {dtype} output is {error:.3g}"
 
     def test_call_keeps_no_state(self) -> None:
-        """No output, no graph and no state that a later call would see; what it is given is not written to."""
+        """Expects that a call keeps no output, graph or state, and does not write to its inputs."""
         loss, (output, batch) = self._loss(), self.batch()
-        before = output.clone(), {name: value.clone() for name, value in batch.items()}
+        copies = output.clone(), {name: value.clone() for name, value in batch.items()}
         first = loss.weight(batch), float(loss.loss(output, batch))
-        assert torch.equal(output, before[0]), "the loss writes to the model's output"
-        changed = [name for name, value in batch.items() if not torch.equal(value, before[1][name])]
+        assert torch.equal(output, copies[0]), "the loss writes to the model's output"
+        changed = [name for name, value in batch.items() if not torch.equal(value, copies[1][name])]
         assert not changed, f"the loss writes to the batch: {changed}"
-        kept = output.detach().requires_grad_() * 1
-        total = loss.loss(kept, batch)
+        live_output = output.detach().requires_grad_() * 1
+        total = loss.loss(live_output, batch)
         total.backward()  # type: ignore[no-untyped-call]  # torch's
-        alive = weakref.ref(kept)
-        del kept, total
+        reference = weakref.ref(live_output)
+        del live_output, total
         gc.collect()
-        assert alive() is None, "the loss keeps the model's output, and with it what autograd saved, after its call"
-        part = _cut(batch, len(output) // 2)[0]
+        assert reference() is None, "the loss keeps the model's output, and thereby its autograd graph, after the call"
+        micro_batch = _split_batch(batch, len(output) // 2)[0]
         with torch.no_grad():  # an evaluation between two steps
-            loss.weight(part)
-            loss.loss(output[: len(output) // 2], part)
-        again = loss.weight(batch), float(loss.loss(output, batch))
-        assert again == first, f"weight and loss of one batch are {first}, and {again} after another batch"
+            loss.weight(micro_batch)
+            loss.loss(output[: len(output) // 2], micro_batch)
+        second = loss.weight(batch), float(loss.loss(output, batch))
+        assert second == first, f"weight and loss of a batch are {first}, but {second} after another batch"
 
     def test_loss_reads_only_its_fields(self) -> None:
-        """If it has `fields`: only those are moved to the device."""
+        """Passes only the fields in `fields`, since a run moves no others to the device."""
         loss, (output, batch) = self._loss(), self.batch()
         fields = getattr(loss, "fields", None)
         if fields is None:
-            pytest.skip("it names no fields, and is given all")
+            pytest.skip("the loss has no `fields`")
         try:
-            found = float(loss.loss(output, {name: batch[name] for name in fields}))
+            actual = float(loss.loss(output, {name: batch[name] for name in fields}))
         except KeyError as error:
             raise AssertionError(f"the loss reads the field {error}, which is not among its `fields` {fields}") from error
-        assert found == float(loss.loss(output, batch)), f"the loss reads more than its `fields` {fields}"
+        assert actual == float(loss.loss(output, batch)), f"the loss reads more than its `fields` {fields}"
 
     def test_batch_without_weight(self) -> None:
-        """Has weight 0, loss 0 and zero gradients, where `nothing` gives one."""
+        """Expects weight 0, loss 0 and zero gradients for the batch of `nothing`."""
         batch = self.nothing()
         if batch is None:
-            pytest.skip("every batch counts")
+            pytest.skip("`nothing` returns None")
         weight = self._loss().weight(batch)
-        assert weight == 0, f"a batch in which nothing counts weighs {weight}"
-        loss, gradient = self._taken(self.batch()[0], batch)
-        assert loss == 0, f"the loss of a batch in which nothing counts is {loss}"
-        assert not gradient.count_nonzero(), "a batch in which nothing counts has gradients"
+        assert weight == 0, f"a batch of ignored labels has the weight {weight}"
+        loss, gradient = self._loss_and_gradient(self.batch()[0], batch)
+        assert loss == 0, f"the loss of a batch of ignored labels is {loss}"
+        assert not gradient.count_nonzero(), "a batch of ignored labels has gradients"
 
     def _loss(self) -> Loss:
-        """Returns the loss, made anew."""
+        """Returns a new loss."""
         loss: Loss = plan_from_dict(small_plan(loss=self.loss)).loss.build()
         return loss
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the sizes of micro-batches that are tried."""
+        """Returns the micro-batch sizes to test."""
         samples = len(self.batch()[0])
-        assert samples >= 4, f"`batch` has {samples} samples: an even number, at least four, is wanted"
-        assert samples % 2 == 0, f"`batch` has {samples} samples: an even number, at least four, is wanted"
+        assert samples >= 4, f"`batch` must have an even number of samples, at least four, but has {samples}"
+        assert samples % 2 == 0, f"`batch` must have an even number of samples, at least four, but has {samples}"
         return 1, samples // 2
 
-    def _taken(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
-        """Returns loss and gradient of an output."""
+    def _loss_and_gradient(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
+        """Returns the loss and the gradient of an output."""
         leaf = output.detach().clone().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.shape == (), f"the loss is {tuple(loss.shape)}, not a scalar"
@@ -168,12 +172,12 @@ class LossContract:
         return float(loss.detach()), leaf.grad
 
 
-def _cut(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
+def _split_batch(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
     """Returns the micro-batches of `size` samples."""
     samples = len(next(iter(batch.values())))
     return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, samples, size)]
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    """Returns the norm of the difference, relative to that of `wanted`."""
-    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """Returns the norm of the difference relative to the norm of `expected`."""
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -112,11 +112,11 @@ class TestWaveLinkOnMoreWalks(TestWaveLink):
 @pytest.mark.parametrize(
     ("name", "test", "arguments", "words"),
     [
-        ("reusing", KEPT, ("two stages",), "what was taken and kept became"),
-        ("disorderly", ORDER, ("a wave",), "forward of F0.* came as"),
+        ("reusing", KEPT, ("two stages",), "a received and kept tensor changed"),
+        ("disorderly", ORDER, ("a wave",), "forward of F0.* was received as"),
         ("rigid", LENGTHS, ("two stages",), r"came .*\(5, 3\).*, not .*\(7, 3\)"),
-        ("late", ORDER, ("two stages",), "tensor 0 came as .*77"),
-        ("deaf", PEER, ([(3, 3), (3, 3, 3)],), "came .*, not"),
+        ("late", ORDER, ("two stages",), "tensor 0 was received as .*77"),
+        ("deaf", PEER, ([(3, 3), (3, 3, 3)],), "received .*, not"),
         ("patient", ABORT, (), "Timed out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
