@@ -1,10 +1,10 @@
-"""Tests what every memory pool must pass; the tests of a plugin inherit them.
+"""Defines the tests that every memory pool must pass; a plugin's tests inherit them.
 
     class TestSlabs(MemoryPoolContract):
         pool = {"use": "slabs.pool"}
 
-The tests run in this process, on the CPU: buffers of several shapes and dtypes are lent at the same time, filled, and returned
-in random orders.
+The tests run in this process on the CPU. They lease buffers of several shapes and dtypes at the same time, fill them, and
+return them in random order.
 """
 
 from __future__ import annotations
@@ -39,87 +39,89 @@ SIZES: tuple[Size, ...] = (
     ((1000,), torch.uint8),
     ((125,), torch.float64),
 )
-"""Some of equal bytes or equal elements, which a pool must not take for one another."""
+"""Buffer shapes and dtypes. Some have equal bytes or equal numbers of elements, which a pool must not confuse."""
 
 
 class MemoryPoolContract:
-    """Tests a memory pool: inherit and set `pool` to a table of `[pools.NAME]`. num_draws: leases and returns of a test."""
+    """Tests a memory pool: inherit and set `pool` to a table of `[pools.NAME]`. num_draws: the number of random calls."""
 
     pool: ClassVar[dict[str, Any]]
     num_draws: ClassVar[int] = 300
 
     def test_buffer_matches_request(self) -> None:
-        """Shape, dtype, device; contiguous, and usable in training even where it was lent in inference mode."""
+        """Expects the requested shape, dtype and device, and a contiguous tensor that is usable in training."""
         pool = self._pool()
-        for _ in range(2):  # the second time from what the pool has kept
+        for _ in range(2):  # the second time from cached memory
             for shape, dtype in SIZES:
                 with torch.inference_mode(), pool.lease(shape, dtype, CPU) as buffer:
-                    found = tuple(buffer.shape), buffer.dtype, buffer.device
-                    assert found == (shape, dtype, CPU), f"asked for {shape} {dtype}, lent {found}"
+                    actual = tuple(buffer.shape), buffer.dtype, buffer.device
+                    assert actual == (shape, dtype, CPU), f"requested {shape} {dtype}, but leased {actual}"
                     assert buffer.is_contiguous(), f"the buffer of {shape} {dtype} is not contiguous"
                     assert not buffer.is_inference(), f"the buffer of {shape} {dtype} cannot be used in training"
                     assert not buffer.requires_grad, f"the buffer of {shape} {dtype} requires a gradient"
 
     def test_leased_buffer_has_one_user(self) -> None:
-        """Whatever is lent and returned meanwhile, in any order."""
-        pool, draw = self._pool(), Random(7)
-        held: list[tuple[int, Size, Lease, Tensor]] = []
+        """Leases and returns buffers in random order, and checks their contents."""
+        pool, generator = self._pool(), Random(7)
+        leases: list[tuple[int, Size, Lease, Tensor]] = []
         for number in range(self.num_draws):
-            if held and (len(held) == 12 or draw.random() < 0.45):
-                mark, size, lease, buffer = held.pop(draw.randrange(len(held)))
-                assert _is_filled(buffer, mark), f"the buffer of {size} was lent to someone else before it was given back"
+            if leases and (len(leases) == 12 or generator.random() < 0.45):
+                fill_value, size, lease, buffer = leases.pop(generator.randrange(len(leases)))
+                assert _is_filled(buffer, fill_value), f"the buffer of {size} was leased twice at the same time"
                 lease.__exit__(None, None, None)
                 continue
-            size, mark = draw.choice(SIZES), number % 251
+            size, fill_value = generator.choice(SIZES), number % 251
             lease = pool.lease(*size, CPU)
-            held.append((mark, size, lease, _filled(lease.__enter__(), mark)))
-        for mark, size, lease, buffer in held:
-            assert _is_filled(buffer, mark), f"the buffer of {size} was lent to someone else before it was given back"
+            leases.append((fill_value, size, lease, _fill(lease.__enter__(), fill_value)))
+        for fill_value, size, lease, buffer in leases:
+            assert _is_filled(buffer, fill_value), f"the buffer of {size} was leased twice at the same time"
             lease.__exit__(None, None, None)
 
     def test_ended_lease_cannot_alias_another_buffer(self) -> None:
-        """A second `with` of one lease is refused, or gets a buffer that nothing else has."""
+        """Expects that a second `with` of a lease is refused or gets an unused buffer."""
         pool = self._pool()
         lease = pool.lease((64,), torch.float32, CPU)
         with lease:
             pass
-        with pool.lease((64,), torch.float32, CPU) as other:
-            _filled(other, 1)
+        with pool.lease((64,), torch.float32, CPU) as leased:
+            _fill(leased, 1)
             try:
-                with lease as again:
-                    _filled(again, 2)
-            except Exception:  # any refusal will do
+                with lease as buffer:
+                    _fill(buffer, 2)
+            except Exception:  # any refusal is accepted
                 pass
-            assert _is_filled(other, 1), "a lease that is used twice gives a buffer that is lent to someone else"
+            assert _is_filled(leased, 1), "a lease that is used twice returns a buffer of another lease"
 
     def test_memory_does_not_grow(self) -> None:
-        """The same leases again need no more memory, also where a block within one failed."""
+        """Repeats the same leases, including blocks that raise."""
         pool = self._pool()
-        after = []
+        sizes = []
         for _ in range(4):
-            self._lend_all(pool)
-            after.append(_num_bytes(pool))
-        assert after[-1] == after[0], f"the same leases, four times: the pool holds {after} bytes after each"
+            self._lease_all(pool)
+            sizes.append(_num_bytes(pool))
+        assert sizes[-1] == sizes[0], f"the pool holds {sizes} bytes after each of four identical rounds of leases"
 
     def test_trim_frees_only_unleased_memory(self) -> None:
-        """It frees nothing else, and returns the number of bytes freed."""
+        """Expects that `trim` keeps leased buffers and returns the number of freed bytes."""
         pool = self._pool()
-        self._lend_all(pool)
-        with pool.lease((100,), torch.float32, CPU) as lent:
-            _filled(lent, 9)
-            before, own = _storages(pool), storage_id(lent)
-            told = pool.trim()
-            freed = sum(before.values()) - _num_bytes(pool)
-            assert told == freed, f"trim says that it freed {told} bytes, and the pool holds {freed} less"
-            has_memory = lent.untyped_storage().nbytes() >= lent.nbytes  # pytest prints what stands in an assert
-            assert has_memory, "trim freed the memory of a buffer that is lent"
-            assert _is_filled(lent, 9), "trim changed a buffer that is lent"
-            assert own in _storages(pool), "trim made the pool forget a buffer that is lent"
+        self._lease_all(pool)
+        with pool.lease((100,), torch.float32, CPU) as leased:
+            _fill(leased, 9)
+            storages_before, leased_id = _storages(pool), storage_id(leased)
+            reported = pool.trim()
+            freed = sum(storages_before.values()) - _num_bytes(pool)
+            assert reported == freed, f"trim reports {reported} freed bytes, but the pool holds {freed} bytes less"
+            has_memory = (
+                leased.untyped_storage().nbytes() >= leased.nbytes
+            )  # a variable, since pytest prints the operands of an assert
+            assert has_memory, "trim freed the memory of a leased buffer"
+            assert _is_filled(leased, 9), "trim changed a leased buffer"
+            assert leased_id in _storages(pool), "`held` lacks a leased buffer after trim"
         pool.trim()
-        assert not _num_bytes(pool), f"nothing is lent, and after trim the pool holds {_num_bytes(pool)} bytes"
+        assert not _num_bytes(pool), f"without leases, the pool still holds {_num_bytes(pool)} bytes after trim"
 
     def test_trimmed_memory_is_released(self) -> None:
-        """Nothing keeps the memory once the pool reports it as freed."""
+        """Expects that no reference keeps trimmed memory alive."""
         pool = self._pool()
         references = []
         for shape, dtype in SIZES:
@@ -127,36 +129,36 @@ class MemoryPoolContract:
                 references.append(StorageWeakRef(buffer.untyped_storage()))  # type: ignore[no-untyped-call]  # torch's
         del buffer
         pool.trim()
-        kept = sum(not reference.expired() for reference in references)  # type: ignore[no-untyped-call]  # torch's
-        assert not kept, f"after trim {kept} of {len(references)} buffers still have their memory"
+        num_alive = sum(not reference.expired() for reference in references)  # type: ignore[no-untyped-call]  # torch's
+        assert not num_alive, f"after trim {num_alive} of {len(references)} buffers still have their memory"
 
     def test_held_includes_leased_buffers(self) -> None:
-        """`held` includes what is lent: reports and offload managers use it to find a run's memory."""
+        """Checks `held`, which memory reports and offload managers use to find a run's memory."""
         pool = self._pool()
         with ExitStack() as leases:
             for shape, dtype in SIZES:
                 buffer = leases.enter_context(pool.lease(shape, dtype, CPU))
-                known = storage_id(buffer) in _storages(pool)
-                assert known or not buffer.numel(), f"`held` says nothing of the buffer of {shape} {dtype} that is lent"
+                is_held = storage_id(buffer) in _storages(pool)
+                assert is_held or not buffer.numel(), f"`held` lacks the leased buffer of {shape} {dtype}"
             names = [name for name, _ in pool.held()]
-            assert len(set(names)) == len(names), f"`held` has one name twice: {names}"
+            assert len(set(names)) == len(names), f"`held` has duplicate names: {names}"
 
     def test_counts_are_numbers(self) -> None:
-        """Where it counts; asking changes none of them."""
+        """Expects finite counts that do not change between calls."""
         pool = self._pool()
-        self._lend_all(pool)
+        self._lease_all(pool)
         counts_of(pool)
 
     def _pool(self) -> MemoryPool:
-        """Returns the pool, made anew."""
+        """Returns a new pool."""
         name, keys = self.pool["use"], {key: value for key, value in self.pool.items() if key != "use"}
-        loader = plan_from_dict(small_plan()).loader  # a plan with a pool that nothing in it uses is refused
+        loader = plan_from_dict(small_plan()).loader  # a plan must not have an unused pool
         plugin, record = loader.load(name.partition(".")[0]), loader.record("memory_pools", name)
         pool: MemoryPool = plugin.load_builder(record)(record.config.model_validate(keys))
         return pool
 
-    def _lend_all(self, pool: MemoryPool) -> None:
-        """Lends a buffer of each size at a time, and gives them back by an error."""
+    def _lease_all(self, pool: MemoryPool) -> None:
+        """Leases a buffer of each size at the same time, and returns them by an error."""
         with suppress(_BlockError), ExitStack() as leases:
             for size in SIZES:
                 leases.enter_context(pool.lease(*size, CPU))
@@ -167,24 +169,24 @@ class _BlockError(Exception):
     """Ends a block of leases."""
 
 
-def _filled(buffer: Tensor, mark: int) -> Tensor:
-    _bytes(buffer).fill_(mark)
+def _fill(buffer: Tensor, fill_value: int) -> Tensor:
+    _bytes(buffer).fill_(fill_value)
     return buffer
 
 
-def _is_filled(buffer: Tensor, mark: int) -> bool:
-    return bool((_bytes(buffer) == mark).all())
+def _is_filled(buffer: Tensor, fill_value: int) -> bool:
+    return bool((_bytes(buffer) == fill_value).all())
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    """Returns a view of the buffer, uint8 [bytes]."""
+    """Returns a uint8 view [bytes] of the buffer."""
     return buffer.detach().reshape(-1).view(torch.uint8)
 
 
 def _storages(pool: MemoryPool) -> dict[int, int]:
-    """Returns the bytes of each storage that the pool holds, by its identity."""
+    """Returns the bytes of each storage of the pool, by storage id."""
     tensors: Sequence[Tensor] = [tensor for _, tensor in pool.held()]
-    return {storage_id(one): one.untyped_storage().nbytes() for one in tensors}
+    return {storage_id(held_tensor): held_tensor.untyped_storage().nbytes() for held_tensor in tensors}
 
 
 def _num_bytes(pool: MemoryPool) -> int:

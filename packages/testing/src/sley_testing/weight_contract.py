@@ -1,14 +1,14 @@
-"""Tests what every weight communicator must pass; the tests of a plugin inherit them.
+"""Defines the tests that every weight communicator must pass; a plugin's tests inherit them.
 
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}
 
-A small model in fp64 (`contract_model`) has an embedding tied to the head, linears that are used twice or never, a frozen
-one, and sizes that are not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all
-weights, in the first step and after several: whatever is gathered too early, kept too long, summed over the wrong ranks or not
-at all changes the numbers.
+A small fp64 model (`contract_model`) has tied weights, linears that are used twice or never, a frozen linear, and sizes that
+are not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all weights, in the first
+step and after several steps. A weight that is gathered too early or kept too long, and a gradient with a wrong sum, change
+results.
 
-The communicator decides which parameters are sharded (`shard_dim`); at least one of the model must be.
+The communicator decides which parameters are sharded (`shard_dim`). It must shard at least one parameter of the model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Table = dict[str, Any]
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
-SAMPLES = 2  # of each micro-batch
+SAMPLES = 2  # per micro-batch
 
 
 @dataclass
-class Seen:
-    """Records what one rank saw. calls: its collectives, by step and then of an evaluation.
+class Observation:
+    """Holds one rank's results. calls: the collectives of each step and of an evaluation.
 
-    counts: what the communicator counts, asked after each step. sharded: names of the sharded parameters. read, closed: the
-    results of reading weights between two steps, and of calling layers after the run.
+    counts: the communicator's counts after each step. sharded: the names of sharded parameters. read: errors of reads between
+    steps. closed: errors of layer calls after the run.
     """
 
     recorded: Recorded = field(default_factory=Recorded)
@@ -56,34 +56,34 @@ class Seen:
     closed: list[str] = field(default_factory=list)
 
 
-def observe(plan: Table, change: Change | None = None) -> Seen:
-    """Takes NUM_STEPS steps and an evaluation of `plan` on this rank. change: called before each step with its number."""
-    seen = Seen()
+def observe(plan: Table, change: Change | None = None) -> Observation:
+    """Takes NUM_STEPS steps and an evaluation on this rank. change: is called before each step with the step number."""
+    observation = Observation()
     with World.join("cpu") as world:
         with assemble(plan_from_dict(plan), world) as run:
-            seen.sharded = [param.name for param in run.registry if param.shard is not None]
-            seen.recorded.first = weights(run)
+            observation.sharded = [param.name for param in run.registry if param.shard is not None]
+            observation.recorded.first = weights(run)
             for number in range(NUM_STEPS):
                 if change is not None:
                     change(run, number)
                 with collectives() as calls:
-                    seen.recorded.rows.append(run.step())
-                seen.calls.append(list(calls))
-                seen.recorded.gradients.append(gradients(run))
+                    observation.recorded.rows.append(run.step())
+                observation.calls.append(list(calls))
+                observation.recorded.gradients.append(gradients(run))
                 with collectives() as calls:
-                    seen.counts.append(counts_of(run.stepper.executor.weights))
-                assert not calls, f"counting exchanges: {calls[0]}"
-            seen.recorded.weights = weights(run)
-            seen.read = _read(run)
+                    observation.counts.append(counts_of(run.stepper.executor.weights))
+                assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
+            observation.recorded.weights = weights(run)
+            observation.read = _read_errors(run)
             with collectives() as calls:
-                seen.recorded.held_out = run.evaluate()
-            seen.calls.append(list(calls))
-        seen.closed = _called_after(run)
-    return seen
+                observation.recorded.held_out = run.evaluate()
+            observation.calls.append(list(calls))
+        observation.closed = _closed_call_errors(run)
+    return observation
 
 
 def rewrite(run: Run, number: int) -> None:
-    """Evaluates, writes to weights, freezes a trained one and unfreezes it, between steps."""
+    """Evaluates, writes to weights, and freezes and unfreezes a weight between steps."""
     if number == 1:
         run.evaluate()
         with torch.no_grad():
@@ -94,43 +94,43 @@ def rewrite(run: Run, number: int) -> None:
 
 
 def load(run: Run, number: int) -> None:
-    """Loads other weights, unsharded, as from a checkpoint."""
+    """Loads different full weights, as from a checkpoint."""
     if number == 1:
         run.load_weights({name: value * 0.5 for name, value in weights(run).items()})
 
 
-def late(run: Run, number: int) -> None:
-    """Sets weights to zero when a step begins, until something waits for their layer."""
+def delay_weights(run: Run, number: int) -> None:
+    """Sets weights to zero at the start of a step, and restores a layer's weights when the run waits for the layer."""
     if number == 0:
         return
-    kept = {param: param.parameter.detach().clone() for param in run.registry}
+    pending = {param: param.parameter.detach().clone() for param in run.registry}
     for layer in run.layers:
         names = [name for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False)]
 
-        def bring(names: Sequence[str] = names) -> None:
-            for param in [one for one in kept if {one.name, *one.aliases} & set(names)]:
-                param.parameter.data.copy_(kept.pop(param))  # as a collective writes: no version tells of it
+        def restore_weights(names: Sequence[str] = names) -> None:
+            for param in [candidate for candidate in pending if {candidate.name, *candidate.aliases} & set(names)]:
+                param.parameter.data.copy_(pending.pop(param))  # like a collective, without a version change
 
-        run.parts.waits.before_layer(layer.name, bring)
+        run.parts.waits.before_layer(layer.name, restore_weights)
     with torch.no_grad():
         for param in run.registry:
             param.parameter.zero_()
 
 
-def fail(run: Run, number: int) -> None:
-    """Fails the first step within a forward and the second within a backward, and gives their samples back."""
+def fail_steps(run: Run, number: int) -> None:
+    """Adds a step that raises in a forward before step 0 and in a backward before step 1, and restores the feed."""
     if number in (0, 1):
         assert run.feed is not None
-        before = run.feed.state()
+        feed_state = run.feed.state()
         Fragile.breaks_in = "forward" if number == 0 else "backward"
         with pytest.raises(ValueError, match="the contract's failing step"):
             run.step()
         Fragile.breaks_in = None
-        run.feed.restore(before)
+        run.feed.restore(feed_state)
 
 
 class WeightCommunicatorContract:
-    """Tests a weight communicator: inherit and set `weights` to its table. timeout_s: of each run on ranks."""
+    """Tests a weight communicator: inherit and set `weights` to its table. timeout_s: the time limit of each multi-rank run."""
 
     weights: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
@@ -148,113 +148,115 @@ class WeightCommunicatorContract:
     def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world: int, wp: int, micros: int, changes: Table
     ) -> None:
-        """Loss, norm, gradients and weights after NUM_STEPS steps, and the held-out loss; replicas are equal bit for bit."""
+        """Compares losses, norms, gradients, weights and held-out loss. Replicas must be bit-identical."""
         size = micros * SAMPLES * world
-        found = self._seen(ranks, world, tables(self.weights, wp, size, SAMPLES, **changes))
-        _assert_parity(_of_whole_weights(size), found)
-        assert found[0].sharded, f"{self.weights} shards no parameter of the model"
+        observations = self._observe(ranks, world, tables(self.weights, wp, size, SAMPLES, **changes))
+        _assert_parity(_unsharded_results(size), observations)
+        assert observations[0].sharded, f"{self.weights} shards no parameter of the model"
 
     @pytest.mark.parametrize("change", [rewrite, load])
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks], change: Change) -> None:
-        """Nothing that was gathered before a write is used after it."""
-        found = self._seen(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES), change)
-        _assert_parity(_of_whole_weights(4 * SAMPLES, change), found)
+        """Expects that no gathered weight is reused after a write."""
+        observations = self._observe(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES), change)
+        _assert_parity(_unsharded_results(4 * SAMPLES, change), observations)
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
-        """The waits of a layer are called before any of its weights is read or gathered, prefetched or not."""
+        """Expects that a layer's waits run before its weights are read, gathered or prefetched."""
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
-        _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, late), "weights that come late")
+        _assert_same(self._observe(ranks, 2, plan), self._observe(ranks, 2, plan, delay_weights), "weights that come late")
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
-        """`begin` discards everything in flight."""
+        """Expects that `begin` discards everything in flight."""
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
-        _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, fail), "after a failed step")
+        _assert_same(self._observe(ranks, 2, plan), self._observe(ranks, 2, plan, fail_steps), "after a failed step")
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
-        """What else a run shows: its exchanges, its counts, reads of weights, and what is left when it has closed.
+        """Checks the collectives, counts and weight reads of a run, and layer calls after it.
 
-        Ranks must exchange in one order. Gradients in the store must have their shard's shape. Counts must be finite numbers. A
-        weight that is read without its module must be refused by name, or be right, and so must a layer that is called after
-        the run.
+        Ranks must issue the same collectives in the same order. Stored gradients must have the shape of their shard. Counts
+        must be finite. Reading a sharded weight must return the full weight or raise an error with its name. Calling a sharded
+        layer after the run must raise RunError.
         """
-        found = self._seen(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES))
-        for calls in zip(*(seen.calls for seen in found), strict=True):
+        observations = self._observe(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES))
+        for calls in zip(*(observation.calls for observation in observations), strict=True):
             assert_same_sequence(list(calls))
-        for seen in found:
-            assert len({tuple(counts) for counts in seen.counts[1:]}) == 1, "counts keep their names"
-            assert not seen.read, "\n".join(seen.read)
-            assert not seen.closed, "\n".join(seen.closed)
+        for observation in observations:
+            assert len({tuple(counts) for counts in observation.counts[1:]}) == 1, (
+                "the names of the counts differ between steps"
+            )
+            assert not observation.read, "\n".join(observation.read)
+            assert not observation.closed, "\n".join(observation.closed)
 
-    def _seen(self, ranks: Callable[..., Ranks], world: int, plan: Table, change: Change | None = None) -> list[Seen]:
-        there = ranks(world, self.timeout_s)
-        seen: list[Seen] = (there.once if change is None else there)(observe, plan, change)
-        return seen
+    def _observe(self, ranks: Callable[..., Ranks], world: int, plan: Table, change: Change | None = None) -> list[Observation]:
+        launch = ranks(world, self.timeout_s)
+        observations: list[Observation] = (launch.once if change is None else launch)(observe, plan, change)
+        return observations
 
 
 @cache
-def _of_whole_weights(global_size: int, change: Change | None = None) -> Seen:
-    """Returns what one process sees that holds all weights; must not be modified."""
+def _unsharded_results(global_size: int, change: Change | None = None) -> Observation:
+    """Returns the results of one process that holds all weights; callers must not modify them."""
     return observe(tables(None, 1, global_size, SAMPLES), change)
 
 
-def _assert_parity(wanted: Seen, others: Sequence[Seen]) -> None:
-    """Asserts that all ranks' recorded runs equal the reference: losses, gradients, weights, held-out loss."""
-    recorded = [seen.recorded for seen in others]
-    assert_parity(wanted.recorded, recorded, "fp64")
+def _assert_parity(baseline: Observation, observations: Sequence[Observation]) -> None:
+    """Asserts that losses, gradients, weights and held-out losses of all ranks match one process."""
+    recorded = [observation.recorded for observation in observations]
+    assert_parity(baseline.recorded, recorded, "fp64")
     same_on_all(recorded)
-    for one in recorded:
-        for wanted_step, step in zip(wanted.recorded.gradients, one.gradients, strict=True):
-            assert_close_gradients(wanted_step, step, 1e-8, floor=1e-8)
-        assert one.held_out == pytest.approx(wanted.recorded.held_out, rel=1e-10), "the held-out loss"
+    for record in recorded:
+        for expected_step, step in zip(baseline.recorded.gradients, record.gradients, strict=True):
+            assert_close_gradients(expected_step, step, 1e-8, floor=1e-8)
+        assert record.held_out == pytest.approx(baseline.recorded.held_out, rel=1e-10), "the held-out loss"
 
 
-def _assert_same(wanted: Sequence[Seen], others: Sequence[Seen], when: str) -> None:
-    for one, other in zip(wanted, others, strict=True):
-        assert [row["loss"] for row in one.recorded.rows] == [row["loss"] for row in other.recorded.rows], when
-        assert_same_bits(one.recorded.weights, other.recorded.weights)
+def _assert_same(baselines: Sequence[Observation], observations: Sequence[Observation], label: str) -> None:
+    for baseline, observation in zip(baselines, observations, strict=True):
+        assert [row["loss"] for row in baseline.recorded.rows] == [row["loss"] for row in observation.recorded.rows], label
+        assert_same_bits(baseline.recorded.weights, observation.recorded.weights)
 
 
-def _read(run: Run) -> list[str]:
-    """Returns the parameters whose module gives anything but the full weight instead of refusing to be read."""
-    found = []
+def _read_errors(run: Run) -> list[str]:
+    """Returns a line for each sharded parameter whose read is neither the full weight nor refused by name."""
+    errors = []
     parts = {param: param.parameter for param in run.registry if param.shard is not None}
-    for param, whole in gather_full_tensors(parts, run.groups).items():
+    for param, full_weight in gather_full_tensors(parts, run.groups).items():
         assert run.store.gradient(param).shape == param.parameter.shape if param in run.store else True, param
         for holder in param.holders:
             try:
                 value = getattr(holder.module, holder.attribute).detach().clone()
             except RunError as error:
                 if param.name not in str(error):
-                    found.append(f"the refusal of {param.name} does not name it: {error}")
+                    errors.append(f"the refusal of {param.name} does not name it: {error}")
                 continue
-            if value.shape != whole.shape or not torch.equal(value, whole):
-                found.append(f"{param.name} reads as {list(value.shape)} that is not the weight")
-    return found
+            if value.shape != full_weight.shape or not torch.equal(value, full_weight):
+                errors.append(f"{param.name} reads as {list(value.shape)}, which is not the full weight")
+    return errors
 
 
-def _called_after(run: Run) -> list[str]:
-    """Describes each sharded layer that, called after the run, gives a result or communicates instead of refusing the call."""
-    found = []
+def _closed_call_errors(run: Run) -> list[str]:
+    """Returns a line for each sharded layer that does not raise RunError, or communicates, when called after the run."""
+    errors = []
     sharded = {id(holder.module) for param in run.registry if param.shard is not None for holder in param.holders}
     tokens, hidden = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, WIDTH, dtype=torch.float64)
-    given = {"embed": (tokens, tokens), "head": (hidden,)}
+    inputs = {"embed": (tokens, tokens), "head": (hidden,)}
     bounds = torch.tensor([[0, LENGTH]], dtype=torch.int32)
     for layer in run.layers:
         if any(id(module) in sharded for module in layer.module.modules()):
             with collectives() as calls:
                 try:
-                    layer.module(*given.get(layer.name, (hidden, bounds)))
-                    found.append(f"{layer.name} gives a result after the run, though this rank has shards of its weights")
+                    layer.module(*inputs.get(layer.name, (hidden, bounds)))
+                    errors.append(f"{layer.name} returns a result after the run, although its weights are sharded")
                 except RunError:
                     pass
-                except Exception as error:  # it stumbled over a shard
-                    found.append(f"{layer.name} is no RunError after the run, but {type(error).__name__}: {error}")
-            found += [f"{layer.name} exchanges after the run: {call}" for call in calls]
-    return found
+                except Exception as error:  # caused by a shard
+                    errors.append(f"{layer.name} raises no RunError after the run, but {type(error).__name__}: {error}")
+            errors += [f"{layer.name} communicates after the run: {call}" for call in calls]
+    return errors
 
 
 def tables(weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any) -> dict[str, Any]:
-    """Returns the contract's plan, weights over `wp` ranks by the communicator `weights`; None holds them whole."""
+    """Returns the contract's plan. weights: the communicator's table for `wp` ranks; None for one process."""
     optimizer = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
-    found = model_plan(batch={"global_size": global_size, "micro_size": micro_size}, optimizer=optimizer)
-    return found | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes
+    plan = model_plan(batch={"global_size": global_size, "micro_size": micro_size}, optimizer=optimizer)
+    return plan | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes

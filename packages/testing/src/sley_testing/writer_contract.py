@@ -1,4 +1,4 @@
-"""Tests what every metrics writer must pass; the tests of a plugin inherit them.
+"""Defines the tests that every metrics writer must pass; a plugin's tests inherit them.
 
     class TestCsv(MetricsWriterContract):
         writer = {"use": "csv.writer"}
@@ -6,8 +6,8 @@
         def read(self, folder):
             return [(step, name, value), ...]
 
-The tests run in this process: rows of a run, rows of two runs into one folder, rows that are taken again after a checkpoint, a
-full disk, and a process that is killed.
+The tests run in this process. They cover a run, two runs into one folder, steps that are repeated after a checkpoint, a full
+disk, and a killed process.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from sley_core.protocols import MetricsWriter, Rewinds
 from sley_testing.plans import small_plan
 
 Point = tuple[int, str, float | None]
-"""Step, name and value of a number; None for one that is not finite, if the writer has no form for it."""
+"""The step, name and value of a number. The value is None if it is not finite and the format has no such numbers."""
 
-MOST_BYTES = 4096  # what a file may have where the disk is full; so many rows are written that it does not do
+MOST_BYTES = 4096  # the maximum file size on the full disk, less than the size of the written rows
 
 
 class MetricsWriterContract:
     """Tests a metrics writer: inherit, set `writer` to a table of `[[metrics]]`, write `read`, and pytest does the rest.
 
-    writes_at_once: whether a row is there when `write` returns, so that a killed run keeps it. goes_on: whether a run that
-    resumes from a checkpoint drops the rows of later steps (`rewind`). on_disk: whether it writes into its folder.
+    writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. goes_on: whether a resumed run
+    drops the rows of steps after its checkpoint (`rewind`). on_disk: whether the writer writes into its folder.
     """
 
     writer: ClassVar[dict[str, Any]]
@@ -47,17 +47,17 @@ class MetricsWriterContract:
     on_disk: ClassVar[bool] = True
 
     def read(self, folder: Path) -> Iterable[Point]:
-        """Returns every number that the writer has written into `folder`, as a reader of the files would find it."""
-        raise NotImplementedError("a writer's tests say how its output is read: write `read`")
+        """Returns all numbers that the writer has written into `folder`."""
+        raise NotImplementedError("implement `read`: it must return the written numbers")
 
     def test_run_writes_every_number_once(self, texts: Path, tmp_path: Path) -> None:
-        """Each number of each step once, with its value."""
+        """Expects each number of each step once, with its value."""
         with assemble(plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path) as run:
             rows = [run.step() for _ in range(3)]
         self._assert_rows(tmp_path, rows)
 
     def test_rows_with_different_names(self, tmp_path: Path) -> None:
-        """In their names: some numbers occur only in some steps; and in their values: integers, negative, tiny."""
+        """Writes numbers that occur only in some steps, and integer, negative and tiny values."""
         rows: list[dict[str, float | int]] = [
             {"step": 1, "loss": 2.5},
             {"step": 2, "loss": -1e-30, "held_out_loss": 3.0, "tokens": 10**9},
@@ -67,35 +67,35 @@ class MetricsWriterContract:
         self._assert_rows(tmp_path, rows)
 
     def test_non_finite_numbers_hide_no_others(self, tmp_path: Path) -> None:
-        """They must not hide the numbers beside and after them."""
+        """Expects that the other numbers of the row and later rows can be read."""
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
         self._write(tmp_path, rows)
-        found = {(step, name): value for step, name, value in self.read(tmp_path)}
-        for place in ((1, "lr"), (3, "loss")):
-            wanted = 0.5 if place[1] == "lr" else 1.0
-            assert found.get(place) == wanted, f"{place} is {found.get(place)}, beside a number that is not finite"
-        odd = found.get((1, "loss"))
-        assert odd is None or not math.isfinite(odd), f"a loss that is no number is written as {odd}"
+        values = {(step, name): value for step, name, value in self.read(tmp_path)}
+        for key in ((1, "lr"), (3, "loss")):
+            expected = 0.5 if key[1] == "lr" else 1.0
+            assert values.get(key) == expected, f"{key} is {values.get(key)}, next to a number that is not finite"
+        nan_value = values.get((1, "loss"))
+        assert nan_value is None or not math.isfinite(nan_value), f"a loss of NaN is written as {nan_value}"
 
     def test_reopened_folder_keeps_rows(self, tmp_path: Path) -> None:
-        """As when a run is resumed."""
+        """Writes with two writers in turn, as a resumed run does."""
         rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 4)]
         self._write(tmp_path, rows[:2])
         self._write(tmp_path, rows[2:])
         self._assert_rows(tmp_path, rows)
 
     def test_repeated_steps_are_written_once(self, tmp_path: Path) -> None:
-        """After `rewind`, which a resumed run calls; in the same writer and in another."""
+        """Calls `rewind`, as a resumed run does, in the same and in a new writer."""
         if not self.goes_on:
-            pytest.skip("it does not go on (`goes_on`)")
-        for number, again in enumerate((False, True)):
-            folder = tmp_path / str(number)
+            pytest.skip("the writer does not resume (`goes_on`)")
+        for index, reopens in enumerate((False, True)):
+            folder = tmp_path / str(index)
             folder.mkdir()
             writer = self._writer(folder)
-            assert isinstance(writer, Rewinds), "the writer has no `rewind`: steps taken again would stand twice"
+            assert isinstance(writer, Rewinds), "the writer has no `rewind`: repeated steps would be written twice"
             for step in (1, 2, 3):
                 writer.write({"step": step, "loss": 1.0 / step})
-            if again:
+            if reopens:
                 writer.close()
                 writer = self._writer(folder)
                 assert isinstance(writer, Rewinds)
@@ -105,54 +105,54 @@ class MetricsWriterContract:
             self._assert_rows(folder, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 7.0}])
 
     def test_second_close_does_nothing(self, tmp_path: Path) -> None:
-        """The second time does nothing, and everything is there after the first."""
+        """Expects all numbers after the first close, and no change by the second."""
         writer = self._writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
         writer.close()
-        before = self._points(tmp_path)
+        points = self._points(tmp_path)
         try:
             writer.close()
         except Exception as error:
-            raise AssertionError(f"a second close fails: {type(error).__name__}: {error}") from error
-        assert before == self._points(tmp_path) == [(1, "loss", 1.0)], f"after close the folder has {before}"
+            raise AssertionError(f"a second close raises {type(error).__name__}: {error}") from error
+        assert points == self._points(tmp_path) == [(1, "loss", 1.0)], f"after two closes the folder has {points}"
 
     def test_written_rows_survive_a_kill(self, tmp_path: Path) -> None:
-        """One that is killed after `write`."""
+        """Reads the folder directly after `write`, as after a kill."""
         if not self.writes_at_once:
-            pytest.skip("rows may be under way for a while (`writes_at_once`)")
+            pytest.skip("the writer buffers rows (`writes_at_once`)")
         writer = self._writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
-        found = self._points(tmp_path)  # now, as if the process were gone
+        points = self._points(tmp_path)  # before close, as after a kill
         writer.close()
-        assert found == [(1, "loss", 1.0)], f"a run that is killed now would leave {found}"
+        assert points == [(1, "loss", 1.0)], f"a run that is killed after `write` would leave {points}"
 
     def test_full_disk_is_an_error(self, tmp_path: Path) -> None:
-        """Raised by `write` or `close`: rows must not be lost silently."""
+        """Expects an error of `write` or `close`, so that rows are not lost silently."""
         if not self.on_disk:
-            pytest.skip("it writes into no folder (`on_disk`)")
+            pytest.skip("the writer does not write into its folder (`on_disk`)")
         writer, num_rows = self._writer(tmp_path), MOST_BYTES // 8
-        failed = False
-        with _files_end_at(MOST_BYTES):
+        is_refused = False
+        with _limit_file_size(MOST_BYTES):
             try:
                 for step in range(1, num_rows + 1):
                     writer.write({"step": step, "loss": 1.0 / step})
                 writer.close()
-            except Exception:  # RunError, or what the library raises
-                failed = True
+            except Exception:  # RunError, or an error of the library
+                is_refused = True
         with suppress(Exception):
             writer.close()
-        assert failed, (
-            f"the disk took {MOST_BYTES} bytes, and {len(self._points(tmp_path))} of {num_rows} rows are there: neither write "
-            "nor close says so"
+        assert is_refused, (
+            f"the disk is full after {MOST_BYTES} bytes, and {len(self._points(tmp_path))} of {num_rows} rows are written, "
+            "but neither write nor close raises an error"
         )
 
     def _writer(self, folder: Path) -> MetricsWriter:
-        """Returns the writer as rank 0 of a run makes it."""
+        """Returns the writer as rank 0 of a run builds it."""
         writer: MetricsWriter = plan_from_dict(small_plan(metrics=[self.writer])).metrics[0].build(folder)
         return writer
 
     def _write(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
-        """Writes `rows` with a new writer, and closes it."""
+        """Writes `rows` with a new writer and closes it."""
         writer = self._writer(folder)
         for row in rows:
             writer.write(row)
@@ -162,28 +162,28 @@ class MetricsWriterContract:
         return sorted((step, name, value) for step, name, value in self.read(folder) if name != "step")
 
     def _assert_rows(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
-        """Asserts that what is read are the numbers of `rows`, each once."""
-        found = self._points(folder)
-        twice = [place for place, count in Counter((step, name) for step, name, _ in found).items() if count > 1]
-        assert not twice, f"step and name stand more than once: {twice[:3]}"
-        wanted = {(int(row["step"]), name): value for row in rows for name, value in row.items() if name != "step"}
-        values = {(step, name): value for step, name, value in found}
-        missing, extra = wanted.keys() - values.keys(), values.keys() - wanted.keys()
-        assert not missing, f"numbers of {len(missing)} steps and names are missing: {sorted(missing)[:3]}"
-        assert not extra, f"numbers that no row has: {sorted(extra)[:3]}"
-        for place, value in wanted.items():
-            assert values[place] == pytest.approx(value, rel=1e-5), f"{place} is {values[place]}, not {value}"
+        """Asserts that the folder has exactly the numbers of `rows`, each once."""
+        points = self._points(folder)
+        duplicates = [key for key, count in Counter((step, name) for step, name, _ in points).items() if count > 1]
+        assert not duplicates, f"these steps and names are written more than once: {duplicates[:3]}"
+        expected = {(int(row["step"]), name): value for row in rows for name, value in row.items() if name != "step"}
+        values = {(step, name): value for step, name, value in points}
+        missing, extra = expected.keys() - values.keys(), values.keys() - expected.keys()
+        assert not missing, f"{len(missing)} numbers are missing: {sorted(missing)[:3]}"
+        assert not extra, f"these numbers are in no row: {sorted(extra)[:3]}"
+        for key, value in expected.items():
+            assert values[key] == pytest.approx(value, rel=1e-5), f"{key} is {values[key]}, not {value}"
 
 
 @contextmanager
-def _files_end_at(num_bytes: int) -> Iterator[None]:
-    """Lets no file of this process grow beyond `num_bytes`: writing fails as on a full disk."""
-    resource = pytest.importorskip("resource", reason="the system has no limits of files")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def _limit_file_size(num_bytes: int) -> Iterator[None]:
+    """Limits the file size of this process to `num_bytes`, so that writes fail as on a full disk."""
+    resource = pytest.importorskip("resource", reason="the system has no file size limits")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
