@@ -271,7 +271,7 @@ LR = 0.01
 
 
 class LRScheduleContract:
-    """Tests a learning-rate schedule: inherit and set `learning_rate` to its table. num_steps: the number of steps of the run."""
+    """Tests a learning-rate schedule: inherit and set `learning_rate` to its table. num_steps: the length of the run."""
 
     learning_rate: ClassVar[dict[str, Any]]
     num_steps: ClassVar[int] = 100
