@@ -31,11 +31,11 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_pp.schedules import write_csv
-from sley_testing.collectives import assert_untouched, drafts_kept
+from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.plans import Tables
-from sley_testing.runs import any_lists, gradients, weights
+from sley_testing.runs import gradients, random_action_lists, weights
 
 CAMPAIGN = 20
 """Parts of 100 draws, of numbers of their own in each campaign."""
@@ -122,7 +122,7 @@ def _layout(r: random.Random, world: int, micros: int) -> tuple[Tables, int, str
         parts = pp * chunks
         if name == "pp.csv":
             placement = action.v(pp) if chunks == 2 and r.random() < 0.5 else action.loop(pp, chunks)
-            csv = write_csv(any_lists(placement, micros, r), placement)
+            csv = write_csv(random_action_lists(placement, micros, r), placement)
         if r.random() < 0.4:
             tables["partition"] = {"use": "pp.uniform"}
     if wp > 1:
@@ -320,7 +320,7 @@ def change(step: Step, parameters: Mapping[str, Any]) -> None:
 def see(case: Case, folder: Path) -> Seen:
     """Runs the case on this rank; the closed run leaves nothing in the modules of its model."""
     seen = Seen()
-    with World.join("cpu") as world, drafts_kept() as drafts:
+    with World.join("cpu") as world, record_built_models() as drafts:
         with assemble(plan_of(case, folder), world) as run:
             seen.first = weights(run)
             for number, step in enumerate(case.steps):

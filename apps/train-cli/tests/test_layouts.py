@@ -19,7 +19,7 @@ from sley_checkpoint.reader import read
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.checkpointer_contract import Stretch, assert_goes_on, assert_same_stretch, save_at, stretch
+from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, assert_same_stretch, save_at, stretch
 from sley_testing.parity import Bits, differing, digest, trained
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, assert_same_run, record, running
@@ -211,7 +211,7 @@ def test_another_layout_goes_on_within_parity(ranks: Any, texts: Path, tmp_path:
         chosen = same[[*LAYOUTS].index(written) % len(same) :][:num_others] if same else []
         every = ranks(size, 120)(others, chosen, texts, tmp_path / "saved")
         for at in range(len(chosen)):
-            assert_goes_on(whole, [rank[at] for rank in every], "fp64")
+            assert_resumed_parity(whole, [rank[at] for rank in every], "fp64")
 
 
 # -- activations that `memory` moves or keeps --------------------------------------------------------------------------
@@ -323,4 +323,4 @@ def test_runs_on_cuda_go_on_from_checkpoints(ranks: Any, texts: Path, tmp_path: 
     first, second = (layout_of(name, ON_CUDA) for name in ("dp2 sharded", "wp2"))
     ranks(2, timeout_s=180, init=False)(stretch, first, 3, folder=texts, save=tmp_path / "saved")
     after = ranks(2, timeout_s=180, init=False)(stretch, second, 3, folder=texts, load=tmp_path / "saved")
-    assert_goes_on(whole, after, "fp64")
+    assert_resumed_parity(whole, after, "fp64")

@@ -19,9 +19,9 @@ from sley_core.errors import RunError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.verify.findings import Limits, RankFindings, SeenHabit, differences, in_words, read
+from sley_testing.verify.findings import Habit, Limits, RankFindings, differences, read, report_lines
 from sley_testing.verify.measure import check_complete, compare, keep, limits
-from sley_testing.verify.plain import keep_plain
+from sley_testing.verify.plain import save_plain_steps
 from train_cli.one_process import one_process_plan, read_only_plan
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +62,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
     small = {"data": small_plan()["data"], "batch__global_size": 8, "batch__micro_size": 2, "run__device": "cpu"}
     tables = changed(tomli.loads(path.read_text("utf-8")), **small)
     found, allowed = verified(2, plan_from_dict, tables, texts)
-    assert not differences(found, allowed), "\n".join(in_words(found, allowed, 2))
+    assert not differences(found, allowed), "\n".join(report_lines(found, allowed, 2))
     assert {one.kind for rank in found for one in rank.compared} >= {"first value", "gradient", "weight"}
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_handler_is_told_by_its_first_parameter(
 ) -> None:
     plugin_folder(OWN, wrong="wrong_reducers")
     found, allowed = verified(3, plan_from_dict, small(use), texts)
-    text = "\n".join(in_words(found, allowed, 3))
+    text = "\n".join(report_lines(found, allowed, 3))
     assert text.startswith("differs: ")
     assert all(part in text for part in said), text
 
@@ -92,7 +92,7 @@ def test_a_tie_that_is_summed_twice_is_told_with_its_stage(
 ) -> None:
     plugin_folder(OWN, wrong="wrong_reducers")
     found, allowed = verified(1, plan_from_dict, small(tie, **TIED), texts)
-    text = "\n".join(in_words(found, allowed, 1))
+    text = "\n".join(report_lines(found, allowed, 1))
     assert ("the gradient of `embed.tokens.weight`, since step 1, on stage 0 (rank 0)" in text) == differs, text
     assert bool(differences(found, allowed)) == differs
     if differs:
@@ -138,7 +138,7 @@ def test_a_part_of_a_bias_whose_gradient_is_rounding_is_no_difference(
     if differs:
         changes = [*changes[:1], 'optimizer={factory="own:Wrong", lr=0.01}']
     found, allowed = verified(3, load_plan, own_model(FUSED), changes)
-    text = "\n".join(in_words(found, allowed, 3))
+    text = "\n".join(report_lines(found, allowed, 3))
     assert bool(differences(found, allowed)) == differs, text
     if differs:
         assert text.startswith("differs: the weight `1.fused.bias`, since step 3")
@@ -239,14 +239,14 @@ def with_habit(habit: str, **changes: Any) -> Tables:
 
 
 @pytest.fixture
-def looked(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[SeenHabit]]:
+def looked(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Habit]]:
     """`looked(tables)`: the habits that a plain loop of so many steps shows; its numbers are kept in `tmp_path`."""
     monkeypatch.syspath_prepend(OWN)
 
-    def look(given: Tables, steps: int = 1) -> list[SeenHabit]:
-        habits: list[SeenHabit] = []
+    def look(given: Tables, steps: int = 1) -> list[Habit]:
+        habits: list[Habit] = []
         with assemble(one_process_plan(plan_from_dict(given, texts)), World.alone("cpu")) as run:
-            keep_plain(run, steps, tmp_path, habits)
+            save_plain_steps(run, steps, tmp_path, habits)
         return habits
 
     return look
@@ -284,7 +284,7 @@ def test_layouts_equal_the_loop(ranks: Any, looked: Any, texts: Path, tmp_path: 
     ranks(plan.world(), 120)(on_a_rank, plan_from_dict, (given, texts), 3, tmp_path)
     found, allowed = read(tmp_path, plan.world()), limits(plan, is_plain=True)
     check_complete(found, tmp_path)
-    assert not differences(found, allowed), "\n".join(in_words(found, allowed, 3, is_plain=True))
+    assert not differences(found, allowed), "\n".join(report_lines(found, allowed, 3, is_plain=True))
 
 
 def test_a_loop_that_fails_is_told_with_its_layer(looked: Any) -> None:

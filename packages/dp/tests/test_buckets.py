@@ -21,7 +21,7 @@ from sley_core.sizes import ALIGNMENT_BYTES, split_by_size
 from sley_core.topology import GroupEntry
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
-from sley_testing.runs import record, same_on_all
+from sley_testing.runs import assert_equal_replicas, record
 
 FOUR_BUCKETS = {"bucket_mb": 0.0005}
 BEFORE_STEP = "all_reduce of 11 float64"
@@ -121,7 +121,7 @@ def test_ranks_with_different_orders_agree(ranks, small, own):
     reference, results = record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own)
     for rank in results:
         assert_close_gradients(reference.gradients[2], rank.gradients[2], 1e-10)
-    same_on_all(results)
+    assert_equal_replicas(results)
 
 
 class CollectiveCounts:

@@ -21,7 +21,7 @@ from sley_core.topology import Topology
 from sley_dp.sums import Bf16Sums
 from sley_testing.collectives import can_read_peers
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record
 
 EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
 """Samples without and with the flag."""
@@ -37,7 +37,7 @@ def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches
     given = batches(*numbers)
     reference = record(tables, 5, folder=own, batches=given)
     results = ranks(2, timeout_s=30)(record, tables, 5, folder=own, batches=given)
-    same_on_all(results)
+    assert_equal_replicas(results)
     tolerance = 2**-7 if "reduction" in handler else 1e-5
     for rank in results:
         for number, (expected, gradients) in enumerate(zip(reference.gradients, rank.gradients, strict=True)):
@@ -63,7 +63,7 @@ def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant):
     tables |= {"precision": {"compute": "fp64"}}
     results = ranks(2)(record, tables, 3, folder=own)
     assert_parity(record(tables, 3, folder=own), results, "fp64")
-    same_on_all(results)
+    assert_equal_replicas(results)
 
 
 def steps_with_frozen(tables, folder):
@@ -112,14 +112,14 @@ def test_memory_of_peers_and_sockets_give_the_same_bits(ranks, small, own, use):
     handler = {"use": use, "bucket_mb": 0.0001}
     sockets = ranks(2)(record, small(handler, parallel__cross_memory_attach=False), 3, folder=own)
     memory = ranks(2)(record_without_collectives, small(handler), own)
-    same_on_all([*sockets, *memory])
+    assert_equal_replicas([*sockets, *memory])
 
 
 def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
     tables = [small({"reduction": "bf16", "bucket_mb": size}, batch__global_size=12) for size in (0.0003, 25.0)]
     reference = record(tables[0], 3, folder=own)
     few, many = (ranks(4)(record, each, 3, folder=own) for each in tables)
-    same_on_all([*few, *many])
+    assert_equal_replicas([*few, *many])
     assert any(not torch.equal(value, few[0].gradients[0][name]) for name, value in reference.gradients[0].items()), "exact"
 
 

@@ -13,9 +13,9 @@ from sley_core.comm.world import World
 from sley_core.engine.update import states_of
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.checkpointer_contract import assert_goes_on, assert_same_stretch, stretch
+from sley_testing.checkpointer_contract import assert_resumed_parity, assert_same_stretch, stretch
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import WEIGHTS, assert_parity, record, same_on_all, weights
+from sley_testing.runs import WEIGHTS, assert_equal_replicas, assert_parity, record, weights
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}
@@ -53,7 +53,7 @@ def test_sharded_updates_equal_full_updates(ranks, small, own, size, shards):
         print(name)
         results = [rank[index] for rank in by_rank]
         assert_parity(record(tables | {"gradient_handlers": []}, 3, folder=own), results, tables["precision"]["compute"])
-        same_on_all(results)
+        assert_equal_replicas(results)
 
 
 def change_weights_between_steps(tables, folder):
@@ -265,8 +265,8 @@ def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_pat
     saved = ranks(2)(stretch, tables, 2, folder=own, save=tmp_path / "saved")
     alone = tables | {"parallel": {}, "gradient_handlers": []}
     expected = stretch(alone, 3, folder=own)
-    assert_goes_on(expected, ranks(2)(stretch, tables, 1, folder=own, load=tmp_path / "saved"), "fp32")
-    assert_goes_on(expected, [stretch(alone, 1, folder=own, load=tmp_path / "saved")], "fp32")
+    assert_resumed_parity(expected, ranks(2)(stretch, tables, 1, folder=own, load=tmp_path / "saved"), "fp32")
+    assert_resumed_parity(expected, [stretch(alone, 1, folder=own, load=tmp_path / "saved")], "fp32")
     assert saved[0].weights["a.nothing"].shape == (0, 3)
 
 

@@ -35,7 +35,7 @@ from sley_estimate.step.links import NOTHING, Cost, copy_cost, host_operators_s
 from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
 from sley_estimate.testing import plain_step, small_machine, timed_layers
 from sley_testing.plans import small_plan
-from sley_testing.runs import any_lists
+from sley_testing.runs import random_action_lists
 
 LAYER = LayerSeconds(forward=1.0, backward=2.0, input_gradient=1.0, weight_gradient=1.0)
 
@@ -73,7 +73,7 @@ def test_without_shared_links_it_is_the_simulation_of_actions(seed):
     """Messages of a pair of stages in one direction, as `simulate` knows them; drawn lists, drawn costs."""
     rng = random.Random(seed)
     placement, micros = loop(rng.randint(2, 4), rng.randint(1, 2)), rng.randint(1, 6)
-    lowered = lower(any_lists(placement, micros, rng), placement, micros)
+    lowered = lower(random_action_lists(placement, micros, rng), placement, micros)
     even = Costs.even(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
     simulated = simulate(lowered, placement, even)
     parts = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, alone, assert_parity, record, same_on_all
+from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, record, record_reference
 
 OWN = Path(__file__).parent / "own"
 
@@ -71,14 +71,14 @@ def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callabl
             arguments = {"wp": world} | changes | case
             layout = ("wp", "dp", "weights", "parallel", "sequence")
             same = {key: value for key, value in arguments.items() if key not in layout}
-            references.append(alone(sharded(1, 1, **same), 3, folder=texts))
+            references.append(record_reference(sharded(1, 1, **same), 3, folder=texts))
             plans.append(sharded(**arguments))
         found = ranks(world, 180)(recorded, plans, texts)
         for case, reference, layouts in zip(cases, references, zip(*found, strict=True), strict=True):
             print(case)
             precision = (changes | case).get("precision__compute", "fp64")
             assert_parity(reference, layouts, precision)
-            same_on_all(layouts)
+            assert_equal_replicas(layouts)
             for layout in layouts:
                 assert layout.held_out == pytest.approx(reference.held_out, rel=HELD_OUT[precision])
 

@@ -19,7 +19,7 @@ from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import plain_sum
 from sley_isp import vocabulary_head as vocabulary
 from sley_testing.collectives import ATTACHES, assert_same_sequence, collectives
-from sley_testing.runs import assert_parity, record, running, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 
 HIDDEN = {"embedding": "hidden"}
 CLASSES = {"head": "vocabulary"}
@@ -141,7 +141,7 @@ def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, targ
     reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=given)
     layouts = ranks(2)(record, sharded(2, weights=weights, **changes), 3, folder=texts, batches=given)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
 
 
 # -- what is whole, and when -----------------------------------------------------------------------------------------------

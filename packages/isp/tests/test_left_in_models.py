@@ -17,7 +17,7 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.collectives import assert_untouched, drafts_kept
+from sley_testing.collectives import assert_untouched, record_built_models
 
 WAYS: list[dict[str, Any]] = [
     {},
@@ -45,7 +45,7 @@ def codes_after(plans: list[dict[str, Any]], folder: Path) -> set[str]:
     """Returns the error codes of calls of all layers after a run with a failed step."""
     codes = set()
     for tables in plans:
-        with World.join("cpu") as world, drafts_kept() as kept:
+        with World.join("cpu") as world, record_built_models() as kept:
             with assemble(plan_from_dict(tables, folder), world) as run:
                 failed(run)
             run.close()
@@ -73,7 +73,7 @@ def assembly_errors(plans: list[tuple[dict[str, Any], str]], folder: Path) -> li
     """Returns the error of each plan's assembly, which fails at the named function if there is one."""
     errors = []
     for tables, place in plans:
-        with World.join("cpu") as world, drafts_kept() as kept, pytest.MonkeyPatch.context() as patch:
+        with World.join("cpu") as world, record_built_models() as kept, pytest.MonkeyPatch.context() as patch:
             if place:
                 patch.setattr(place, fail)
             with pytest.raises((SleyError, ValueError)) as caught:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sley_core.errors import SleyError
 from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_testing.habits import layers as habit_layers
-from sley_testing.runs import Recorded, assert_by_hand, record, same_on_all
+from sley_testing.runs import Recorded, assert_by_hand, assert_equal_replicas, record
 
 STEPS, GLOBAL = 3, 8
 
@@ -72,7 +72,7 @@ def check(ranks: Any, folder: Path, world: int, cases: Sequence[Case]) -> None:
             assert codes & allowed, f"{codes}, not {allowed}"
             ends[min(codes & allowed)] += 1
             if codes == {"right"}:
-                same_on_all(runs)
+                assert_equal_replicas(runs)
                 sgd = partial(torch.optim.SGD, lr=0.1)
                 assert_by_hand(runs[0], layers, batches, sgd, micro_size=tables["batch"]["micro_size"])
         except AssertionError as error:

@@ -18,7 +18,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import SequenceAttentionContract
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_parity, record, running, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 from sley_testing.weight_contract import WeightCommunicatorContract
 
 SPLIT = {"sequence": {"use": "isp.all_to_all"}}
@@ -143,7 +143,7 @@ def test_two_ranks_equal_one(ranks, weights):
     reference = record(ON_CUDA, 3)
     layouts = ranks(2, timeout_s=180, init=False)(record, on_cuda(**weights), 3)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
 
 
 def run_without_synchronisation(tables: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parity, record, running, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 PLAN = small_plan(
@@ -67,10 +67,10 @@ def test_wrapped_and_named_attentions(ranks, own):
     found = ranks(2, 120)(recorded, [split(tables, **sequence) for tables, sequence in cases], own)
     for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
         assert_parity(reference, layouts, "fp64")
-        same_on_all(layouts)
+        assert_equal_replicas(layouts)
     assert "blocks.0.attend.attention.scale" in references[0].first
     assert "blocks.0.attend.scale" in references[1].first
-    same_on_all([references[1], record(split(PLAN, sp=1, **NAMED), 3, folder=own)])
+    assert_equal_replicas([references[1], record(split(PLAN, sp=1, **NAMED), 3, folder=own)])
 
 
 def record_with_reference(tables, folder):
@@ -86,7 +86,7 @@ def test_transformers_llama(ranks, own, monkeypatch):
     tables = changed(PLAN, model=model, data__documents="pack")
     (reference, one), (_, other) = ranks(2, 120)(record_with_reference, tables, own)
     assert_parity(reference, [one, other], "fp64")
-    same_on_all([one, other])
+    assert_equal_replicas([one, other])
 
 
 MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "most"]
@@ -190,7 +190,7 @@ def test_sums_over_positions(ranks, own):
         [*references, references[-1]], zip(*ranks(2, 60)(recorded, plans, own), strict=True), strict=True
     ):
         assert_parity(reference, layouts, "fp64")
-        same_on_all(layouts)
+        assert_equal_replicas(layouts)
 
 
 def test_losses_that_count_their_calls_round_or_draw(ranks, own):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import alone, assert_same_run, record
+from sley_testing.runs import assert_same_run, record, record_reference
 
 OWN = Path(__file__).parent / "own"
 sys.path.insert(0, str(OWN))
@@ -42,7 +42,7 @@ def as_kept(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
     def as_kept(policy: Tables, num_steps: int = 3, **changes: Any) -> dict[str, float]:
         counted: list[dict[str, float]] = []
         tables = changed(PLAN, **changes)
-        reference = alone(changed(tables, activations={"use": "core.keep"}), num_steps, folder=texts)
+        reference = record_reference(changed(tables, activations={"use": "core.keep"}), num_steps, folder=texts)
 
         def watch(run: Any) -> None:
             run.listeners.append(lambda row: counted.append(run.counts[policy["use"]]))

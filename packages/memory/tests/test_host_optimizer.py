@@ -14,7 +14,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import alone, record, weights
+from sley_testing.runs import record, record_reference, weights
 
 STEPS = 10
 
@@ -44,7 +44,7 @@ ALONE = {
 @pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
 def test_one_process_has_the_same_bits(changes, offload, texts):
     tables = small_plan(**changes)
-    wanted = alone(tables, STEPS, folder=texts)
+    wanted = record_reference(tables, STEPS, folder=texts)
     found = record(changed(tables, offload=offload), STEPS, folder=texts)
     assert_same_bits(wanted.weights, found.weights)
     assert any(not torch.equal(first, wanted.weights[name]) for name, first in wanted.first.items()), "no step was taken"

@@ -16,7 +16,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_memory.leaks import find_leaks
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import WEIGHTS, alone, record
+from sley_testing.runs import WEIGHTS, record, record_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -185,7 +185,7 @@ def test_a_policy(policy: dict[str, Any], texts: Path) -> None:
 def test_an_optimizer_on_the_host_is_as_close_as_its_arithmetic(compute: str, texts: Path) -> None:
     """The processor rounds other than the device, and nothing else differs."""
     tables = on_gpu(precision__compute=compute)
-    wanted = alone(tables, 5, folder=texts)
+    wanted = record_reference(tables, 5, folder=texts)
     found = record(changed(tables, offload=ON_HOST), 5, folder=texts)
     for name, weight in wanted.weights.items():
         error = float((weight.double() - found.weights[name].double()).norm() / weight.double().norm())

@@ -11,7 +11,7 @@ import pytest
 from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, alone, assert_parity_of_parts, record
+from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(run__seed=3, model={"factory": "pp_parts:chain"}, data={"factory": "pp_parts:Rows"}, optimizer__lr=1e-2)
@@ -65,7 +65,7 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
             parts = ("pipeline", "parallel", "partition", "gradient_handlers")
             same = {key: value for key, value in tables.items() if key not in parts}
             if batches is None:
-                reference = alone(same, num_steps, folder=folder)
+                reference = record_reference(same, num_steps, folder=folder)
             else:
                 if str(same) not in known:
                     known[str(same)] = record(same, num_steps, folder=folder, batches=batches)

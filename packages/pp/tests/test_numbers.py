@@ -15,7 +15,7 @@ from sley_core.errors import RunError
 from sley_pp.schedules import write_csv
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import any_lists, assert_parity_of_parts, record, running, weights
+from sley_testing.runs import assert_parity_of_parts, random_action_lists, record, running, weights
 
 PLAN = small_plan(model__num_layers=4, model__tie_embeddings=True, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
@@ -77,7 +77,7 @@ def test_random_placements_and_orders(compared, texts, stages, chunks, seeds):
         route = list(range(stages)) * chunks
         chance.shuffle(route)
         file = texts / f"{stages}.{chunks}.{seed}.csv"
-        file.write_text(write_csv(any_lists(placement := Placement(tuple(route)), 4, chance), placement))
+        file.write_text(write_csv(random_action_lists(placement := Placement(tuple(route)), 4, chance), placement))
         pipeline = {"use": "pp.csv", "file": str(file)}
         plans.append(plan("pp.csv", stages) | {"pipeline": pipeline, "partition": {"use": "pp.uniform"}})
     compared(stages, plans, folder=texts)

@@ -27,7 +27,7 @@ from sley_core.actions.action import (
 )
 from sley_core.actions.lower import lower
 from sley_core.errors import PlanError
-from sley_testing.runs import any_lists
+from sley_testing.runs import random_action_lists
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 ALONE = loop(1)
@@ -145,7 +145,7 @@ PLACEMENTS = st.one_of(
 @settings(max_examples=150, deadline=None)
 def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(placement, micros, mutation, seed):
     chance = Random(seed)
-    lists = any_lists(placement, micros, chance)
+    lists = random_action_lists(placement, micros, chance)
     actions = lists[chance.randrange(len(lists))]
     at, other = chance.randrange(len(actions)), chance.randrange(len(actions))
     match mutation:
@@ -184,7 +184,7 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(placement, micros, 
 
     So both ends of each pair issue the same transfers in the same order.
     """
-    lists = any_lists(placement, micros, Random(seed))
+    lists = random_action_lists(placement, micros, Random(seed))
     lists = lists if training else [forward_only(actions) for actions in lists]
     rest = [deque(steps) for steps in lower(lists, placement, micros, training=training)]
     queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in DIRECTIONS}

@@ -15,7 +15,7 @@ from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Peaks, Timeline, simulate
 from sley_core.errors import PlanError
-from sley_testing.runs import any_lists
+from sley_testing.runs import random_action_lists
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
 @settings(max_examples=60, deadline=None)
 def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_what_is_held(placement, micros, training, seed):
     chance = Random(seed)
-    lists = any_lists(placement, micros, chance)
+    lists = random_action_lists(placement, micros, chance)
     lists = lists if training else [forward_only(actions) for actions in lists]
     each = {kind: tuple(chance.uniform(0.1, 2) for _ in range(placement.num_positions)) for kind in (F, B, D, W)}
     none = (0,) * placement.num_positions

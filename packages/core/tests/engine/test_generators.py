@@ -16,7 +16,7 @@ from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError, SleyError
 from sley_core.generators import host_state, seed_host
 from sley_core.model.layers import Layer
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record
 
 KINDS = ["numpy", "random", "normal", "torch generator", "Random", "RandomState", "Generator"]
 KINDS += ["partial", "closure", "global", "of the class", "torch"]
@@ -44,9 +44,9 @@ def test_a_layer_draws_the_same_in_each_layout(ranks, own, tables, kind):
     assert len({row["loss"] for row in reference.rows}) == 2
     layouts = ranks(2)(record, tables(kind), 2, folder=own)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
     again = record(tables(kind, activations={"use": "core.recompute"}), 2, folder=own)
-    same_on_all([reference, again])
+    assert_equal_replicas([reference, again])
     assert [row["loss"] for row in reference.rows] == [row["loss"] for row in again.rows]
 
 

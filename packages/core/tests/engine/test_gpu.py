@@ -7,7 +7,7 @@ import torch
 
 from sley_testing.parity import relative_errors
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parity, record, running, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_two_ranks_on_one_device_equal_one(ranks, fraction):
     reference = record(tables, 3)
     layouts = ranks(2, timeout_s=180, init=False)(record, tables, 3)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
 
 
 def test_bf16_is_near_fp32_and_keeps_masters():

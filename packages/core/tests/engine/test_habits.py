@@ -16,7 +16,7 @@ from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_testing.habits import layers as layers_of
-from sley_testing.runs import assert_by_hand, record, same_on_all
+from sley_testing.runs import assert_by_hand, assert_equal_replicas, record
 
 
 def tables(small, habit, accumulation="direct", **changes):
@@ -63,7 +63,7 @@ def test_habits_on_two_ranks_that_differ_in_them(ranks, own, small, recompute):
     ]
     by_rank = ranks(2)(recorded_all, every, 4, own, batches)
     for one, layouts in zip(every, zip(*by_rank, strict=True), strict=True):
-        same_on_all(layouts)
+        assert_equal_replicas(layouts)
         layers = layers_of(own_data.Rows.info, one["model"]["options"]["habit"])
         assert_by_hand(layouts[0], layers, batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
 

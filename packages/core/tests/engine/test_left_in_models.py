@@ -19,7 +19,7 @@ from sley_core.model.build import build_on_meta
 from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.collectives import assert_untouched, drafts_kept
+from sley_testing.collectives import assert_untouched, record_built_models
 
 KEPT = "_compiled_call_impl"
 DIRECT = {"compute": "fp64", "accumulation": "direct"}
@@ -45,7 +45,7 @@ def test_a_closed_run(small, own, monkeypatch, is_compiled):
     direct = {"precision": DIRECT, "activations": {"use": "core.recompute"}}
     changes = {"model__compile": True} if is_compiled else direct
     plan = plan_from_dict(small(evaluation={"every": 9, "steps": 1}, **changes), own)
-    with drafts_kept() as kept, assemble(plan, World.alone("cpu")) as run:
+    with record_built_models() as kept, assemble(plan, World.alone("cpu")) as run:
         assert all((KEPT in vars(layer.module)) == is_compiled for layer in run.layers)
         run.step()
         run.evaluate()
@@ -67,7 +67,7 @@ def test_an_assembly_that_fails(small, own, monkeypatch, at):
 
     monkeypatch.setattr(at, fail)
     plan = plan_from_dict(small(precision=DIRECT), own)
-    with drafts_kept() as kept, pytest.raises(ValueError, match="asked to"):
+    with record_built_models() as kept, pytest.raises(ValueError, match="asked to"):
         assemble(plan, World.alone("cpu"))
     ((model, traces),) = kept
     assert_untouched(traces, model.layers)

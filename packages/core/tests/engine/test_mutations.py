@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 
 from sley_core.engine.step_batch import BatchWeight
-from sley_testing.runs import alone, assert_parity, record
+from sley_testing.runs import assert_parity, record, record_reference
 
 
 def nothing(run):
@@ -75,4 +75,4 @@ def test_a_mutation_is_caught(ranks, own, small, mutation, told):
     tables = small(batch={"global_size": 8, "micro_size": 1})
     layouts = ranks(2)(record, tables, 2, folder=own, prepare=mutation)
     with pytest.raises(AssertionError, match=told) if told else nullcontext():
-        assert_parity(alone(tables, 2, folder=own), layouts, "fp64")
+        assert_parity(record_reference(tables, 2, folder=own), layouts, "fp64")

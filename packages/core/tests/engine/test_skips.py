@@ -18,7 +18,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.tables import LossScaleTable
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import record, running, same_on_all, weights
+from sley_testing.runs import assert_equal_replicas, record, running, weights
 
 SAME = ("loss", "grad_norm", "lr", "skipped", "loss_scale")
 
@@ -68,7 +68,7 @@ def as_if_it_never_was(found, expected):
         assert not math.isfinite(skipped["grad_norm"])
         for wanted, row in zip(one.rows, other.rows, strict=True):
             assert {key: row.get(key) for key in SAME} == {key: wanted.get(key) for key in SAME}
-    same_on_all(found)
+    assert_equal_replicas(found)
 
 
 LAYOUTS = {

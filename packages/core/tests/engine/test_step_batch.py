@@ -15,7 +15,7 @@ from sley_core.engine.step_batch import BatchSplitter
 from sley_core.errors import RunError
 from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients
-from sley_testing.runs import Recorded, assert_parity, record, running, same_on_all, weights
+from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, record, running, weights
 
 FIELDS = {"tokens": Field("int64", 0, 1, "token"), "labels": Field("int64", 0, 1), "ends": Field("int32", 0)}
 INFO = DataInfo(FIELDS, vocab_size=100)
@@ -132,7 +132,7 @@ def test_steps_of_1_4_and_2_micro_batches(ranks, own, small, recompute):
     reference, _ = own_steps(tables, own, SIZES)
     layouts, sent = zip(*ranks(2)(own_steps, tables, own, SIZES), strict=True)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
     for wanted, found in zip(reference.gradients, layouts[0].gradients, strict=True):
         assert_close_gradients(wanted, found, 1e-10)
     assert [row["tokens"] for row in layouts[0].rows] == [12 * size for size in SIZES]

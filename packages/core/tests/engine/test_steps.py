@@ -15,7 +15,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
-from sley_testing.runs import assert_parity, record, same_on_all
+from sley_testing.runs import assert_equal_replicas, assert_parity, record
 
 
 class TestEach(GradientHandlerContract):
@@ -30,7 +30,7 @@ class TestGradientNorms(GradientHandlerContract):
 
 def test_evaluation_changes_no_bit(texts):
     with_it, plain = (record(small_plan(evaluation=table), 3, folder=texts) for table in ({"every": 2, "steps": 1}, None))
-    same_on_all([with_it, plain])
+    assert_equal_replicas([with_it, plain])
     assert [row["loss"] for row in with_it.rows] == [row["loss"] for row in plain.rows]
     assert "held_out_loss" in with_it.rows[1]
     assert "held_out_loss" not in with_it.rows[0]
@@ -66,7 +66,7 @@ def test_what_one_rank_uses_is_summed_with_the_zeros_of_the_other(ranks, own, sm
     reference = record(tables, 4, folder=own)
     layouts = ranks(2)(record, tables, 4, folder=own)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
     for found in layouts:
         for wanted, gradients in zip(reference.gradients, found.gradients, strict=True):
             assert_close_gradients(wanted, gradients, 1e-10, floor=1e-12)

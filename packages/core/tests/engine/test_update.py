@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import assert_parity, record, same_on_all, weights
+from sley_testing.runs import assert_equal_replicas, assert_parity, record, weights
 
 
 def given_gradients(run):
@@ -113,7 +113,7 @@ def test_what_is_unfrozen_between_steps_is_reduced_and_stepped(ranks, own, small
     assert [len(gradients) for gradients in reference.gradients] == [3, 19, 19]
     assert all(not torch.equal(reference.first[name], reference.weights[name]) for name in reference.first)
     assert_parity(reference, layouts, "fp64")
-    same_on_all(layouts)
+    assert_equal_replicas(layouts)
     for layout in layouts:
         for wanted, found in zip(reference.gradients, layout.gradients, strict=True):
             assert_close_gradients(wanted, found, 1e-10)

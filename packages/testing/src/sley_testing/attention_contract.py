@@ -34,7 +34,7 @@ from sley_testing.collectives import Collective, assert_same_sequence, collectiv
 from sley_testing.contract_model import model_plan
 from sley_testing.parity import assert_same_bits
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_parity, gradients, same_on_all, weights
+from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, gradients, weights
 
 Table = dict[str, Any]
 Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold several documents
@@ -167,7 +167,7 @@ class SequenceAttentionContract:
         results = ranks(2, self.timeout_s)(train, tables(self.sequence, **activations))
         recorded, initial_losses, calls_by_rank = zip(*results, strict=True)
         assert_parity(baseline, recorded, "fp64")
-        same_on_all(recorded)
+        assert_equal_replicas(recorded)
         assert list(initial_losses) == pytest.approx([baseline_loss] * len(initial_losses), rel=1e-10)
         assert [rank.held_out for rank in recorded] == pytest.approx([baseline.held_out] * len(recorded), rel=1e-9)
         for calls in zip(*calls_by_rank, strict=True):
@@ -182,7 +182,7 @@ class SequenceAttentionContract:
             assert initial_loss == pytest.approx(baseline_loss, rel=1e-10)
             assert [row["loss"] for row in first.rows] == [row["loss"] for row in second.rows]
             assert_same_bits(first.weights, second.weights)
-        same_on_all([recorded for recorded, _, _ in first_run])
+        assert_equal_replicas([recorded for recorded, _, _ in first_run])
 
 
 class _AttentionLayer(nn.Module):

@@ -27,7 +27,7 @@ from sley_core.records import GradientHandlerRecord, Record
 from sley_core.table import RecordKind
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 from sley_testing.ranks import Ranks
-from sley_testing.runs import alone, assert_parity_of_parts, record
+from sley_testing.runs import assert_parity_of_parts, record, record_reference
 
 Level = Literal["loads", "contract", "verified"]
 Status = Literal["passed", "failed", "skipped"]
@@ -206,7 +206,7 @@ def _compare(kind: RecordKind, each: Record, table: Tables) -> None:
         folder = Path(name)
         write_texts(folder)
         plan = small_plan()
-        reference = alone(plan, STEPS, folder=folder)
+        reference = record_reference(plan, STEPS, folder=folder)
         found = Ranks(2, RANKS_S)(record, changed(plan, **layout), STEPS, folder=folder)
     assert_parity_of_parts(reference, found, plan["precision"]["compute"])
 

@@ -55,7 +55,7 @@ class CheckpointerContract:
         ranks(2)(stretch, two_rank_plan, STEPS, folder=texts, save=tmp_path / "saved")
         assert_same_stretch(uninterrupted, ranks(2)(stretch, two_rank_plan, STEPS, folder=texts, load=tmp_path / "saved"))
         resumed = stretch(plan, STEPS, folder=texts, load=tmp_path / "saved")
-        assert_goes_on(stretch(plan, 2 * STEPS, folder=texts), [resumed], plan["precision"]["compute"])
+        assert_resumed_parity(stretch(plan, 2 * STEPS, folder=texts), [resumed], plan["precision"]["compute"])
 
     def test_auto_loads_newest_checkpoint(self, texts: Path, tmp_path: Path) -> None:
         """Expects None before the first checkpoint."""
@@ -164,7 +164,7 @@ def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch])
         assert_same_bits(expected.states, actual.states)
 
 
-def assert_goes_on(reference: Stretch, others: Sequence[Stretch], precision: str) -> None:
+def assert_resumed_parity(reference: Stretch, others: Sequence[Stretch], precision: str) -> None:
     """Asserts that every rank of `others` matches the one-process `reference` within the tolerance of this precision."""
     limit = WEIGHTS[precision]
     for rank, other in enumerate(others):

@@ -277,7 +277,7 @@ def traces(layers: Iterable[Layer]) -> Traces:
 
 
 @contextmanager
-def drafts_kept() -> Iterator[list[tuple[Model, Traces]]]:
+def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
     """Gives a list to which each `assemble` within the block adds its model, whole, and the traces of it as it was built."""
     kept: list[tuple[Model, Traces]] = []
 

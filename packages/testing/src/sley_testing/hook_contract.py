@@ -22,7 +22,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
-from sley_testing.collectives import Collective, assert_same_sequence, assert_untouched, collectives, drafts_kept
+from sley_testing.collectives import Collective, assert_same_sequence, assert_untouched, collectives, record_built_models
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
@@ -60,7 +60,7 @@ def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Obs
     """
     observation = Observation()
     tables = changed(PLAN, scheduler_hooks=list(hooks))
-    with drafts_kept() as built_models, World.join("cpu") as world:
+    with record_built_models() as built_models, World.join("cpu") as world:
         with assemble(plan_from_dict(tables, folder), world) as run:
             for number in range(NUM_STEPS):
                 if fails and number == FAILING:

@@ -35,7 +35,7 @@ from sley_core.protocols import StageLink
 from sley_core.topology import Topology
 from sley_testing.contract import tables
 from sley_testing.ranks import Ranks
-from sley_testing.runs import any_lists
+from sley_testing.runs import random_action_lists
 
 Table = dict[str, Any]
 
@@ -56,7 +56,7 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]],
     with open_link(link) as (stage_link, stage):
         walker = Walker(stage_link, placement, stage, keeps=keeps)
         for number, lengths in enumerate(walks):
-            lists = any_lists(placement, len(lengths), Random(seed + number))
+            lists = random_action_lists(placement, len(lengths), Random(seed + number))
             walker.walk(lists, lengths)
             if number % 2:
                 walker.walk([forward_only(actions) for actions in lists], lengths, training=False)
@@ -69,7 +69,7 @@ def mismatch_error_code(link: Table, route: tuple[int, ...], by_stage: Sequence[
     with open_link(link) as (stage_link, stage):
         try:
             lengths = by_stage[stage]
-            Walker(stage_link, placement, stage).walk(any_lists(placement, len(lengths), Random(1)), lengths)
+            Walker(stage_link, placement, stage).walk(random_action_lists(placement, len(lengths), Random(1)), lengths)
         except RunError as error:
             return error.diagnostics[0].code
     return ""
@@ -78,7 +78,7 @@ def mismatch_error_code(link: Table, route: tuple[int, ...], by_stage: Sequence[
 def abort_seconds(link: Table) -> float:
     """Begins and aborts two walks on the first stage only; returns the elapsed seconds."""
     placement = Placement((0, 1, 1, 0))
-    steps = lower(any_lists(placement, 2, Random(1)), placement, 2)[0]
+    steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link) as (stage_link, stage):
         start = time.monotonic()
         for _ in range(2 if stage == 0 else 0):

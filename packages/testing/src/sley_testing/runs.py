@@ -1,6 +1,6 @@
 """Runs a plan on some ranks and keeps everything that another layout must reproduce.
 
-reference = alone(tables, 3)                         # this process alone
+reference = record_reference(tables, 3)                         # this process alone
 layouts = ranks(2)(record, tables, 3)                # the same plan on two ranks
 assert_parity(reference, layouts, "fp32")
 """
@@ -107,7 +107,7 @@ def record(
     return recorded
 
 
-def alone(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
+def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
     """Runs a plan of one process and returns what `record` notes of it; a plan that this process has recorded so is not run
     again. Do not change what it returns.
 
@@ -202,7 +202,7 @@ def _part(whole: Tensors, of: Tensors) -> Tensors:
     return {name: whole[name] for name in of}
 
 
-def same_on_all(recorded: Sequence[Recorded]) -> None:
+def assert_equal_replicas(recorded: Sequence[Recorded]) -> None:
     """Asserts that weights of replicas are equal bit for bit, step after step."""
     for other in recorded[1:]:
         assert_same_bits(recorded[0].weights, other.weights)
@@ -270,7 +270,7 @@ def counts_of(part: object) -> dict[str, float]:
     return first
 
 
-def any_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
+def random_action_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
     """Returns lists of a walk that does whatever could be done next, backwards whole or split: they can run."""
     made: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1

@@ -28,7 +28,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Component
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import alone, assert_parity_of_parts, record
+from sley_testing.runs import assert_parity_of_parts, record, record_reference
 
 Table = dict[str, Any]
 
@@ -152,7 +152,7 @@ def _decoder(num_layers: int, num_micros: int, **changes: Any) -> Table:
 def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables: Table) -> None:
     """Asserts that two stages with the further `tables` match one process."""
     layouts = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **tables}, NUM_STEPS, folder=texts)
-    assert_parity_of_parts(alone(plan, NUM_STEPS, folder=texts), layouts, "fp64")
+    assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=texts), layouts, "fp64")
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, micros: int, label: str) -> None:

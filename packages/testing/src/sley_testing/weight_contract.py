@@ -31,7 +31,7 @@ from sley_testing.collectives import Collective, assert_same_sequence, collectiv
 from sley_testing.contract_model import LENGTH, WIDTH, Fragile, model_plan
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_parity, counts_of, gradients, same_on_all, weights
+from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, counts_of, gradients, weights
 
 Table = dict[str, Any]
 Change = Callable[[Run, int], None]
@@ -203,7 +203,7 @@ def _assert_parity(baseline: Observation, observations: Sequence[Observation]) -
     """Asserts that losses, gradients, weights and held-out losses of all ranks match one process."""
     recorded = [observation.recorded for observation in observations]
     assert_parity(baseline.recorded, recorded, "fp64")
-    same_on_all(recorded)
+    assert_equal_replicas(recorded)
     for record in recorded:
         for expected_step, step in zip(baseline.recorded.gradients, record.gradients, strict=True):
             assert_close_gradients(expected_step, step, 1e-8, floor=1e-8)

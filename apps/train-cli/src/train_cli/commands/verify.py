@@ -37,7 +37,7 @@ from train_cli.stopping import TERMINATED_S, terminated_s
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_testing.league.rows import LeagueRow
-    from sley_testing.verify.findings import RankFindings, SeenHabit
+    from sley_testing.verify.findings import Habit, RankFindings
 
 STEPS = 3
 """The default number of steps to compare."""
@@ -103,13 +103,13 @@ def verify(
     from sley_testing.verify import findings
     from sley_testing.verify.measure import limits
 
-    habits: list[SeenHabit] | None = [] if plain else None
+    habits: list[Habit] | None = [] if plain else None
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
     try:
         ranks_findings = _compare_with_one_process(loaded, size, arguments, settings, habits)
     finally:  # a habit may be the reason why a run is refused
         if form is OutputFormat.text:
-            for line in findings.habits_in_words(habits or ()):
+            for line in findings.habit_lines(habits or ()):
                 typer.echo(line)
     allowed = limits(loaded, tolerance, is_plain=plain)
     if form is OutputFormat.json:
@@ -118,7 +118,7 @@ def verify(
             content["habits"] = [{"where": habit.where, "what": habit.what} for habit in habits]
         typer.echo(json.dumps(content, indent=2))
     else:
-        typer.echo("\n".join(findings.in_words(ranks_findings, allowed, steps, is_plain=plain)))
+        typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps, is_plain=plain)))
     is_idle = findings.no_step_taken(ranks_findings, steps)
     if is_idle:
         console.say("no step was taken, so no weight was compared; use more `--steps`")
@@ -139,7 +139,7 @@ def _check_subject(league: bool, plan_options: list[str], rows: str | None) -> N
 
 
 def _compare_with_one_process(
-    plan: Plan, size: int, arguments: dict[str, Any], settings: Settings, habits: list[SeenHabit] | None
+    plan: Plan, size: int, arguments: dict[str, Any], settings: Settings, habits: list[Habit] | None
 ) -> list[RankFindings]:
     """Trains `plan` in one process and then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if either
     did not finish.
@@ -150,18 +150,18 @@ def _compare_with_one_process(
     import torch
 
     from sley_testing.verify.findings import read
-    from sley_testing.verify.measure import check_complete, dropouts, keep
-    from sley_testing.verify.plain import keep_plain, refuse_unlike
+    from sley_testing.verify.measure import check_complete, dropout_modules, keep
+    from sley_testing.verify.plain import check_plain_support, save_plain_steps
     from train_cli.local_launch import launch
     from train_cli.rank import joined
 
     single = one_process_plan(plan)
     if habits is not None:
-        refuse_unlike(single)
+        check_plain_support(single)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with joined(single, folder) as (run, stopping):
-            if plan.parallel.sp > 1 and (layers := dropouts(run)):
+            if plan.parallel.sp > 1 and (layers := dropout_modules(run)):
                 message = (
                     f"with sp > 1 a model with dropout cannot be compared: `{layers[0]}` draws different numbers for each slice"
                 )
@@ -170,7 +170,7 @@ def _compare_with_one_process(
             if habits is None:
                 keep(run, arguments["steps"], folder)
             else:
-                keep_plain(run, arguments["steps"], folder, habits)
+                save_plain_steps(run, arguments["steps"], folder, habits)
         if stopping.exit_code is not None:
             raise typer.Exit(stopping.exit_code)
         del run

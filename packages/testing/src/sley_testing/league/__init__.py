@@ -1,1 +1,1 @@
-"""`train-cli verify --league`: the field's silent errors, a small plan each, in the layout in which others go wrong."""
+"""Implements `train-cli verify --league`: small plans that would expose known silent errors of training programs."""

@@ -28,10 +28,10 @@ from sley_core.errors import RunError, SleyError
 from sley_core.optim.config import AdamWConfig
 from sley_core.plan.plan import Plan
 from sley_testing.league.parts import DrawnSamples
-from sley_testing.league.rows import LeagueRow, Result, judged
+from sley_testing.league.rows import LeagueRow, Result, judge_row
 from sley_testing.plain import Batch, Named, PlainLoop, decay_groups
 from sley_testing.verify.findings import read
-from sley_testing.verify.measure import Beside, check_complete, file_of, keep, keep_plain_step
+from sley_testing.verify.measure import StepComparer, check_complete, file_of, keep, save_plain_step
 
 Start: TypeAlias = Callable[[Sequence[LeagueRow], int, Path], str]
 """Calls `take` on so many ranks, for these rows and this folder; returns why they failed, or nothing."""
@@ -46,7 +46,7 @@ def play(rows: Sequence[LeagueRow], folder: Path, start: Start) -> Iterator[Resu
     kept = []
     for row in rows:
         try:
-            keep_references(row, folder / row.name)
+            save_references(row, folder / row.name)
             kept.append(row)
         except Exception as error:
             yield Result(row, failed=f"as one process: {reason(error)}")
@@ -71,7 +71,7 @@ def reason(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def keep_references(row: LeagueRow, folder: Path) -> None:
+def save_references(row: LeagueRow, folder: Path) -> None:
     """Keeps what one process of the row computes in a subfolder of `folder`, and what a plain loop does in another."""
     (folder / ALONE).mkdir(parents=True)
     plan = row.plan_alone()
@@ -79,7 +79,7 @@ def keep_references(row: LeagueRow, folder: Path) -> None:
         keep(run, row.num_steps, folder / ALONE)
     if row.plain:
         (folder / PLAIN).mkdir()
-        keep_plain(plan, row.num_steps, folder / ALONE, folder / PLAIN)
+        save_plain_steps(plan, row.num_steps, folder / ALONE, folder / PLAIN)
 
 
 def take(rows: Sequence[LeagueRow], world: World, folder: Path) -> None:
@@ -87,7 +87,7 @@ def take(rows: Sequence[LeagueRow], world: World, folder: Path) -> None:
     for row in rows:
         own, plans = folder / row.name, row.plans()
         kept = [own / name for name in (ALONE, PLAIN) if (own / name).is_dir()]
-        references = [Beside(world.rank, plans[0], one) for one in kept]
+        references = [StepComparer(world.rank, plans[0], one) for one in kept]
         for number, plan in enumerate(plans):
             # From the checkpoint of the layout before, to one for the next.
             with assemble(plan, world) as run:
@@ -117,10 +117,10 @@ def _result(row: LeagueRow, folder: Path) -> Result:
             check_complete(found[one], folder / row.name / one)
         except RunError as error:
             return Result(row, failed=error.diagnostics[0].message)
-    return judged(row, found[ALONE], found.get(PLAIN))
+    return judge_row(row, found[ALONE], found.get(PLAIN))
 
 
-def keep_plain(plan: Plan, num_steps: int, first: Path, folder: Path) -> None:
+def save_plain_steps(plan: Plan, num_steps: int, first: Path, folder: Path) -> None:
     """Takes the steps of `plan` in a plain loop and keeps their results in `folder`, as `measure.keep` does for a run.
 
     first: the folder of a run that began with the same weights. Each micro-batch is one document, so nothing can attend across
@@ -145,7 +145,7 @@ def keep_plain(plan: Plan, num_steps: int, first: Path, folder: Path) -> None:
         numbers = {}
         if plan.evaluation is not None:
             numbers["held_out_loss"] = loop.evaluate(_apart(held_out, range(len(held_out))))
-        keep_plain_step(folder, number + 1, step, config.clip_norm, **numbers)
+        save_plain_step(folder, number + 1, step, config.clip_norm, **numbers)
 
 
 def _apart(samples: DrawnSamples, indices: Iterable[int]) -> list[Batch]:

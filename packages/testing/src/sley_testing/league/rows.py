@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed
-from sley_testing.verify.findings import Kind, Limits, RankFindings, as_number, differences, in_words, worst
+from sley_testing.verify.findings import Kind, Limits, RankFindings, as_number, differences, report_lines, worst
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -355,7 +355,7 @@ class Result:
         return not self.differs and not self.failed
 
 
-def judged(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings] | None) -> Result:
+def judge_row(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFindings] | None) -> Result:
     """Returns the result of a row. alone, plain: findings beside one process, and beside the plain loop if it has one."""
     limits = Limits(row.limit, row.limit)
     found = {one.kind: one.error for one in worst(alone, limits)}
@@ -365,7 +365,7 @@ def judged(row: LeagueRow, alone: Sequence[RankFindings], plain: Sequence[RankFi
     differs: tuple[str, ...] = ()
     for what, findings in (("the plain loop", plain or ()), ("one process", alone)):  # what differs from one process wins
         if differences(findings, limits):
-            lines = list(in_words(findings, limits, row.num_steps))
+            lines = list(report_lines(findings, limits, row.num_steps))
             differs = (f"beside {what} it {lines[0]}", *lines[1 : lines.index("")])
     return Result(row, errors, beside_plain, differs)
 

@@ -1,1 +1,1 @@
-"""`train-cli verify`: the plan's layout beside one process of the same plan."""
+"""Implements `train-cli verify`, which compares a plan's layout with one process of the same plan."""

@@ -1,7 +1,7 @@
-"""Holds and explains what ranks found in comparison with one process or a plain loop, step by step. Imports no torch.
+"""Holds and explains the comparisons of ranks with one process or a plain loop. Imports no torch.
 
-Differences are told in the order in which one causes the next: first values, then of each step the loss, gradients, their
-norm, the held-out loss, weights.
+Differences are reported in causal order: first values, then for each step the loss, gradients, gradient norm, held-out loss and
+weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("first value", "loss", "gradient", "gradient norm", "
 _TOLD = 5
 
 _MEANINGS: dict[Kind, str] = {
-    "first value": "ranks do not begin with the weights that one process begins with",
+    "first value": "the initial weights of ranks differ from those of one process",
     "loss": "the forward computes something else, or on other samples",
     "gradient": "the forward agrees: look at the backward and at what sums gradients",
     "gradient norm": "every gradient agrees: look at what the layout counts twice, or not at all",
@@ -26,11 +26,11 @@ _MEANINGS: dict[Kind, str] = {
     "weight": "the gradient agrees, and only the update differs: look at the optimizer, its state, and what else changes "
     "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer enlarges what rounding changes",
 }
-"""What a difference suggests, that is, where to look."""
+"""The likely cause of a difference of each kind."""
 
 
-class SeenHabit(NamedTuple):
-    """What the module `where` does, in words, that is right in a plain loop and needs care elsewhere."""
+class Habit(NamedTuple):
+    """Describes something that a module does and that is correct in a plain loop but needs care in other layouts."""
 
     where: str
     what: str
@@ -38,8 +38,8 @@ class SeenHabit(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the relative errors that are allowed. near: in the first step, where weights are still equal. far: later, and of
-    weights. reduced: of gradients and what follows from them, the sum of what the plan's handlers declare.
+    """Holds the allowed relative errors. near: the limit in the first step, where weights are still equal. far: the limit of
+    later steps and of weights. reduced: the sum of the tolerances of the plan's gradient handlers.
     """
 
     near: float
@@ -47,7 +47,7 @@ class Limits:
     reduced: float = 0.0
 
     def of(self, kind: Kind, step: int) -> float:
-        """Returns what is allowed of `kind` in `step`; first values are equal bit for bit."""
+        """Returns the limit for `kind` in `step`. First values must be bit-identical."""
         if kind == "first value":
             return 0.0
         base = self.near if step == 1 and kind != "weight" else self.far
@@ -56,12 +56,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Compares one number or tensor of a step on one rank with that of one process.
+class Comparison:
+    """Holds the comparison of a number or tensor on one rank with one process.
 
-    error: ||found - expected|| / ||expected||. times: found / expected if that is one factor, as a wrong scale is.
-    expected, found: the numbers, or norms. num_noise: of how many elements the gradient is zero but for rounding, so that the
-    two need not agree there. sure: the error of all others.
+    error: ||found - expected|| / ||expected||. times: the factor found / expected if all elements share it, as with a wrong
+    scale. expected, found: the numbers or norms. num_noise: the number of elements whose gradient is only rounding noise and
+    need not agree. sure: the error of all other elements.
     """
 
     kind: Kind
@@ -77,12 +77,12 @@ class Compared:
 
 @dataclass
 class RankFindings:
-    """Holds what one rank compared, in order. skipped: steps that were not taken, since gradients were not finite."""
+    """Holds the comparisons of one rank in order. skipped: the steps that were skipped for non-finite gradients."""
 
     rank: int
     stage: int
     skipped: list[int] = field(default_factory=list)
-    compared: list[Compared] = field(default_factory=list)
+    compared: list[Comparison] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Writes the findings into `folder` for the process that started the ranks."""
@@ -90,14 +90,14 @@ class RankFindings:
 
 
 def read(folder: Path, num_ranks: int) -> list[RankFindings]:
-    """Returns the findings of all ranks, as they wrote them into `folder`."""
+    """Reads the findings of all ranks from `folder`."""
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(num_ranks)]
-    return [RankFindings(**{**one, "compared": [Compared(**each) for each in one["compared"]]}) for one in ranks]
+    return [RankFindings(**{**one, "compared": [Comparison(**each) for each in one["compared"]]}) for one in ranks]
 
 
 @dataclass(frozen=True)
-class Worst:
-    """Holds the largest relative error of a kind over all ranks and steps, where it is, and what is allowed there."""
+class LargestError:
+    """Holds the largest relative error of a kind over all ranks and steps, its location, and its limit."""
 
     kind: Kind
     error: float
@@ -107,30 +107,30 @@ class Worst:
     num: int
 
 
-def worst(ranks: Sequence[RankFindings], limits: Limits) -> list[Worst]:
-    """Returns the entry of each kind that comes closest to what is allowed, or is furthest beyond."""
+def worst(ranks: Sequence[RankFindings], limits: Limits) -> list[LargestError]:
+    """Returns the error of each kind that is largest relative to its limit."""
     found = []
     for kind in KINDS:
         every = [one for rank in ranks for one in rank.compared if one.kind == kind and not _is_lost(one, limits)]
         if every:
             top = max(every, key=lambda one: (_share(one, limits), one.error))
             names = len({one.name for one in every})
-            found.append(Worst(kind, top.error, limits.of(kind, top.step), top.step, top.name, names))
+            found.append(LargestError(kind, top.error, limits.of(kind, top.step), top.step, top.name, names))
     return found
 
 
-def _share(one: Compared, limits: Limits) -> float:
+def _share(one: Comparison, limits: Limits) -> float:
     allowed = limits.of(one.kind, one.step)
     return one.error / allowed if allowed else (float("inf") if one.error else 0.0)
 
 
-def _is_lost(one: Compared, limits: Limits) -> bool:
-    """Returns whether rounding hides whether the two agree: they differ only in elements whose gradient is nothing else."""
+def _is_lost(one: Comparison, limits: Limits) -> bool:
+    """Returns whether the two differ only in elements whose gradient is rounding noise."""
     return one.num_noise > 0 and one.sure <= limits.of(one.kind, one.step) < one.error
 
 
-def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Compared]]:
-    """Returns everything beyond what is allowed, in the order of causes: by step, kind, place in the model and rank."""
+def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
+    """Returns all differences beyond the limits in causal order: by step, kind, position in the model and rank."""
     wrong = [
         (one.step, KINDS.index(one.kind), rank.stage, place, rank.rank, rank, one)
         for rank in ranks
@@ -140,9 +140,9 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
     return [(found[-2], found[-1]) for found in sorted(wrong, key=lambda found: found[:5])]
 
 
-def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, is_plain: bool = False) -> Iterator[str]:
-    """Yields the report's lines: what agrees, or which parameter differs first and since when, then a line for each kind.
-    is_plain: whether ranks are compared with a plain loop, and not with one process of the plan.
+def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, is_plain: bool = False) -> Iterator[str]:
+    """Yields the lines of the report: agreement or the first difference, then a line for each kind. is_plain: whether ranks
+    are compared with a plain loop instead of one process of the plan.
     """
     wrong = differences(ranks, limits)
     if wrong:
@@ -165,7 +165,7 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, i
         yield f"not taken, for gradients that are not finite in this precision: step {', '.join(map(str, skipped))}"
 
 
-def habits_in_words(habits: Sequence[SeenHabit]) -> Iterator[str]:
+def habit_lines(habits: Sequence[Habit]) -> Iterator[str]:
     """Yields a line for each habit."""
     for one in habits:
         yield f"{one.where} {one.what}"
@@ -174,12 +174,12 @@ def habits_in_words(habits: Sequence[SeenHabit]) -> Iterator[str]:
 
 
 def no_step_taken(ranks: Sequence[RankFindings], num_steps: int) -> bool:
-    """Returns whether gradients were finite in no step, so that no weight was compared."""
+    """Returns whether all steps were skipped for non-finite gradients."""
     return len(_skipped(ranks)) == num_steps
 
 
 def _lost(ranks: Sequence[RankFindings], limits: Limits) -> list[str]:
-    """Returns the names of what rounding hides, each with the number of its elements."""
+    """Returns the names of parameters with rounding noise, with the number of noisy elements."""
     most: dict[str, int] = {}
     for one in (one for rank in ranks for one in rank.compared if _is_lost(one, limits)):
         most[one.name] = max(most.get(one.name, 0), one.num_noise)
@@ -191,7 +191,7 @@ def _skipped(ranks: Sequence[RankFindings]) -> list[int]:
 
 
 def as_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
-    """Returns the content of `in_words` for JSON, and every difference in the order of causes; null is not finite."""
+    """Returns the report as JSON data with all differences in causal order; null stands for non-finite numbers."""
     return {
         "agrees": not differences(ranks, limits) and not no_step_taken(ranks, num_steps),
         "ranks": len(ranks),
@@ -204,16 +204,16 @@ def as_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> di
 
 
 def as_number(value: float) -> float | None:
-    """Returns `value` for JSON: None if it is not finite."""
+    """Returns `value`, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
-def _json(one: Worst | Compared) -> dict[str, Any]:
+def _json(one: LargestError | Comparison) -> dict[str, Any]:
     return {key: as_number(value) if isinstance(value, float) else value for key, value in asdict(one).items()}
 
 
-def _cause(wrong: Sequence[tuple[RankFindings, Compared]], reference: str) -> Iterator[str]:
-    """Yields what differs first from `reference`, and how many others differ in the same way."""
+def _cause(wrong: Sequence[tuple[RankFindings, Comparison]], reference: str) -> Iterator[str]:
+    """Yields lines about the first difference from `reference` and about similar differences."""
     rank, first = wrong[0]
     since = "before the first step" if first.step == 0 else f"since step {first.step}"
     article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}

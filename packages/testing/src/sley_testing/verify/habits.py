@@ -1,7 +1,7 @@
-"""Names what a model does that is right in a plain loop and that other ranks, or a second run of a layer, do not see.
+"""Finds habits of a model that are correct in a plain loop but that other ranks or a recomputation would miss.
 
-The first step of the loop looks closely: before and after each layer at its arguments, weights, buffers and generators, at the
-operations within it and in the backward, and at what a second call gives.
+The first step of the loop inspects each layer: arguments, weights, buffers and generators before and after the call, operations
+in the forward and backward, and the output of a second call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sley_core.generators import comparable_state, module_generators
 from sley_core.model.tensors import fingerprint
 from sley_core.optim.shared import has_modes
 from sley_testing.plain import PlainLoop
-from sley_testing.verify.findings import SeenHabit
+from sley_testing.verify.findings import Habit
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = (str(Path(sley_core.__file__).parent), inspect.getfile(PlainLoop), __file__)
@@ -34,30 +34,30 @@ NARROW_BYTES = 2
 
 
 class HabitLoop(PlainLoop):
-    """Is a plain loop that seeds each layer as a run does, and collects `habits`."""
+    """Trains like a plain loop, seeds each layer as a run does, and collects `habits`."""
 
     def prepare(
         self,
         seeded: Callable[[str, int, int], AbstractContextManager[None]],
         updating: Callable[[int], AbstractContextManager[None]],
         evaluated: set[str],
-        habits: list[SeenHabit],
+        habits: list[Habit],
     ) -> None:
-        """Gets ready for the first step, and looks at what needs no step.
+        """Prepares the first step, and inspects modules and the optimizer.
 
-        seeded: seeds generators for a layer, a step and a micro-batch; updating: for the update of a step. evaluated: modules
-        that the factory left in evaluation mode. habits: gets what is found.
+        seeded: seeds generators for a layer, step and micro-batch. updating: seeds generators for the update of a step.
+        evaluated: the names of modules that the factory left in evaluation mode. habits: the list that receives habits.
         """
         self._seeded, self._updating = seeded, updating
         self._step, self._micro = 0, 0
         self.place = "its start"
         self.habits = habits
         for name in sorted(name for name in evaluated if name.rpartition(".")[0] not in evaluated):
-            self._note(name, "was in evaluation mode when the factory returned it: a run calls `train()` first")
+            self._record_habit(name, "was in evaluation mode when the factory returned it: a run calls `train()` first")
         for name, module in self.layers:
             self._look_at_module(name, module)
         if has_modes(self.optimizer):
-            self._note("the optimizer", "has `train()` and `eval()`: a run evaluates and saves between them")
+            self._record_habit("the optimizer", "has `train()` and `eval()`: a run evaluates and saves between them")
 
     def begin(self, step: int) -> None:
         """Begins step number `step`, from 1."""
@@ -69,7 +69,7 @@ class HabitLoop(PlainLoop):
         output = super().forward(micro)
         for name, (version, was) in before.items():
             if micro[name]._version != version or bool(fingerprint(micro[name]) != was):
-                self._note(name, "is a field of the batch on which a layer writes: each stage has a copy of its own")
+                self._record_habit(name, "is a field of the batch on which a layer writes: each stage has a copy of its own")
         return output
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
@@ -85,7 +85,7 @@ class HabitLoop(PlainLoop):
             before = comparable_state()
             super().update()
             if self._step == 1 and comparable_state() != before:
-                self._note("the optimizer", "draws in `step()`: a run seeds that for each step, alike on all replicas")
+                self._record_habit("the optimizer", "draws in `step()`: a run seeds that for each step, alike on all replicas")
 
     def backward(self, loss: Tensor) -> None:
         self.place = "the backward"
@@ -96,81 +96,89 @@ class HabitLoop(PlainLoop):
         with ExitStack() as stack:
             for parameter in self.parameters.values():
                 if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(lambda one: summed.add(id(one)))  # type: ignore[no-untyped-call]  # torch's
+                    handle = parameter.register_post_accumulate_grad_hook(lambda param: summed.add(id(param)))  # type: ignore[no-untyped-call]  # torch's
                     stack.callback(handle.remove)
-            before = {name: parameter.grad for name, parameter in self.parameters.items()}
-            masters = {name: one.grad for name, one in self.stepped.items()}
-            stack.enter_context(_InPlace(self._note))
+            gradients_before = {name: parameter.grad for name, parameter in self.parameters.items()}
+            master_gradients = {name: param.grad for name, param in self.stepped.items()}
+            stack.enter_context(_InPlace(self._record_habit))
             super().backward(loss)
         for name, parameter in self.parameters.items():
-            has_changed = parameter.grad is not before[name] or self.stepped[name].grad is not masters[name]
+            has_changed = parameter.grad is not gradients_before[name] or self.stepped[name].grad is not master_gradients[name]
             if has_changed and id(parameter) not in summed:
-                self._note(name, "gets its gradient by an assignment in a backward, which no hook of autograd sees")
+                self._record_habit(name, "gets its gradient by an assignment in a backward, which no hook of autograd sees")
 
     @property
     def _is_close(self) -> bool:
         return self._step == 1 and self._micro == 0
 
-    def _note(self, where: str, what: str) -> None:
-        if (habit := SeenHabit(where, what)) not in self.habits:
+    def _record_habit(self, location: str, description: str) -> None:
+        if (habit := Habit(location, description)) not in self.habits:
             self.habits.append(habit)
 
     def _call_closely(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
-        """Calls a layer and notes what it does beside returning its output."""
-        given, versions, state = _contents(args), _versions(args), comparable_state()
+        """Calls a layer and records its side effects."""
+        contents, versions, state = _contents(args), _versions(args), comparable_state()
         on_fields = _versions(tuple(fields.values()))
-        held, kept = _prints(module), _state(module)
+        hashes, attributes = _prints(module), _state(module)
         try:
-            twin = deepcopy(module)  # with the states of its generators
+            module_copy = deepcopy(module)  # with the states of its generators
         except Exception:  # what a module of one's own holds may refuse to be copied in any way
-            twin = None
+            module_copy = None
         with _Ops() as ops:
             output = module(*args, **fields)
-        drew = comparable_state()
-        written = [f"{name}.{key}" for key, was in _prints(module).items() if key not in held or bool(held[key] != was)]
-        if given != _contents(args):
-            self._note(name, "puts something else into the dict or object that it was given, from which it may run again")
+        state_after = comparable_state()
+        written = [f"{name}.{key}" for key, was in _prints(module).items() if key not in hashes or bool(hashes[key] != was)]
+        if contents != _contents(args):
+            self._record_habit(
+                name, "puts something else into the dict or object that it was given, from which it may run again"
+            )
         elif versions != _versions(args):
-            self._note(name, "writes on its input in place, from which it may run again")
+            self._record_habit(name, "writes on its input in place, from which it may run again")
         for key in written:
-            self._note(key, "is written by the forward: replicas write what their own samples make of it")
+            self._record_habit(key, "is written by the forward: replicas write what their own samples make of it")
         if unsafe := ops.names & set(UNSAFE):
-            self._note(name, f"calls `{min(unsafe)}`: the parts share memory, and no version counter")
-        if any(one.is_inference() for one in tensors_in([output])):
-            self._note(name, "runs under `inference_mode`: its output has no version counter")
-        kinds = [kind for kind, was, now in zip(("", "random", "numpy"), state, drew, strict=True) if kind and was != now]
-        own = module_generators(module, name)
-        kinds += sorted({f"{type(one).__module__.split('.')[0]}'s {type(one).__name__} of its own" for one in own})
+            self._record_habit(name, f"calls `{min(unsafe)}`: the parts share memory, and no version counter")
+        if any(tensor.is_inference() for tensor in tensors_in([output])):
+            self._record_habit(name, "runs under `inference_mode`: its output has no version counter")
+        kinds = [
+            kind for kind, was, now in zip(("", "random", "numpy"), state, state_after, strict=True) if kind and was != now
+        ]
+        generators = module_generators(module, name)
+        kinds += sorted(
+            {f"{type(generator).__module__.split('.')[0]}'s {type(generator).__name__} of its own" for generator in generators}
+        )
         if kinds:
-            self._note(name, f"draws from {', '.join(kinds)}: a run seeds that for each layer and micro-batch")
+            self._record_habit(name, f"draws from {', '.join(kinds)}: a run seeds that for each layer and micro-batch")
         for key, value in _state(module).items():
-            if kept.get(key) != value:
-                self._note(f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another")
-        has_changed = given != _contents(args) or versions != _versions(args) or written
-        if twin is not None and not has_changed and on_fields == _versions(tuple(fields.values())):
+            if attributes.get(key) != value:
+                self._record_habit(
+                    f"{name}.{key}", "is a state that the forward changes: replicas and second runs have another"
+                )
+        has_changed = contents != _contents(args) or versions != _versions(args) or written
+        if module_copy is not None and not has_changed and on_fields == _versions(tuple(fields.values())):
             with self._seeded(name, self._step, self._micro), torch.no_grad():
-                again = twin(*args, **fields)
-            for one, two in zip(tensors_in([output]), tensors_in([again]), strict=False):
-                is_number = one.is_floating_point() or one.is_complex()
-                limit = max(1e-5, torch.finfo(one.dtype).eps) if is_number else 0.0
-                if one.shape != two.shape or not torch.allclose(one, two, rtol=limit, atol=limit, equal_nan=True):
-                    self._note(name, "gives another output when it runs again: it draws from what no seed reaches")
+                second_output = module_copy(*args, **fields)
+            for tensor, two in zip(tensors_in([output]), tensors_in([second_output]), strict=False):
+                is_number = tensor.is_floating_point() or tensor.is_complex()
+                limit = max(1e-5, torch.finfo(tensor.dtype).eps) if is_number else 0.0
+                if tensor.shape != two.shape or not torch.allclose(tensor, two, rtol=limit, atol=limit, equal_nan=True):
+                    self._record_habit(name, "gives another output when it runs again: it draws from what no seed reaches")
         return output
 
     def _look_at_module(self, name: str, module: nn.Module) -> None:
-        """Notes what can be seen of a layer without a call."""
-        every = [one.dtype for one in self.parameters.values()]
-        usual = max(set(every), key=every.count) if every else torch.float32
+        """Records habits of a layer that are visible without a call."""
+        dtypes = [param.dtype for param in self.parameters.values()]
+        common_dtype = max(set(dtypes), key=dtypes.count) if dtypes else torch.float32
         for path, part in module.named_modules(prefix=name):
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                self._note(path, "has `get_extra_state`: a state beside parameters and buffers")
+                self._record_habit(path, "has `get_extra_state`: a state beside parameters and buffers")
             for key, buffer in part.named_buffers(recurse=False):
-                if buffer.dtype.itemsize <= NARROW_BYTES and buffer.is_floating_point() and buffer.dtype != usual:
-                    self._note(f"{path}.{key}", f"is a buffer in {str(buffer.dtype).removeprefix('torch.')}")
+                if buffer.dtype.itemsize <= NARROW_BYTES and buffer.is_floating_point() and buffer.dtype != common_dtype:
+                    self._record_habit(f"{path}.{key}", f"is a buffer in {str(buffer.dtype).removeprefix('torch.')}")
 
 
 def _contents(values: Any) -> Any:
-    """Returns the identities of what containers and objects hold, to compare."""
+    """Returns the identities of the contents of containers and objects."""
     if isinstance(values, list | tuple):
         return [_contents(value) for value in values]
     if isinstance(values, Mapping):
@@ -181,7 +189,7 @@ def _contents(values: Any) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Returns the numbers and texts that a layer and its submodules have as attributes, by name."""
+    """Returns the numeric and string attributes of a layer and its submodules, by name."""
     return {
         f"{path}.{key}" if path else key: value
         for path, part in module.named_modules()
@@ -191,14 +199,14 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:
-    return [0 if one.is_inference() else one._version for one in tensors_in(args)]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(args)]
 
 
 def _prints(module: nn.Module) -> dict[str, Tensor]:
     """Returns hashes of a layer's parameters and buffers."""
     with torch.no_grad():
-        every = (*module.named_parameters(), *module.named_buffers())
-        return {name: fingerprint(one.detach()) for name, one in every}
+        named_tensors = (*module.named_parameters(), *module.named_buffers())
+        return {name: fingerprint(tensor.detach()) for name, tensor in named_tensors}
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -214,18 +222,18 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes operations of a backward that Python code does in place: hooks, and backwards of one's own."""
+    """Records in-place operations that hooks and custom backwards call in Python."""
 
-    def __init__(self, note: Callable[[str, str], None]) -> None:
+    def __init__(self, record_habit: Callable[[str, str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._note = note
+        self._record_habit = record_habit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         is_written = name.endswith("_") and not name.endswith("__")
         # A forward that runs again within the backward has gradients enabled.
         if is_written and not torch.is_grad_enabled() and (line := _own_line()):
-            self._note(line, f"writes in place in the backward (`{name}`), where others may read the same gradient")
+            self._record_habit(line, f"writes in place in the backward (`{name}`), where others may read the same gradient")
         return func(*args, **(kwargs or {}))
 
 

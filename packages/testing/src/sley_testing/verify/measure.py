@@ -1,6 +1,6 @@
-"""Takes the steps of `train-cli verify`: one process saves its results, then each rank compares its own with them.
+"""Takes the steps of `train-cli verify`: one process saves its results, and each rank compares its own with them.
 
-One process keeps of each step the loss, the norm, gradients and weights as files; a rank reads one tensor of them at a time.
+One process saves the loss, norm, gradients and weights of each step as files. A rank reads one tensor at a time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from sley_core.run import Run
 from sley_testing.parity import relative_errors
 from sley_testing.plain import PlainStep
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
-from sley_testing.verify.findings import Compared, Kind, Limits, RankFindings
+from sley_testing.verify.findings import Comparison, Kind, Limits, RankFindings
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
-"""A gradient of less than this share of the model's largest is zero but for rounding, as that of a bias of keys is: softmax
-does not see it. Adam makes steps of full size of it, in whatever direction, so that such a weight cannot be compared. Where it
-is a part of a larger weight, as of queries, keys and values in one, the whole agrees, and its elements tell."""
+"""The share of the model's largest gradient below which a gradient is rounding noise, such as that of a key bias, which softmax
+ignores. Adam takes full-size steps in random directions from noise, so that such a weight cannot be compared. In a fused
+weight, such as queries, keys and values in one, single elements can be noise although the whole gradient agrees."""
 
 _NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
 def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False) -> Limits:
-    """Returns the errors allowed: `tolerance` if given, 0 for canonical sums, else by precision and handlers' records."""
+    """Returns the allowed errors: `tolerance` if given, 0 for canonical sums, else from the precision and handler records."""
     if tolerance is not None:
         return Limits(tolerance, tolerance)
     if plan.parallel.reduction == "canonical" and not is_plain:
         return Limits(0.0, 0.0)
     handlers: list[tuple[GradientHandlerRecord, Any]] = [
-        (one.record, one.config)  # type: ignore[misc]  # a list of handlers has no factories
-        for one in plan.gradient_handlers
+        (handler.record, handler.config)  # type: ignore[misc]  # a list of handlers has no factories
+        for handler in plan.gradient_handlers
     ]
     reduced = sum(record.tolerance_with(config) for record, config in handlers)
     precision = BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
@@ -57,10 +57,10 @@ def keep(run: Run, num_steps: int, folder: Path) -> None:
         _keep_step(folder, step, row, gradients(run), own_weights(run), run.plan.optimizer.config.clip_norm)
 
 
-def keep_plain_step(folder: Path, step: int, made: PlainStep, clip_norm: float | None, **numbers: float) -> None:
-    """Saves the results of a step of a plain loop as `keep` does those of a run. numbers: more of its row."""
-    row = {"step": step, "loss": made.loss, "grad_norm": made.grad_norm, **numbers}
-    _keep_step(folder, step, row, made.gradients, made.weights, clip_norm)
+def save_plain_step(folder: Path, step: int, plain_step: PlainStep, clip_norm: float | None, **numbers: float) -> None:
+    """Saves the results of a plain-loop step in the format of `keep`. numbers: further numbers of the row."""
+    row = {"step": step, "loss": plain_step.loss, "grad_norm": plain_step.grad_norm, **numbers}
+    _keep_step(folder, step, row, plain_step.gradients, plain_step.weights, clip_norm)
 
 
 def _keep_step(
@@ -77,16 +77,16 @@ def _keep_step(
 
 
 def compare(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes the same steps on this rank of the layout, compares each with `folder`, and writes the findings there."""
-    beside = Beside(run.world.rank, run.plan, folder)
+    """Takes the same steps on this rank, compares each with `folder`, and writes the findings there."""
+    beside = StepComparer(run.world.rank, run.plan, folder)
     beside.begin(run)
     for step, row in _steps(run, num_steps):
         beside.step(run, step, row)
     beside.found.write(folder)
 
 
-class Beside:
-    """Compares, step by step, what this rank holds with what one process saved in `folder`. found: the comparisons so far."""
+class StepComparer:
+    """Compares this rank's tensors step by step with those that one process saved in `folder`. found: the findings so far."""
 
     def __init__(self, rank: int, plan: Plan, folder: Path) -> None:
         precision = plan.precision.compute
@@ -101,7 +101,7 @@ class Beside:
         self._noise: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:
-        """Notes this rank's stage, and compares first values if the run has not taken a step yet."""
+        """Records this rank's stage, and compares first values if the run has not taken a step."""
         self.found.stage = run.groups["pp"].coord
         if run.num_steps_done == 0:
             self.found.compared += self._tensors("first value", 0, own_weights(run), "weights")
@@ -118,27 +118,29 @@ class Beside:
             self.found.compared += self._tensors("gradient", step, found, "gradients")
         self.found.compared += self._tensors("weight", step, own_weights(run), "weights")
 
-    def _tensors(self, kind: Kind, step: int, own: Mapping[str, Tensor], what: str) -> list[Compared]:
+    def _tensors(self, kind: Kind, step: int, tensors_by_name: Mapping[str, Tensor], what: str) -> list[Comparison]:
         """Compares each of this rank's tensors, in the order of the registry."""
         with _opened(file_of(self._folder, step, what)) as tensors:
-            return [self._tensor(kind, step, name, tensors.get_tensor(name), tensor) for name, tensor in own.items()]
+            return [
+                self._tensor(kind, step, name, tensors.get_tensor(name), tensor) for name, tensor in tensors_by_name.items()
+            ]
 
-    def _tensor(self, kind: Kind, step: int, name: str, expected: Tensor, found: Tensor) -> Compared:
+    def _tensor(self, kind: Kind, step: int, name: str, expected: Tensor, found: Tensor) -> Comparison:
         error = relative_errors({name: expected}, {name: found})[name]
         sizes, times = (_norm(expected), _norm(found)), _times(expected, found, error)
         if step == 0 or not error:
-            return Compared(kind, step, name, error, *sizes, times)
+            return Comparison(kind, step, name, error, *sizes, times)
         if name in self._quiet and (kind == "weight" or sizes[1] <= 8 * self._floor):
-            return Compared(kind, step, name, error, *sizes, times, num_noise=expected.numel(), sure=0.0)
+            return Comparison(kind, step, name, error, *sizes, times, num_noise=expected.numel(), sure=0.0)
         noise = self._noise.get(name)
         if kind != "weight" or noise is None:
-            return Compared(kind, step, name, error, *sizes, times, sure=error)
+            return Comparison(kind, step, name, error, *sizes, times, sure=error)
         sure = relative_errors({name: expected}, {name: torch.where(noise, expected, found)})[name]
-        return Compared(kind, step, name, error, *sizes, times, int(noise.count_nonzero()), sure)
+        return Comparison(kind, step, name, error, *sizes, times, int(noise.count_nonzero()), sure)
 
     def _look(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Notes what rounding decides of this step's gradients: parameters whose norm is a small share of the largest; and
-        elements that differ by more than a weight may, where the gradient agrees as a whole.
+        """Records the rounding noise of this step's gradients: parameters with a small norm, and elements that differ by more
+        than the weight limit.
         """
         with _opened(file_of(self._folder, step, "gradients")) as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
@@ -154,14 +156,14 @@ class Beside:
 
 def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
     """Raises RunError "not-compared" if one process saved a first value, gradient or weight that no rank has compared."""
-    kept: list[tuple[Kind, int]] = [("first value", 0)]
+    saved: list[tuple[Kind, int]] = [("first value", 0)]
     for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
         skipped = any(step in rank.skipped for rank in ranks)
-        kept += [("weight", step)] if skipped else [("gradient", step), ("weight", step)]
+        saved += [("weight", step)] if skipped else [("gradient", step), ("weight", step)]
     found: dict[tuple[Kind, int], set[str]] = {}
-    for one in (one for rank in ranks for one in rank.compared):
-        found.setdefault((one.kind, one.step), set()).add(one.name)
-    for kind, step in kept:
+    for comparison in (comparison for rank in ranks for comparison in rank.compared):
+        found.setdefault((comparison.kind, comparison.step), set()).add(comparison.name)
+    for kind, step in saved:
         with _opened(file_of(folder, step, "gradients" if kind == "gradient" else "weights")) as tensors:
             if missing := sorted(set(tensors.keys()) - found.get((kind, step), set())):
                 of_step = f" of step {step}" if step > 1 else ""
@@ -169,57 +171,57 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
                 raise RunError("not-compared", message)
 
 
-def dropouts(run: Run) -> list[str]:
-    """Returns the names of a run's modules that drop at random: torch's own, and those with an attribute `dropout` above 0."""
+def dropout_modules(run: Run) -> list[str]:
+    """Returns the names of modules with dropout: torch's dropout modules, and modules with an attribute `dropout` above 0."""
     from torch.nn.modules.dropout import _DropoutNd
 
-    def named(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, one in module.named_modules(prefix=prefix):
-            rate = one.p if isinstance(one, _DropoutNd) else getattr(one, "dropout", 0.0)
+    def dropout_names(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, submodule in module.named_modules(prefix=prefix):
+            rate = submodule.p if isinstance(submodule, _DropoutNd) else getattr(submodule, "dropout", 0.0)
             if isinstance(rate, float) and rate > 0:
                 yield name
 
-    return [name for layer in run.layers for name in named(layer.module, layer.name)]
+    return [name for layer in run.layers for name in dropout_names(layer.module, layer.name)]
 
 
 def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
-    """Yields number and row of each step; fewer if all ranks have agreed to stop."""
+    """Yields the number and row of each step, and ends early if all ranks agree to stop."""
     for number in range(1, num_steps + 1):
         yield number, run.step()
         if run.was_stopped:
             return
 
 
-def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Compared]:
-    """Yields the comparison of each number of a row with the reference's, as a relative error."""
+def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Comparison]:
+    """Yields the comparison of each number of a row with the reference."""
     for key, kind in _NUMBERS.items():
         if key in reference:
             expected, found = float(reference[key]), float(row[key])
             scale = max(abs(expected), 1e-30)
             same = expected == found or (math.isnan(expected) and math.isnan(found))
             error = 0.0 if same else abs(found - expected) / scale
-            yield Compared(kind, step, "", error if math.isfinite(error) else math.inf, expected, found)
+            yield Comparison(kind, step, "", error if math.isfinite(error) else math.inf, expected, found)
 
 
 def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
-    """Returns the factor by which all of `found` is `expected`, within a thousandth; None if there is none, or it is near 1."""
+    """Returns the common factor found / expected within 0.1 %, or None if there is none or the error is small."""
     if not 0.01 < error < math.inf:
         return None
-    one, other = (tensor.detach().to("cpu").double().reshape(-1) for tensor in (expected, found))
-    size = float(one @ one)
-    factor = float(one @ other) / size if size else 0.0
-    left = float((other - factor * one).norm())
-    return factor if factor and left <= 1e-3 * abs(factor) * math.sqrt(size) else None
+    expected_flat, found_flat = (tensor.detach().to("cpu").double().reshape(-1) for tensor in (expected, found))
+    size = float(expected_flat @ expected_flat)
+    factor = float(expected_flat @ found_flat) / size if size else 0.0
+    residual = float((found_flat - factor * expected_flat).norm())
+    return factor if factor and residual <= 1e-3 * abs(factor) * math.sqrt(size) else None
 
 
 def own_weights(run: Run) -> dict[str, Tensor]:
-    """Returns the whole parameters of the model that this rank holds, in the order of the registry; buffers are left out."""
-    every = weights(run)
-    return _contiguous({name: every[name] for name in run.registry.names})
+    """Returns the full parameters of this rank's layers in registry order, without buffers."""
+    all_weights = weights(run)
+    return _contiguous({name: all_weights[name] for name in run.registry.names})
 
 
 def _unclipped(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
-    """Returns the gradients of a step as they were before clipping, which would hide a wrong scale."""
+    """Returns the gradients before clipping, which would hide a wrong scale."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return _contiguous({name: gradient / factor for name, gradient in gradients.items()})
 
@@ -229,7 +231,7 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def file_of(folder: Path, step: int, what: str) -> str:
-    """Returns the path of the file in which `keep` puts the `gradients` or `weights` of a step; step 0 is before the first."""
+    """Returns the path of the `gradients` or `weights` file of a step. Step 0 is before the first step."""
     return str(folder / f"{what}-{step}.safetensors")
 
 

@@ -1,6 +1,6 @@
-"""Takes the steps of `train-cli verify --plain` by a loop of torch's own over the layers of the plan, and saves their results.
+"""Takes the steps of `train-cli verify --plain` in a plain torch loop over the plan's layers, and saves their results.
 
-The loop has the first values, samples, learning rates and seeds of a run of one process, which takes no step itself.
+The loop uses the first values, samples, learning rates and seeds of a one-process run, which takes no step itself.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from sley_core.plan.plan import Plan
 from sley_core.run import Run
 from sley_testing.plain import NothingToTrainError
 from sley_testing.runs import weights
-from sley_testing.verify.findings import SeenHabit
+from sley_testing.verify.findings import Habit
 from sley_testing.verify.habits import HabitLoop
-from sley_testing.verify.measure import file_of, keep_plain_step, own_weights
+from sley_testing.verify.measure import file_of, own_weights, save_plain_step
 
 
 class _Grouped(NamedTuple):
-    """A parameter as the plan's groups of parameters see it."""
+    """Holds a parameter in the form that the plan's parameter groups need."""
 
     name: str
     parameter: nn.Parameter
     decays: bool
 
 
-def refuse_unlike(plan: Plan) -> None:
-    """Raises UsageError for a plan of which a plain loop would compute something else. plan: of one process."""
+def check_plain_support(plan: Plan) -> None:
+    """Raises UsageError if a plain loop would compute different results than the one-process `plan`."""
     if plan.precision.compute == "fp16":
         message = "a plain loop has no loss scale, which fp16 needs"
         raise UsageError("verify-plain", message, hint='give `--set precision.compute="fp32"`, or leave `--plain` out')
@@ -49,7 +49,7 @@ def refuse_unlike(plan: Plan) -> None:
         raise UsageError("verify-plain", message, hint="leave `--plain` out")
 
 
-def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) -> None:
+def save_plain_steps(run: Run, num_steps: int, folder: Path, habits: list[Habit]) -> None:
     """Takes `num_steps` of the loop, saves their results in `folder` as `measure.keep` does, and adds to the model's `habits`.
     run: of one process, which has taken no step. Raises RunError "plain-loop" if the loop fails.
     """
@@ -67,11 +67,11 @@ def keep_plain(run: Run, num_steps: int, folder: Path, habits: list[SeenHabit]) 
         except Exception as error:
             message = f"{loop.place} fails in step {number} of a plain loop, too: {type(error).__name__}: {error}"
             raise RunError("plain-loop", message) from error
-        keep_plain_step(folder, number, step, run.plan.optimizer.config.clip_norm)
+        save_plain_step(folder, number, step, run.plan.optimizer.config.clip_norm)
 
 
-def _loop_of(run: Run, habits: list[SeenHabit]) -> HabitLoop:
-    """Returns the loop over new layers of the plan's factory, with the values, precision and optimizer of `run`."""
+def _loop_of(run: Run, habits: list[Habit]) -> HabitLoop:
+    """Builds new layers with the plan's factory, and returns a loop with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
     with run.world.device.random_state_kept():
         model = as_model(plan.model.build(run.samples.dataset.info)).build(plan.run.seed)
