@@ -256,7 +256,7 @@ def looked(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 def test_a_habit_is_named_with_its_place(looked: Any, habit: str) -> None:
     where, what = NAMED[habit]
     found = looked(with_habit(habit))
-    assert any(one.where.startswith(where) and what in one.what for one in found), found
+    assert any(one.location.startswith(where) and what in one.description for one in found), found
 
 
 @pytest.mark.sample(4)

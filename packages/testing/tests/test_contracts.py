@@ -114,7 +114,7 @@ SAMPLED: dict[str, list[tuple[Any, ...]]] = {
         ("Unbalanced", "failed_step_leaves_no_state", "after a failed step, rank 0, step 2: .* is .*, not "),
         ("Differs", "ranks_issue_same_collectives", r"the order on control\[0,1\] is not the same on all ranks"),
         ("Keeps", "hook_keeps_no_graph", r"after step 1 the hook keeps tensors with their graph: \["),
-        ("Asked", "counts_are_numbers", "counts change when they are asked for"),
+        ("Asked", "counts_are_numbers", "counts change between two calls"),
         ("Asks", "hook_accepts_actions_without_tensors", "before_backward in phase weights, called with None: AttributeError"),
     ],
     "offload": [

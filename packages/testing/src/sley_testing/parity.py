@@ -1,4 +1,4 @@
-"""Compares two sets of gradients (or weights) by name, and says which parameter is worst.
+"""Compares two sets of gradients or weights by name, and reports the worst parameter.
 
 The error of a parameter is ||other - reference|| / ||reference|| in float64: one number per parameter, so that a small
 parameter that is wrong does not drown among large ones that are right.
@@ -28,10 +28,10 @@ _SHOWN = 5
 
 
 def relative_errors(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, floor: float = 0.0) -> dict[str, float]:
-    """Returns the error of every parameter, in the order of `reference`; infinite where a value is not finite.
+    """Returns the relative error of every parameter in the order of `reference`; inf for non-finite values.
 
-    floor: a norm of the reference below it counts as `floor`, for gradients that are zero but for rounding.
-    Raises AssertionError when the two do not have the same names and shapes.
+    floor: the minimum of the reference norm, for gradients that are rounding noise. Raises AssertionError if names or shapes
+    differ.
     """
     _assert_same_layout(reference, other)
     return {name: _error(value, other[name], floor) for name, value in reference.items()}
@@ -40,7 +40,7 @@ def relative_errors(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]
 def assert_close_gradients(
     reference: Mapping[str, Tensor], other: Mapping[str, Tensor], relative: float, *, floor: float = 0.0
 ) -> None:
-    """Asserts that all of `other` is within `relative` of `reference`; the message lists the worst with their errors."""
+    """Asserts that the error of every tensor is at most `relative`; the message lists the largest errors."""
     errors = relative_errors(reference, other, floor=floor)
     wrong = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
     if wrong:
@@ -51,7 +51,7 @@ def assert_close_gradients(
 
 
 def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Asserts that every tensor of `other` equals that of `reference` in each bit; the message lists those that do not."""
+    """Asserts that all tensors are bit-identical; the message lists those that differ."""
     _assert_same_layout(reference, other)
     wrong = [name for name, value in reference.items() if not same_bits(value, other[name])]
     if wrong:
@@ -67,7 +67,7 @@ def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor
 
 
 def _assert_same_layout(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Asserts that both have tensors of the same names and shapes."""
+    """Asserts that both have the same names and shapes."""
     unmatched = sorted(reference.keys() ^ other.keys())
     assert not unmatched, f"not the same names: {', '.join(unmatched)}"
     shapes = {name: (tuple(reference[name].shape), tuple(other[name].shape)) for name in reference}
@@ -93,12 +93,12 @@ def same_bits(reference: Tensor, other: Tensor) -> bool:
     return _bytes(reference) == _bytes(other)
 
 
-Bits = dict[str, bytes]  # of each tensor and number, by a name that no layout changes
+Bits = dict[str, bytes]  # the bytes of tensors and numbers, by layout-independent names
 
 
 def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
-    """Returns, after `num_steps` steps of the plan in `tables` on this rank of the world, what it holds and what its rows say.
-    Of what ranks have parts of, the whole. All ranks call it.
+    """Takes `num_steps` steps of the plan in `tables`, and returns the bits of rows and of this rank's full tensors. All ranks
+    must call it.
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
@@ -114,13 +114,13 @@ def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = 
 
 
 def differing(ranks: Sequence[Bits], others: Sequence[Bits]) -> list[str]:
-    """Returns the names of what is not the same, in either; ranks that hold the same thing have the same of it."""
+    """Returns the names whose bits differ between two runs or are missing in one."""
     one, other = _merged(ranks), _merged(others)
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def digest(ranks: Sequence[Bits]) -> str:
-    """Returns the sha256 of everything that the ranks of one run hold."""
+    """Returns the sha256 of the merged bits of all ranks."""
     held = sha256()
     for name, value in sorted(_merged(ranks).items()):
         held.update(f"{name} {len(value)} ".encode())
@@ -129,7 +129,7 @@ def digest(ranks: Sequence[Bits]) -> str:
 
 
 def _merged(ranks: Sequence[Bits]) -> Bits:
-    """Returns the bits of all ranks by name; asserts that ranks with the same name have the same bits."""
+    """Merges the bits of all ranks; asserts that ranks agree on common names."""
     found: Bits = {}
     for bits in ranks:
         for name, value in bits.items():
@@ -138,10 +138,10 @@ def _merged(ranks: Sequence[Bits]) -> Bits:
 
 
 def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and values: weights, masters, states; a collective per tensor, in the registry's order on all ranks."""
+    """Yields names and full tensors of weights, master weights and optimizer states. Gathers in registry order."""
     run.parts.weights.settle()
     known = {(one.name, one.state): one for one in states_of(run.stepper.update)}
-    # A rank that steps no element of a weight has no state of it, and yet takes part.
+    # A rank that steps no element of a weight has no state, but must join the collective.
     kinds = sorted({state for _, state in known})
     for param in run.registry:
         yield param.name, _unsharded(run, param, param.parameter.detach())
@@ -168,7 +168,7 @@ def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:
-    """Returns the whole of what `own` is this rank's shard of; `own` itself where nothing is cut."""
+    """Returns the full tensor of this rank's shard `own`, or `own` if the parameter is not sharded."""
     shard = param.shard
     if shard is None:
         return own
@@ -180,10 +180,10 @@ def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:
 
 
 def _join(run: Run, whole: Tensor, axis: str) -> None:
-    """Adds what ranks of the group have, byte by byte: one has an element's bits, the others zeros."""
+    """Merges the bytes of `whole` over the group; each byte is nonzero on at most one rank."""
     group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
     every = own.new_empty(group.size, *own.shape)
-    # All ranks of the group walk the registry in one order.
+    # All ranks of the group use the registry order.
     group.all_gather(every, own[None], what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
     own.copy_(every.sum(0))
 

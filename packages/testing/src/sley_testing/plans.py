@@ -1,4 +1,4 @@
-"""Makes tables of small plans for tests, changed by keyword, and the text files that they read.
+"""Builds tables of small plans for tests, and the text files that they read.
 
 tables = small_plan(batch__micro_size=1)                      # keys by `table__key`, whole tables by their name
 reference = record(tables, 3, folder=texts)                   # `texts` is a fixture: a folder with the text files
@@ -36,20 +36,20 @@ _SMALL: Tables = {
 
 
 def small_plan(**changes: Any) -> Tables:
-    """Returns the tables of a plan for one process on CPU, with `changes` as in `changed`. A Llama of two layers takes three
-    steps in fp64 on the documents of `texts`. A tenth of them is held out, for plans that add `evaluation`.
+    """Returns the tables of a one-process CPU plan, with `changes` as in `changed`. A two-layer Llama takes three fp64 steps on
+    the documents of `texts`. A tenth of the documents is held out, for plans with `evaluation`.
     """
     return changed(_SMALL, **changes)
 
 
 def loader_of(plugins: Mapping[str, Any]) -> Loader:
-    """Returns a loader that finds `plugins`, by name, and what `small_plan` names and what saves a run, and nothing else."""
+    """Returns a loader with only `plugins`, by name, and the plugins that `small_plan` and checkpoints need."""
     return Loader({name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins))
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
-    """Returns a deep copy of `tables` with `table__key=value` set, or a whole table by `table=value`. A table that is not there
-    is made. None removes the key or the table.
+    """Returns a deep copy of `tables` with changes. `table__key=value` sets a key and adds a missing table, `table=value` sets
+    a table, and None removes a key or table.
     """
     made = deepcopy(dict(tables))
     for path, value in deepcopy(changes).items():
@@ -63,8 +63,8 @@ def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
 
 
 def write_texts(folder: Path) -> None:
-    """Writes `text/a.txt` and `text/b.txt`, 60 documents each, separated by an empty line. They are 3 to 124 bytes long: some
-    shorter than the small plan's sequence of 24, some over several sequences or slices.
+    """Writes `text/a.txt` and `text/b.txt` with 60 documents each, separated by empty lines. Documents have 3 to 124 bytes, so
+    that some are shorter than the small plan's sequence of 24 and some span several sequences.
     """
     (folder / "text").mkdir()
     for name in ("a", "b"):
@@ -76,11 +76,11 @@ _ROWS = Field("int64", sequence_dim=1)
 TOKENS = DataInfo(
     {"tokens": _ROWS, "labels": _ROWS, "positions": _ROWS, "cu_seqlens": Field("int32")}, vocab_size=97, sequence=24
 )
-"""What packed token data of 97 ids and sequences of 24 says of itself."""
+"""The data info of packed tokens with 97 ids and sequences of 24."""
 
 
 def on_meta(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
-    """Returns the model of `function(info)`, on meta."""
+    """Builds the model of `function(info)` on meta."""
     component: Any = SimpleNamespace(build=function, name="given")  # stands for a plan's
     return build_on_meta(component, info, seed)
 
@@ -92,7 +92,7 @@ def with_values(
     seed: int = 0,
     info: DataInfo = TOKENS,
 ) -> Model:
-    """Returns the same on the CPU with its first values. owned: the names of the layers that get values; None for all."""
+    """Builds the model of `function(info)` on the CPU with initial values. owned: the layers that get values; None for all."""
     model = on_meta(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned
     host = HostModel(model)

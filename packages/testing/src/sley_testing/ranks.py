@@ -1,11 +1,11 @@
-"""Runs a function on n ranks of a real gloo world: their results in order of rank, or a failure within the limit.
+"""Runs a function on n ranks of a gloo world, and returns the results by rank or raises within the time limit.
 
-Ranks are forked from a server that has imported torch once: about 0.1 s for two ranks, where a fresh interpreter takes
-seconds. They meet through a file in a private folder and talk on the loopback interface alone. Whatever happens, also
-when the test is interrupted, no process is left when the call is over.
+Ranks are forked from a server that has already imported torch. Two ranks start in about 0.1 s instead of seconds. They join
+through a file in a private folder and use only the loopback interface. No process is left after the call, even if the test is
+interrupted.
 
-Because they are forked from one process, ranks share the seed of `hash(str)`: a test here cannot find an order that
-depends on it. Runs of the command line start fresh interpreters and can.
+Forked ranks share the seed of `hash(str)`, so these tests cannot find an order that depends on it. Runs of the command line
+can, since they start new interpreters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sley_testing import rank_process
 from sley_testing.rank_process import Job, Outcome, rank_main
 from sley_testing.shipping import Packed, pack
 
-GRACE_S = 1.0  # how long the other ranks have to finish once one has failed
+GRACE_S = 1.0  # the time limit of other ranks after the first failure
 
 _LAST_WORDS_S = 2.0
 
@@ -39,22 +39,21 @@ T = TypeVar("T")
 
 
 class RankError(Exception):
-    """A rank failed with an exception that cannot be raised here, or died without one."""
+    """A rank failed with an exception that cannot be pickled, or died without an exception."""
 
 
 class RankTimeoutError(RankError):
-    """The time limit passed; the message holds the Python stacks of every rank that was still at work."""
+    """The time limit passed. The message has the Python stacks of every unfinished rank."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`Ranks(2)(function, *args, **kwargs)` calls `function` on two ranks; the result is the list of what they return.
+    """Calls functions on ranks: `Ranks(2)(function, *args, **kwargs)` returns the list of the results of two ranks.
 
-    function: at module level, in any module, also one that pytest loaded by file. With `init`, the default group is up
-        (gloo), and `torch.distributed.get_rank()` tells the rank; without, RANK, WORLD_SIZE, LOCAL_RANK and SLEY_STORE
-        are in the environment, as they always are, and the function joins by itself.
-    raises: the exception of the rank that failed first, with its traceback and a word on the others as notes;
-        RankError if it cannot be raised here; RankTimeoutError after `timeout_s`.
+    function: a module-level function. With `init`, the default gloo group is initialized. Otherwise the function must join by
+        itself. RANK, WORLD_SIZE, LOCAL_RANK and SLEY_STORE are always in the environment.
+    Raises the exception of the rank that failed first, with its traceback and a summary of the other ranks as notes. Raises
+    RankError if that exception cannot be pickled, and RankTimeoutError after `timeout_s`.
     """
 
     size: int
@@ -66,11 +65,10 @@ class Ranks:
         return [pickle.loads(value) for value in self._values(pack((function, args, kwargs)))]
 
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Calls a function that always gives the same on the ranks and returns its results; what this process has called before
-        is not called again.
+        """Calls a deterministic function on the ranks, or returns copies of the cached results of an equal earlier call.
 
-        For references that several tests compare with. Each gets results of its own. Another path, folder or environment is
-        another call.
+        Use it for references that several tests compare with. Calls with different paths, folders or environments are not
+        equal.
         """
         __tracebackhide__ = True
         call = pack((function, args, kwargs))
@@ -81,7 +79,7 @@ class Ranks:
         return [pickle.loads(value) for value in _known[key]]
 
     def _values(self, call: Packed) -> list[bytes]:
-        """Returns what `call` returns on each rank, pickled."""
+        """Returns the pickled result of `call` on each rank."""
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
             world.start(self._jobs(call, folder))
@@ -121,13 +119,12 @@ class Ranks:
         ]
 
 
-_known: dict[Hashable, list[bytes]] = {}  # what calls of `Ranks.once` returned
+_known: dict[Hashable, list[bytes]] = {}  # the results of `Ranks.once`
 
 
 @dataclass
 class _World:
-    """The processes of one call, in order of rank. On leaving the context they are gone, and their output stands in this
-    one's."""
+    """Holds the processes of one call by rank. The end of the context kills them and prints their output."""
 
     folder: str
     processes: list[ForkServerProcess] = field(default_factory=list)
@@ -139,7 +136,7 @@ class _World:
     def __exit__(self, *failure: object) -> None:
         for connection in self.connections:
             connection.close()
-        # Ranks that succeeded leave by themselves once told so; after a failure there is nothing to wait for.
+        # Successful ranks exit by themselves when the connection closes; after a failure there is no wait.
         deadline = time.monotonic() + (0.0 if failure[0] else _LAST_WORDS_S)
         for process in self.processes:
             if process.pid is not None:
@@ -150,7 +147,7 @@ class _World:
                 print(f"[rank {rank}] {line}")
 
     def start(self, jobs: list[Job]) -> None:
-        """Gives each rank its job. Slow once: the fork server comes up with the first process, outside any time limit."""
+        """Starts a process for each job. The first call also starts the fork server, outside any time limit."""
         context = preloaded_server()
         for job in jobs:
             ours, theirs = context.Pipe()
@@ -159,13 +156,13 @@ class _World:
             self.connections.append(ours)
             process.start()
             theirs.close()
-        # Sent only now that every process id is known: a rank without a job ends when this process forgets it.
+        # Send jobs after all processes have started: a rank without a job exits when its connection closes.
         for connection, job in zip(self.connections, jobs, strict=True):
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(pickle.dumps(job))
 
     def collect(self, timeout_s: float) -> list[Outcome]:
-        """Returns one outcome per rank, at the latest shortly after `timeout_s`."""
+        """Returns one outcome per rank, shortly after `timeout_s` at the latest."""
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout_s
@@ -190,14 +187,14 @@ class _World:
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
-        """Returns the outcome of a rank; if its process has ended without one, an outcome that says how."""
+        """Returns the outcome of a rank, or describes how its process ended without an outcome."""
         try:
             outcome = pickle.loads(self.connections[rank].recv_bytes())
             assert isinstance(outcome, Outcome), outcome
             return outcome
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(_LAST_WORDS_S)
-            # A rank that dies silently is the cause of what its peers then say, so it comes first.
+            # A rank that dies silently causes the errors of its peers, so it comes first.
             code = self.processes[rank].exitcode
             how = "closed its connection without a result" if code is None else f"left with exit code {code} before it returned"
             if code is not None and code < 0:
@@ -205,7 +202,7 @@ class _World:
             return Outcome.lost(rank, how, ended=0.0, trace=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
-        """Returns the Python stacks that faulthandler wrote in `rank`, each down to where the kit called the function."""
+        """Returns the Python stacks that faulthandler wrote in `rank`, without the kit's own frames."""
         kept: list[str] = []
         for thread in _read(Path(self.folder, f"rank{rank}.stacks")).split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith(("Thread", "Current thread", "  File"))]
@@ -215,7 +212,7 @@ class _World:
         return "\n".join(kept)
 
     def _timed_out(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
-        """Kills the ranks that have not finished; returns an error with their stacks."""
+        """Kills the unfinished ranks and returns an error with their stacks."""
         hung = [(rank, process) for rank, process in enumerate(self.processes) if rank not in finished]
         for _, process in hung:
             with contextlib.suppress(ProcessLookupError):
@@ -239,13 +236,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def preloaded_server() -> ForkServerContext:
-    """Processes of this context are forked from a server that has imported what `preload` names."""
+    """Returns the context whose processes are forked from a server that has imported `preload`."""
     _CONTEXT.set_forkserver_preload(["sley_testing.preload"])
     return _CONTEXT
 
 
 def kill(process: ForkServerProcess) -> None:
-    """Ends the rank and what it started, also where the rank itself is gone already."""
+    """Kills the rank and its child processes, even if the rank has already exited."""
     assert process.pid is not None, process
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

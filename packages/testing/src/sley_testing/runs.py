@@ -1,6 +1,6 @@
-"""Runs a plan on some ranks and keeps everything that another layout must reproduce.
+"""Runs a plan on ranks and records everything that another layout must reproduce.
 
-reference = record_reference(tables, 3)                         # this process alone
+reference = record_reference(tables, 3)              # one process
 layouts = ranks(2)(record, tables, 3)                # the same plan on two ranks
 assert_parity(reference, layouts, "fp32")
 """
@@ -40,18 +40,18 @@ Tensors = dict[str, Tensor]
 BF16_SUMS = "bf16 sums"  # the key, in the tables below, of plans with `[precision] gradients = "bf16"`
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
-"""How far weights may be from the one-process run after three steps: ||d|| / ||w||. Why: docs/internals.md, Parity."""
+"""The tolerance ||d|| / ||w|| of weights after three steps, compared with one process. See docs/internals.md, Parity."""
 
 GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-6}
-"""How far loss, norm and every gradient may be, relative; of the first step, where weights are still equal bit for bit."""
+"""The relative tolerance of loss, norm and gradients in the first step, where weights are still bit-identical."""
 
 
 @dataclass
 class Recorded:
-    """What one rank saw.
+    """Holds the results of one rank.
 
-    rows: the metrics of each step. first: weights before the first step. gradients: what the optimizer was given in each
-    step, by the names of the registry. weights: after the last step. held_out: the loss of `Run.evaluate`, if asked for.
+    rows: the metrics of each step. first: the initial weights. gradients: the optimizer's gradients of each step, by parameter
+    name. weights: the final weights. held_out: the loss of `Run.evaluate`, or None.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Recorded:
 
 @contextmanager
 def running(tables: Mapping[str, Any], folder: Path | None = None) -> Iterator[Run]:
-    """`with running(tables, folder) as run`: the run of a plan on this rank of the world that the environment describes."""
+    """Yields the run of a plan on this rank of the environment's world: `with running(tables, folder) as run`."""
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
         yield run
@@ -79,11 +79,11 @@ def record(
     device: Device | None = None,
     is_alone: bool = False,
 ) -> Recorded:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
 
-    folder: the plan's. prepare: is called with the run before its first step. batches: global batches to train on
-    instead of the plan's data, of which this rank takes its rows. device: this rank's, if not the plan's. is_alone: as one
-    process does, though this one is a rank of several; no other need take part.
+    folder: the plan's folder. prepare: is called with the run before its first step. batches: global batches that replace the
+    plan's data; this rank uses its rows. device: replaces the plan's device. is_alone: whether to run as one process, even on
+    a rank of a larger world.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
@@ -108,10 +108,9 @@ def record(
 
 
 def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
-    """Runs a plan of one process and returns what `record` notes of it; a plan that this process has recorded so is not run
-    again. Do not change what it returns.
+    """Returns the record of a one-process plan, cached for later calls. Callers must not modify the result.
 
-    For references, which many layouts are compared with. Not for a test that changes what runs other than by the plan.
+    Use it for references of several layouts, but not in a test that changes a run other than by its plan.
     """
     key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
     if key not in _alone:
@@ -123,8 +122,8 @@ _alone: dict[str, Recorded] = {}
 
 
 def gradients(run: Run) -> Tensors:
-    """Copies on the host of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are
-    those of which a reducer left parts to ranks.
+    """Returns host copies of this rank's accumulated gradients, by name. Sharded gradients, and those that a reducer leaves in
+    parts, are gathered.
     """
     parts: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
@@ -134,14 +133,14 @@ def gradients(run: Run) -> Tensors:
             group.all_gather(whole, buffer.own, what="parts of gradients", lane=next(iter(group.lanes))).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
                 parts[param] = whole[start : start + view.numel()].view(view.shape)
-    # In the order of the registry, which is one order on all ranks of `wp`.
+    # The order of the registry is the same on all ranks of `wp`.
     present = set(run.store.params)
     parts = {param: parts[param] if param in parts else run.store.gradient(param) for param in run.registry if param in present}
     return {param.name: gradient.cpu() for param, gradient in gather_full_tensors(parts, run.groups).items()}
 
 
 def weights(run: Run) -> Tensors:
-    """Copies of this rank's parameters and buffers, by name; sharded ones are gathered whole."""
+    """Returns host copies of this rank's parameters and buffers, by name. Sharded parameters are gathered."""
     parts = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
     found = {param.name: weight.cpu() for param, weight in parts.items()}
     for layer in run.layers:
@@ -150,7 +149,7 @@ def weights(run: Run) -> Tensors:
 
 
 def assert_same_run(reference: Recorded, other: Recorded) -> None:
-    """Losses, norms, gradients, weights and the held-out loss of two runs are equal bit for bit."""
+    """Asserts that losses, norms, gradients, weights and held-out losses of two runs are bit-identical."""
     for wanted, found in zip(reference.rows, other.rows, strict=True):
         assert (wanted["loss"], wanted["grad_norm"]) == (found["loss"], found["grad_norm"]), (wanted, found)
     for these, those in zip(reference.gradients, other.gradients, strict=True):
@@ -160,8 +159,8 @@ def assert_same_run(reference: Recorded, other: Recorded) -> None:
 
 
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
-    """Asserts that each of `others` equals the one-process `reference`, within this precision's limits."""
-    # A gradient below this share of the model's largest is zero but for rounding.
+    """Asserts that each rank in `others` matches the one-process `reference` within the tolerances of this precision."""
+    # A gradient below this share of the model's largest gradient is rounding noise.
     floor = 1e-6 * max((float(one.double().norm()) for one in reference.gradients[0].values()), default=0.0)
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
@@ -171,7 +170,7 @@ def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: st
 
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
-    """Asserts the parity of ranks that hold a part of the model each, and that each part is on some rank."""
+    """Asserts parity of ranks that each hold a part of the model, and that every parameter is on a rank."""
     near, far = GRADIENTS[precision], WEIGHTS[precision]
     for rank, layout in enumerate(layouts):
         assert_same_bits(_part(reference.first, layout.first), layout.first)
@@ -188,7 +187,7 @@ def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], pre
 
 
 def _assert_close_rows(reference: Recorded, other: Recorded, precision: str, rank: int) -> None:
-    """Asserts that loss and norm are close in each step, and that as many tokens were counted."""
+    """Asserts that loss and norm are close and the number of tokens is equal in each step."""
     for wanted, found in zip(reference.rows, other.rows, strict=True):
         place = f"rank {rank}, step {wanted['step']}"
         limit = (GRADIENTS if wanted["step"] == 1 else WEIGHTS)[precision]
@@ -203,7 +202,7 @@ def _part(whole: Tensors, of: Tensors) -> Tensors:
 
 
 def assert_equal_replicas(recorded: Sequence[Recorded]) -> None:
-    """Asserts that weights of replicas are equal bit for bit, step after step."""
+    """Asserts that the final weights of all replicas are bit-identical."""
     for other in recorded[1:]:
         assert_same_bits(recorded[0].weights, other.weights)
 
@@ -218,11 +217,11 @@ def assert_by_hand(
     first: Mapping[str, Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> None:
-    """Trains by hand on `batches`, one a step, and asserts that loss, norm, gradients and weights that `recorded` saw of them
-    are the same within `tolerance`, relative.
+    """Trains a plain loop on `batches`, one per step, and asserts that losses, norms, gradients and weights match `recorded`
+    within the relative `tolerance`.
 
-    named: fresh layers, which get the dtype of the run's. first: the weights of the whole model at the start, where
-    `recorded` holds a part of it.
+    named: new layers, which get the dtype of the run. first: the initial weights of the full model, if `recorded` has only a
+    part of them.
     """
     start = recorded.first if first is None else first
     for _, module in named:
@@ -242,8 +241,8 @@ def assert_by_hand(
 
 
 def fail_once(run: Run, backward: int = 0) -> None:
-    """Takes a step that raises at the first layer, in this rank's `backward`-th one (0 is the first); then moves the data back.
-    All ranks call it. Of a layer that comes last in a backward handlers hear last: they know of the others' gradients already.
+    """Takes a step that raises in this rank's backward number `backward`, and restores the position in the data. All ranks must
+    call it. The error occurs at the first layer, after handlers have received the gradients of all later layers.
     """
     calls = count()
 
@@ -261,17 +260,17 @@ def fail_once(run: Run, backward: int = 0) -> None:
 
 
 def counts_of(part: object) -> dict[str, float]:
-    """Returns what a part counts, nothing if it does not; asserts that they are finite, and that asking changes none."""
+    """Returns the counts of a part, or {}; asserts that counts are finite and do not change between calls."""
     if not isinstance(part, Counts):
         return {}
     first, second = dict(part.counts()), dict(part.counts())
-    assert first == second, f"counts change when they are asked for: {first}, {second}"
-    assert all(math.isfinite(value) for value in first.values()), f"counts that are no numbers: {first}"
+    assert first == second, f"counts change between two calls: {first}, {second}"
+    assert all(math.isfinite(value) for value in first.values()), f"counts must be finite, but are {first}"
     return first
 
 
 def random_action_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
-    """Returns lists of a walk that does whatever could be done next, backwards whole or split: they can run."""
+    """Returns random valid action lists, with full or split backwards."""
     made: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
     ready = [(Kind.FORWARD, 0, micro) for micro in range(micros)]

@@ -114,7 +114,7 @@ class TestWaveLinkOnMoreWalks(TestWaveLink):
     [
         ("reusing", KEPT, ("two stages",), "a received and kept tensor changed"),
         ("disorderly", ORDER, ("a wave",), "forward of F0.* was received as"),
-        ("rigid", LENGTHS, ("two stages",), r"came .*\(5, 3\).*, not .*\(7, 3\)"),
+        ("rigid", LENGTHS, ("two stages",), r"received .*\(5, 3\).*, not .*\(7, 3\)"),
         ("late", ORDER, ("two stages",), "tensor 0 was received as .*77"),
         ("deaf", PEER, ([(3, 3), (3, 3, 3)],), "received .*, not"),
         ("patient", ABORT, (), "Timed out"),

@@ -115,7 +115,7 @@ def verify(
     if form is OutputFormat.json:
         content = findings.as_json(ranks_findings, allowed, steps)
         if habits is not None:
-            content["habits"] = [{"where": habit.where, "what": habit.what} for habit in habits]
+            content["habits"] = [{"where": habit.location, "what": habit.description} for habit in habits]
         typer.echo(json.dumps(content, indent=2))
     else:
         typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps, is_plain=plain)))

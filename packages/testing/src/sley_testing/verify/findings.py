@@ -32,8 +32,8 @@ _MEANINGS: dict[Kind, str] = {
 class Habit(NamedTuple):
     """Describes something that a module does and that is correct in a plain loop but needs care in other layouts."""
 
-    where: str
-    what: str
+    location: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, 
 def habit_lines(habits: Sequence[Habit]) -> Iterator[str]:
     """Yields a line for each habit."""
     for one in habits:
-        yield f"{one.where} {one.what}"
+        yield f"{one.location} {one.description}"
     if habits:
         yield ""
 
