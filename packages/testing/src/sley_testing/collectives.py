@@ -1,6 +1,6 @@
-"""Proves that ranks issue their collectives in one order, or finds where they part ways.
+"""Records collectives and checks that ranks issue them in the same order.
 
-Ranks of a group that issue the same collectives in another order hang, or sum the wrong tensors without an error.
+Ranks that issue the collectives of a group in different orders hang, or reduce wrong tensors without an error.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _ROOTED = {"send": "to", "recv": "from"}
 
 @dataclass(frozen=True)
 class Collective:
-    """One call as one rank issued it.
+    """Describes one collective call of one rank.
 
-    op: as `torch.distributed` names it (2.13), with `send`, `recv` and `recv_any` for every way to send and receive.
-    group: the group that the caller asked for, else the description that torch's group was made with, else its name.
-    ranks: its members, global. communicator: torch's group, where groups of the same members share one.
-    numel, dtype: of what this rank puts in (of what it takes out, for a scatter); 0 for a barrier.
-    is_async: False only where torch was asked to wait. Sends and receives do not tell, and count as asynchronous.
-    peer: global rank of the root, the destination or the source, where the call has one.
+    op: the name in `torch.distributed` (2.13); all sends and receives are `send`, `recv` or `recv_any`.
+    group: the label of the caller's group, else the description or the name of torch's group.
+    ranks: the global ranks of the members. communicator: torch's group, which groups of the same members share.
+    numel, dtype: the size and dtype of this rank's input, or output for a scatter; 0 for a barrier.
+    is_async: False only for calls with `async_op=False`. Sends and receives count as asynchronous.
+    peer: the global rank of the root, destination or source, if any.
     site: the innermost frames outside torch and the kit, as `file:line function`.
     """
 
@@ -70,18 +70,17 @@ class Collective:
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """Returns what all members of the communicator must do alike; both ends, of a send and its receive."""
+        """Returns the properties that must be equal on all members, or on both ends of a send."""
         if self.op in _PAIRED:
             return self.group, self.numel, self.dtype
         return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
 
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
-    """Asserts that all members of every group issued the same collectives in the same order, and every send
-    meets its receive.
+    """Asserts that all members of each group issued the same collectives in the same order, and that sends match receives.
 
-    sequences: what each rank recorded, by rank. Ranks that are left out of a mapping are not compared.
-    Raises AssertionError for the first call that differs, with what the ranks do there and where in their code.
+    sequences: the recorded calls by rank. Ranks that are missing in a mapping are not compared.
+    Raises AssertionError for the first call that differs, with the calls of the ranks and their lines of code.
     """
     by_rank = dict(sequences) if isinstance(sequences, Mapping) else dict(enumerate(sequences))
     for (group, _), members in _by_group(by_rank).items():
@@ -90,7 +89,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
             assert anyone is None, f"a receive from any source has no order to prove: {group}{_at(anyone)}"
         together = {rank: [c for c in calls if c.op not in _PAIRED] for rank, calls in members.items()}
         _assert_alike(f"the order on {group} is not the same on all ranks", together)
-        # What each source sends to each target beside what that target receives from it, where both were recorded.
+        # The sends and receives of each pair of source and target that were both recorded.
         pairs: dict[tuple[int, int], dict[int, list[Collective]]] = {}
         for rank, calls in members.items():
             for call in calls:
@@ -102,7 +101,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
 
 
 def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Returns, per communicator in order of first use, the calls of each member, none for one that never used it."""
+    """Returns the calls of each member by communicator, in order of first use."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         for call in calls:
@@ -114,7 +113,7 @@ def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tu
 
 
 def _assert_alike(what: str, members: Mapping[int, list[Collective]]) -> None:
-    """Asserts that all members of a group issued the same collectives in the same order. what: begins the message."""
+    """Asserts that all members issued the same collectives in the same order. what: the start of the message."""
     for place in range(max(map(len, members.values()), default=0)):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in members.items()}
         ranks: dict[object, list[int]] = defaultdict(list)
@@ -149,7 +148,7 @@ _NAMES = {
     "isend": "send",
     "irecv": "recv",
 }
-"""torch's dispatched names, where they are not those of `torch.distributed`."""
+"""The names in `torch.distributed` of torch's dispatched operations, if they differ."""
 
 
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -158,10 +157,10 @@ _NUM_SITES = 3
 
 @contextmanager
 def collectives() -> Iterator[list[Collective]]:
-    """Yields the list to which the collectives of the block are added, in the order in which this rank issues them."""
+    """Yields a list that receives this rank's collectives of the block in order."""
     recorder = _Recorder()
     with recorder, ExitStack() as stack:
-        # The verbs that read the memory of peers, which torch does not dispatch; and which argument this rank gives.
+        # Cross-memory operations, which torch does not dispatch, and the position of this rank's input.
         if find_spec("sley_cma") is not None:
             transport, rows = import_module("sley_cma.transport").CmaTransport, import_module("sley_cma.rows").PublishedOffer
             for kind, verb, operation, at in (
@@ -195,7 +194,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return func(*args, **(kwargs or {}))
 
     def around(self, operation: str, at: int, _name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `verb` of a transport by cross-memory attach, which notes the exchange of its argument number `at`."""
+        """Wraps the method `verb` of a cross-memory transport to record a call. at: the position of its input."""
 
         def call(transport: Any, *args: Any, **kwargs: Any) -> Any:
             members: Members = (transport.offers.connection if hasattr(transport, "offers") else transport).members
@@ -208,12 +207,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:
-    """Returns the record of a collective from the arguments of torch's operation."""
+    """Builds the record of a collective from the arguments of torch's operation."""
     plain = name.partition("::")[2].strip("_")
     op = _NAMES.get(plain, plain)
     ranks = tuple(dist.get_process_group_ranks(group))
     peers = [given[key] for key in ("root_rank", "src", "dst") if key in given]
-    # What is of one size on all ranks: the input, the only one, or the output of a scatter.
+    # The tensor that has the same size on all ranks: the input, or the output of a scatter.
     prefix = "output" if op == "scatter" else "input"
     part = next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
     tensors = [] if "barrier" in op else list(tensors_of(part))
@@ -233,10 +232,10 @@ def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> 
 
 
 def _asked_for(communicator: str) -> str:
-    """Returns the label of the group for which the call is made; `communicator` itself for a call that names none.
+    """Returns the label of the caller's group, or `communicator` if the call has none.
 
-    Groups of the same members share a communicator, which has the label of the first of them. The others' names are
-    known only to `guarded`, in which every exchange of a group begins.
+    Groups of the same members share a communicator with the label of the first group. The labels of the others are only
+    known in `guarded`, which starts every exchange.
     """
     frame = sys._getframe().f_back
     while frame and frame.f_code is not guarded.__code__:
@@ -250,7 +249,7 @@ def _asked_for(communicator: str) -> str:
 
 
 def _site() -> tuple[str, ...]:
-    """Returns the innermost places in the code, outside torch and the recorder, that led to the call."""
+    """Returns the innermost lines of code outside torch and the recorder that led to the call."""
     places: list[str] = []
     frame = sys._getframe().f_back
     while frame and len(places) < _NUM_SITES:
@@ -264,10 +263,10 @@ Traces = dict[str, dict[str, Any]]
 
 
 def traces(layers: Iterable[Layer]) -> Traces:
-    """Returns, by name of each module of `layers`, its class and attributes in a form that can be compared and sent.
+    """Returns the class and attributes of each module of `layers` by name, as comparable plain data.
 
-    Of parameters: class, attributes, hooks, whether they are trained and have a gradient; not values, dtype or device, which
-    a run gives them. A stand-in of a sharded weight, or of one of another rank, is described as what it stands for.
+    Parameters are described by class, attributes, hooks, `requires_grad` and whether they have a gradient, but not by values,
+    dtype or device, which a run sets. The stand-in of a sharded or remote weight is described as that weight.
     """
     return {
         name: {"class": type(module).__qualname__} | {key: _described(value) for key, value in vars(module).items()}
@@ -278,7 +277,7 @@ def traces(layers: Iterable[Layer]) -> Traces:
 
 @contextmanager
 def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
-    """Gives a list to which each `assemble` within the block adds its model, whole, and the traces of it as it was built."""
+    """Yields a list that receives the model of each `assemble` in the block, with its initial traces."""
     kept: list[tuple[Model, Traces]] = []
 
     def draft(*args: Any) -> Model:
@@ -291,7 +290,7 @@ def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
 
 
 def _described(value: Any) -> Any:
-    """Returns plain data that describes a module's attribute: of a tensor class, attributes, gradient and hooks."""
+    """Returns plain data that describes a module's attribute."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else at: _described(held) for at, (key, held) in enumerate(value.items())}
     if not isinstance(value, Tensor):
@@ -305,7 +304,7 @@ def _described(value: Any) -> Any:
     attributes = set(vars(value))
     if kind is UnregisteredParameter:
         kind, attributes = nn.Parameter, attributes - {"refusal"}
-    with torch._C.DisableTorchFunctionSubclass():  # one that refuses to be read tells all the same what hangs on it
+    with torch._C.DisableTorchFunctionSubclass():  # also for parameters that refuse to be read
         return {
             "class": kind.__qualname__,
             "attributes": sorted(attributes),
@@ -317,7 +316,7 @@ def _described(value: Any) -> Any:
 
 
 def assert_untouched(before: Traces, layers: Iterable[Layer]) -> None:
-    """Asserts that `layers` have no other traces than `before`; names each module and attribute that differs."""
+    """Asserts that the traces of `layers` equal `before`; the message names the differing attributes."""
     after = traces(layers)
     assert after.keys() == before.keys(), sorted(after.keys() ^ before.keys())
     differing = {
@@ -333,7 +332,7 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def can_read_peers() -> bool:
-    """Returns whether sley-cma may read peers' memory: on x86-64 Linux, unless Yama lets parents only; root may."""
+    """Returns whether sley-cma can read the memory of peers: on x86-64 Linux as root or without Yama restrictions."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     return os.geteuid() == 0 or not YAMA.exists() or YAMA.read_text("ascii").strip() == "0"
@@ -343,4 +342,4 @@ ATTACHES = (
     pytest.param(True, marks=pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")),
     False,
 )
-"""Cases of a test with and without `[parallel] cross_memory_attach`."""
+"""Test parameters with and without `[parallel] cross_memory_attach`."""

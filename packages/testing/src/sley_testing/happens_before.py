@@ -1,15 +1,15 @@
-"""Knows which accesses to memory are ordered by a program's waits, and refuses those that only happen to come in order.
+"""Checks that a program's waits order all conflicting memory accesses, with vector clocks.
 
-The device, and each stream of copies, does its work in order. A clock says, of one of them, how much of the others' work
-is done before what it does next; a wait merges clocks:
+The device and each copy stream work in order. The clock of a worker records how much work of the other workers is done before
+its next operation. A wait merges clocks:
 
     stream.follow()      stream <- device       what the device has been given so far
     stream.after(e)      stream <- e            what the event's stream was given before it, and what that followed
     e.hold_device()      device <- e
     e.wait()             host, device <- e      the host gives all work, so whatever it gives later comes later
 
-Two accesses to the same bytes, one of them a write, must be ordered so. A copy out of order is found in any run, whether
-or not it did harm in this one. Memory that is freed, or forgotten by its last owner, counts as written by the device.
+Two accesses to the same bytes must be ordered by clocks if one is a write. A missing order is found in every run, even if
+it did no harm. Freed memory, and memory whose last reference is gone, counts as written by the device.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sley_core.comm.copies import storage_id
 
 Clock = dict[int, int]
-"""By worker, how many of its pieces of work are done; the device is worker 0, streams count from 1."""
+"""The number of completed operations by worker. The device is worker 0, streams count from 1."""
 
 DEVICE = 0
 _SWEEP_EVERY = 4096
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Adds to `clock` what `other` knows."""
+    """Raises `clock` to the maximum of `clock` and `other`."""
     for worker, number in other.items():
         clock[worker] = max(clock.get(worker, 0), number)
 
 
 @dataclass(frozen=True)
 class Copied:
-    """One end of copy `number` of `stream`: bytes `first` to `last` of a storage, which the copy writes or reads."""
+    """Holds one end of copy `number` of `stream`: bytes `first` to `last` of a storage, which the copy reads or writes."""
 
     stream: int
     number: int
@@ -57,7 +57,7 @@ class Copied:
         return self.number <= clock.get(self.stream, 0)
 
     def covers(self, other: Copied) -> bool:
-        """Returns whether order after this one implies order after `other`, and conflicts with `other` conflict with it."""
+        """Returns whether an access that is ordered after this copy cannot conflict with `other`."""
         return (
             self.stream == other.stream
             and self.first <= other.first
@@ -71,8 +71,8 @@ class Copied:
 
 @dataclass
 class _Memory:
-    """What happened to one storage. reference: keeps the address of the storage's object from being used again. device: by the
-    bytes touched, the numbers of the device's last read and last write.
+    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: the
+    numbers of the device's last read and last write, by byte range.
     """
 
     reference: Any
@@ -82,7 +82,7 @@ class _Memory:
 
 
 class Ledger:
-    """What has been given to the device and to each stream, and what of it is ordered. All errors are AssertionErrors."""
+    """Records the work of the device and of streams, and its order. Raises AssertionError for unordered accesses."""
 
     def __init__(self) -> None:
         self.host: Clock = {}
@@ -92,11 +92,11 @@ class Ledger:
         self._copied: dict[int, _Memory] = {}  # those with copies
 
     def owns(self, data: Tensor) -> None:
-        """Takes the memory of `data` for the host's: what the host does with it must follow a `wait`."""
+        """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
         self._of(data).is_host = True
 
     def works(self, name: str, accesses: Sequence[Access]) -> None:
-        """Enters an operation: the host's where all its tensors lie in memory of the host, else the device's."""
+        """Records an operation: of the host if all its tensors are in host memory, else of the device."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
             self.forgotten()
             for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
@@ -119,7 +119,7 @@ class Ledger:
                 memory.device.setdefault(span, [0, 0])[access.writes] = self.device[DEVICE]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Enters that the device frees the memory of `storage`, or gives it other memory."""
+        """Records that the device frees or replaces the memory of `storage`."""
         memory = self._memory.get(storage._cdata) or self._remember(storage)
         self.device[DEVICE] += 1
         whole = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
@@ -129,7 +129,7 @@ class Ledger:
         memory.copies.clear()
 
     def copies(self, stream: int, target: Tensor, source: Tensor) -> int:
-        """Enters a copy, and returns its number on the stream, counted from 1; enters it too where it raises."""
+        """Records a copy, even if it raises, and returns its number on the stream, from 1."""
         clock = self.streams[stream]
         merge(clock, self.host)
         number = clock.get(stream, 0) + 1
@@ -146,11 +146,11 @@ class Ledger:
         return number
 
     def forgotten(self) -> None:
-        """Checks that all memory which nobody holds any more was not forgotten before its copies were known to be done."""
+        """Asserts that no memory lost its last reference before its copies were known to be complete."""
         for key, memory in [*self._copied.items()]:
             memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
             if not memory.copies:
-                del self._copied[key]  # whatever comes is ordered after them
+                del self._copied[key]  # all later work is ordered after them
         for key in [key for key, memory in self._copied.items() if memory.reference.expired()]:
             memory = self._copied.pop(key)
             clock = self.host if memory.is_host else self.device
@@ -191,29 +191,29 @@ class Ledger:
 
 
 _SHAPE_ONLY = {"resize_", "resize_as_", "set_", "is_same_size", "is_pinned", "record_stream", "_unsafe_view"}
-"""Operations that change or ask for shapes alone; the views are found by their schema."""
+"""Operations that only change or read shapes. Views are recognized by their schema."""
 
 _READ_BY_HOST = ("numpy", "tolist", "__dlpack__")
-"""Methods of a tensor that read its values, or give them away, without an operation."""
+"""Tensor methods that read or export values without a torch operation."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """One tensor of an operation, and whether the operation writes it."""
+    """Holds a tensor of an operation, and whether the operation writes to it."""
 
     tensor: Tensor
     writes: bool
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Returns the memory of `tensor`; None for what has none: meta, sparse, and subclasses that stand for others."""
+    """Returns the storage of `tensor`, or None for meta and sparse tensors and wrapper subclasses."""
     if type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__ or tensor.is_meta or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first byte of the storage that an element of `tensor` needs, and the one after the last; (0, 0) if empty."""
+    """Returns the first byte of `tensor` in its storage and the byte after the last; (0, 0) if it is empty."""
     if tensor.numel() == 0:
         return 0, 0
     if tensor.is_contiguous():
@@ -225,13 +225,13 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def described(tensor: Tensor) -> str:
-    """Returns "float32 [2, 3]"."""
+    """Returns the dtype and shape as text, such as "float32 [2, 3]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Calls `saw` before each operation that reads or writes memory, `made` with the tensors that it then returned, and
-    `resizes` before a storage is resized. Subclasses override them; what they raise, the operation's caller gets.
+    """Calls `saw` before each operation that reads or writes memory, `made` with its new tensors, and `resizes` before a
+    storage is resized. Subclasses override these methods. Their errors propagate to the caller of the operation.
     """
 
     def __init__(self) -> None:
@@ -239,18 +239,18 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._thread = threading.get_ident()
 
     def saw(self, name: str, accesses: Sequence[Access]) -> None:
-        """Hears what the operation `name` is about to read and write; views and questions about shapes do neither."""
+        """Handles the accesses of the operation `name` before it runs; views have no accesses."""
 
     def made(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Hears what new tensors the operation `name` has filled."""
+        """Handles the new tensors of the operation `name`."""
 
     def resizes(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
-        """Hears that `storage` is about to get `num_bytes`; returns what to call when it has them, or None."""
+        """Handles a resize of `storage` to `num_bytes`. Returns a function to call after the resize, or None."""
         return None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context manager in which this thread's operations are seen."""
+        """Returns a context manager that watches this thread's operations."""
         with ExitStack() as stack:
             self._thread = threading.get_ident()
             stack.enter_context(self)
@@ -285,7 +285,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
     def _before_host_reads(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `method` of a tensor with a call of `saw` before it, in the watched thread."""
+        """Wraps a tensor method to call `saw` first, in the watched thread."""
 
         def told(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == self._thread:
@@ -295,7 +295,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return told
 
     def _around_resize(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `method` of a storage with a call of `resizes` before it, and of what that returns after it."""
+        """Wraps a storage method to call `resizes` first, and the returned function afterwards."""
 
         def told(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             ours = threading.get_ident() == self._thread
@@ -310,7 +310,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a method that torch does not dispatch, where all of Python looks it up."""
+    """Replaces a method of `owner` for the duration of the context, for methods that torch does not dispatch."""
     is_own = name in vars(owner)
     method = getattr(owner, name)
     setattr(owner, name, wrap(name, method))
@@ -325,7 +325,7 @@ def replaced(owner: Any, name: str, wrap: Callable[[str, Callable[..., Any]], Ca
 
 @cache
 def _arguments(func: Any) -> tuple[list[str], set[str] | None]:
-    """Returns the names of an operation's arguments and of those that it writes; None if it touches no memory at all."""
+    """Returns the names of an operation's arguments and of its written arguments, or None if it accesses no memory."""
     names = [argument.name for argument in func._schema.arguments]
     operation = func._schema.name.partition("::")[2]
     written = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}

@@ -1,11 +1,11 @@
-"""Trains by a plain PyTorch loop, the reference of every run: torch's autograd and optimizer, no engine.
+"""Trains with a plain PyTorch loop as the reference of runs: torch's autograd and optimizer, no engine.
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 loop.load(first)                                 # the run's first weights, by name
 step = loop.step(micro_batches)                  # those of the global batch, in order
 assert_step(step, run.step(own), gradients(run), weights(run))
 
-Nothing here imports Sley's engine, assembly or run, so their faults cannot be on both sides of a comparison.
+This module does not import Sley's engine, so that an engine bug cannot be on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Named: TypeAlias = "list[tuple[str, nn.Parameter]]"
 MakeOptimizer: TypeAlias = "Callable[[Named], torch.optim.Optimizer]"
 
 NEGLIGIBLE = 1e-6
-"""A gradient below this share of the model's largest is zero but for rounding; its error is relative to that share."""
+"""A gradient below this share of the model's largest is rounding noise; its error is relative to that share."""
 
 SMALL = 1e-3
 """The same for a weight's norm below this: weights that start at zero hold only AdamW's steps on rounding errors."""
@@ -87,7 +87,7 @@ class PlainLoop:
 
     @property
     def weights(self) -> Tensors:
-        """Copies of all parameters, by name; a tied one under the first of its names."""
+        """Returns copies of all parameters by name; a tied parameter has its first name."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micros: Sequence[Batch]) -> PlainStep:
@@ -131,7 +131,7 @@ class PlainLoop:
         return args[0]
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
-        """Returns the output of one layer. name: the layer's."""
+        """Returns the output of one layer. name: the layer's name."""
         del name
         return module(*args, **fields)
 
@@ -139,7 +139,7 @@ class PlainLoop:
         self.optimizer.step()
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of one micro-batch."""
+        """Accumulates the gradients of one micro-batch."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         for name, parameter in self.parameters.items():
             master = self.stepped[name]
@@ -150,7 +150,7 @@ class PlainLoop:
 
 
 def _stepped(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter that the optimizer steps: this one, or a copy in fp32 of a trained one in a narrower dtype."""
+    """Returns the parameter that the optimizer steps: an fp32 copy of a narrow trained parameter, else `parameter`."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     if wide == parameter.dtype or not parameter.requires_grad:
         return parameter

@@ -1,4 +1,4 @@
-"""Runs one rank of a test: all that the process that `ranks` starts does, from its first line to its last.
+"""Runs one rank of a test in a process that `ranks` starts.
 
     receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─> wait for the others
 
@@ -37,7 +37,7 @@ _LONGEST_VALUE = 400
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a rank needs to know; `call` holds (function, args, kwargs)."""
+    """Holds the input of a rank. call: the packed (function, args, kwargs)."""
 
     rank: int
     size: int
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: `value` is the pickle of its result, or else `error` that of its exception."""
+    """Holds the result of a rank. value: the pickled result. error: the pickled exception of a failed rank."""
 
     rank: int
     failed: bool
@@ -74,12 +74,12 @@ class Outcome:
 
     @classmethod
     def lost(cls, rank: int, how: str, ended: float, trace: str = "") -> Outcome:
-        """Returns the outcome of a rank that never told how it ended."""
+        """Returns the outcome of a rank that sent none."""
         return cls(rank, True, summary=how, trace=trace, ended=ended)
 
 
 def rank_main(connection: Connection) -> None:
-    """Does one job in a process of its own. Ends quietly if the parent is gone before it sent a job."""
+    """Runs one job in this process. Exits silently if the parent ends before it sends a job."""
     # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
@@ -98,7 +98,7 @@ def rank_main(connection: Connection) -> None:
 
 
 def _run(job: Job) -> Outcome:
-    """Runs a job's call in this process; returns its outcome, also if it raises."""
+    """Runs a job's call and returns its outcome, even if the call raises."""
     try:
         function, args, kwargs = unpack(job.call)
         if job.init:
@@ -116,7 +116,7 @@ def _run(job: Job) -> Outcome:
 
 @contextlib.contextmanager
 def _surroundings(job: Job) -> Iterator[None]:
-    """Takes over the parent's folder, path, environment and filters; output and stacks go to the run's folder."""
+    """Sets the parent's folder, path, environment and warning filters, and redirects output and stacks to files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
@@ -146,7 +146,7 @@ def _surroundings(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _background_failures_are_warnings() -> Iterator[None]:
-    """Turns what fails in a thread, or where nothing can be raised, into warnings of pytest's kind once the block is left."""
+    """Reports thread exceptions and unraisable exceptions as pytest warnings at the end of the block."""
     failures: list[Warning] = []
 
     def text(failure: Any) -> str:
@@ -166,8 +166,8 @@ def _background_failures_are_warnings() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Ends this rank and what it started when pytest is gone, however that happened. The kernel's own signal for this
-    (PR_SET_PDEATHSIG) watches the fork server, which lives as long as its ranks do.
+    """Kills this rank and its child processes when pytest ends. PR_SET_PDEATHSIG would watch the fork server, which lives as
+    long as its ranks do.
     """
     parent = parent_process()
     assert parent is not None, "a rank is started by multiprocessing"
@@ -176,8 +176,8 @@ def _end_with_parent() -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Returns `error` as a pickle that loads to the same, or b"". Exceptions whose constructor takes other arguments than
-    `args` do not survive pickle's own way; they are rebuilt without calling it.
+    """Returns a pickle of `error` that loads to an equal exception, or b"". Exceptions whose constructor does not accept `args`
+    are rebuilt without calling it.
     """
     for candidate in (error, _Rebuilt(error)):
         try:
@@ -207,7 +207,7 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
 
 
 def _trace(error: BaseException) -> str:
-    """Returns the traceback without the kit's own frames; of a failed assertion, the local values of its last frame too."""
+    """Returns the traceback without the kit's frames, with the locals of the last frame for assertion errors."""
     own = str(Path(__file__))
     step = error.__traceback__
     while step and step.tb_frame.f_code.co_filename == own:
@@ -222,7 +222,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _short(value: Any) -> str:
-    """Returns the `repr` of a value, shortened; a text if it has none."""
+    """Returns the shortened `repr` of a value, or a placeholder if `repr` raises."""
     try:
         text = repr(value)
     except Exception as error:
