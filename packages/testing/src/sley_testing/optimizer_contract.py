@@ -244,7 +244,9 @@ class OptimizerContract:
         """Tests a parameter that a program freezes between two steps."""
         plan = plan_from_dict(self._plan())
         parameters = [_Copy(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
-        optimizer = set_training_mode(plan.optimizer.build(parameter_groups(parameters, plan.optimizer.config), torch.device("cpu")))
+        optimizer = set_training_mode(
+            plan.optimizer.build(parameter_groups(parameters, plan.optimizer.config), torch.device("cpu"))
+        )
         parameters[0].parameter.grad = torch.full((3, 4), 0.5, dtype=torch.float64)
         try:
             optimizer.step()
