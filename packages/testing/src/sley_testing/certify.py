@@ -1,4 +1,4 @@
-"""Runs the contract of everything that an installed distribution offers: `train-cli plugins check DIST`.
+"""Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
 loads      each plugin is imported, its records are well-formed, and what they build can be imported
 contract   every record passes the contract of its kind, with the options of its first variant, else its defaults
@@ -57,13 +57,13 @@ LAYOUTS: dict[RecordKind, Tables] = {
 
 EACH = {"use": "core.each"}
 STEPS = 3
-RANKS_S = 120.0  # seconds that the ranks of one run may take
+RANKS_S = 120.0  # the time limit of a run on ranks
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one record, or of a plugin that does not load (`record` is "" then). why: what failed, or was not checked,
-    in one or more lines.
+    """Holds the result of one record, or of a plugin that does not load (with `record` ""). why: the reason of a failure or a
+    skip, in one or more lines.
     """
 
     level: Level
@@ -173,7 +173,7 @@ def _run_contract(kind: RecordKind, table: Tables) -> _Report:
 
 
 class _Report:
-    """A plugin of pytest that keeps what failed, in words. left_open: tests that need a word of the record's author."""
+    """Collects failure messages as a pytest plugin. left_open: tests that need input from the record's author."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -196,7 +196,7 @@ class _Report:
 
 
 def _compare(kind: RecordKind, each: Record, table: Tables) -> None:
-    """Asserts that the small plan has one process's numbers with the record on two ranks. Raises AssertionError, SleyError."""
+    """Asserts that the small plan with the record on two ranks matches one process. Raises AssertionError or SleyError."""
     layout = {**LAYOUTS[kind], kind if kind == "gradient_handlers" else CONTRACTS[kind][2]: table}
     if isinstance(each, GradientHandlerRecord):
         handlers = {"reducer": [table], "before": [table, EACH], "after": [EACH, table]}
@@ -212,7 +212,7 @@ def _compare(kind: RecordKind, each: Record, table: Tables) -> None:
 
 
 def main(distribution: str) -> int:
-    """Prints the verdicts on a distribution's contracts; returns the exit code: 0 if nothing failed, and something passed."""
+    """Prints the verdicts on a distribution's contracts. Returns 0 if at least one record passed and none failed, else 1."""
     verdicts = []
     for verdict in certify(distribution, "contract"):
         verdicts.append(verdict)

@@ -285,7 +285,7 @@ def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
         kept.append((model, traces(model.layers)))
         return model
 
-    with mock.patch.object(drafts, "draft_model", draft):
+    with mock.patch.object(drafts, "build_meta_model", draft):
         yield kept
 
 

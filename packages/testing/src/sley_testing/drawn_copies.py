@@ -1,4 +1,4 @@
-"""Stands for a CPU device whose copies happen as late, and in any order between streams, as a program's waits permit.
+"""Provides a CPU device that delays and reorders copies at random, within the limits of a program's waits.
 
     device = DrawnDevice(order=7)
     with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
@@ -48,13 +48,13 @@ from sley_testing.happens_before import (
 )
 
 RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
-"""How probable a further copy is at each call, drawn once per device: with 0 a copy happens when it must, with 1 at once."""
+"""Probabilities of a further copy at each call. With 0 a copy happens as late as possible, with 1 at once."""
 
 
 @dataclass(frozen=True)
 class DrawnDevice(Device):
-    """The device `cpu` with drawn copies, for `World.alone` and `World.join`; in `ranks`, each rank makes its own. order: the
-    number by which copies are drawn. is_strict: whether rules raise; else only bits tell.
+    """Provides the device `cpu` with random copies for `World.alone` and `World.join`. order: the random seed of the copies.
+    is_strict: whether broken rules raise.
     """
 
     torch_device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -66,21 +66,21 @@ class DrawnDevice(Device):
         object.__setattr__(self, "copies", DrawnCopies(self.order, is_strict=self.is_strict))
 
     def copy_stream(self) -> DrawnStream:
-        """Returns a new stream whose copies this device draws."""
+        """Returns a new stream of this device."""
         return DrawnStream(self.copies)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
-        """Returns memory that counts as the host's: only `wait` orders what the host does with it."""
+        """Returns host memory, whose use by the host only `wait` orders."""
         memory = HostMemory(num_bytes, lock=False)
         self.copies.ledger.owns(memory.data)
         return memory
 
     def keeps_on_host(self, tensor: Tensor) -> None:
-        """Takes the memory of `tensor`, which a CPU shares with its host, for the host's: as that of `host_memory`."""
+        """Marks the memory of `tensor` as host memory, like that of `host_memory`."""
         self.copies.ledger.owns(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which this thread's operations are the device's; on leaving, all copies are done."""
+        """Returns a context manager that treats this thread's operations as the device's; all copies complete at its end."""
         return self.copies.watching()
 
 
@@ -92,7 +92,7 @@ class _Copy:
 
 
 class DrawnCopies:
-    """The copies of all streams of a device that have not happened yet, and the draw that decides when they do."""
+    """Holds the pending copies of all streams of a device, and decides at random when they happen."""
 
     def __init__(self, seed: int, *, is_strict: bool) -> None:
         self.ledger = Ledger()
@@ -110,7 +110,7 @@ class DrawnCopies:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context manager in which operations are seen; on leaving, copies are done, and memory checked."""
+        """Watches operations, and at the end completes all copies and checks memory."""
         with _Watch(self).watching():
             yield
         while self._step():
@@ -118,7 +118,7 @@ class DrawnCopies:
         self.check(self.ledger.forgotten)
 
     def check(self, rule: Callable[..., Any], *args: Any) -> None:
-        """Applies a rule of the ledger. It raises once: what a program then does to end is not in order any more."""
+        """Applies a rule of the ledger. Only the first broken rule raises, since the cleanup of a failed run is unordered."""
         try:
             rule(*args)
         except AssertionError:
@@ -143,20 +143,18 @@ class DrawnCopies:
             self._pending[stream].append(_Copy(at, own, needs))
 
     def tick(self) -> None:
-        """Lets copies happen, or none, as drawn."""
+        """Executes a random number of copies."""
         while self._random.random() < self.rate and self._step():
             pass
 
     def called(self) -> None:
-        """Does as `tick` where a program calls a stream or an event; first looks for memory that was forgotten too early, since
-        the call may order what was not in order when it was forgotten.
-        """
+        """Handles a call of a stream or an event: checks for memory that was released too early, then calls `tick`."""
         self.check(self.ledger.forgotten)
         self.tick()
 
     def ask(self, clock: Clock) -> bool:
-        """Returns whether the host sees that the copies that `clock` names are done; whoever asks often enough sees it. What
-        the device was held for has happened, but the host may hear of it later.
+        """Returns whether the host sees that the copies in `clock` are complete; repeated calls eventually return True. The
+        host may see a completed copy later than the device.
         """
         needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
         if all(self.ledger.host.get(stream, 0) >= number for stream, number in needed.items()):
@@ -168,7 +166,7 @@ class DrawnCopies:
         return all(self._num_done.get(stream, 0) >= number for stream, number in needed.items())
 
     def force(self, clock: Clock) -> None:
-        """Does the copies that `clock` names, with what they need, and as many others as are drawn."""
+        """Executes the copies in `clock`, their dependencies, and a random number of others."""
         self.called()
         needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
         while any(self._num_done.get(stream, 0) < number for stream, number in needed.items()):
@@ -176,7 +174,7 @@ class DrawnCopies:
             assert self._step(late), f"copies that wait for one another: {self._pending}"
 
     def _step(self, streams: set[int] | None = None) -> bool:
-        """Does the next copy of one stream, drawn from those that need not wait for another; False if there is none."""
+        """Executes the next copy of a random ready stream; returns False if there is none."""
         ready = [
             stream
             for stream, queue in self._pending.items()
@@ -197,7 +195,7 @@ class DrawnCopies:
 
 
 class DrawnStream:
-    """A stream of `copies`."""
+    """Is a copy stream of a `DrawnDevice`."""
 
     def __init__(self, copies: DrawnCopies) -> None:
         self._copies = copies
@@ -227,7 +225,7 @@ class DrawnStream:
 
 
 class DrawnEvent:
-    """What a stream had been given, and what that waits for: `clock`."""
+    """Marks a point in a stream. clock: the work that precedes it."""
 
     def __init__(self, copies: DrawnCopies, clock: Clock) -> None:
         self.clock = clock
@@ -279,7 +277,7 @@ class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
 
 
 class Span:
-    """A tensor whose memory its owners may give back: then there is nothing to copy from or into."""
+    """Refers weakly to a tensor, whose owners may free its memory before a copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
@@ -288,7 +286,7 @@ class Span:
         self._extent = extent(tensor)
 
     def tensor(self) -> Tensor | None:
-        """Returns the tensor, unseen by autograd; None if its memory is gone."""
+        """Returns the tensor without autograd, or None if its memory is freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() < self._extent[1]:
             return None
@@ -301,7 +299,7 @@ class Span:
 
 
 def poison(span: Span) -> None:
-    """Fills memory with what nobody can take for a number: NaN; of integers, large ones."""
+    """Fills memory with NaN, or with the maximum for integers."""
     tensor = span.tensor()
     if tensor is None:
         return
@@ -315,7 +313,7 @@ def poison(span: Span) -> None:
 def as_tensor(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """Returns a tensor in `storage`, which keeps it."""
+    """Returns a tensor that keeps `storage` alive."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
     found: Tensor = empty.set_(storage, offset, shape, stride)
     return found
@@ -329,7 +327,7 @@ def storage_guard() -> AbstractContextManager[None]:
 
 
 def check_present(name: str, accesses: Sequence[Access]) -> None:
-    """Raises AssertionError if a tensor of the operation `name` lies, in part, in memory that is not there."""
+    """Raises AssertionError if memory of a tensor of the operation `name` is freed."""
     for access in accesses:
         needed, present = _bytes(access.tensor)
         verb = "writes" if access.writes else "reads"
@@ -340,7 +338,7 @@ def check_present(name: str, accesses: Sequence[Access]) -> None:
 
 
 def safe_to_print() -> AbstractContextManager[None]:
-    """Returns a context manager in which tensors without memory can be printed, as in the traceback of a test."""
+    """Returns a context manager that makes freed tensors printable, such as in tracebacks."""
 
     def wrap(_name: str, method: Callable[..., str]) -> Callable[..., str]:
         def of(tensor: Tensor, *args: object, **kwargs: object) -> str:
@@ -353,7 +351,7 @@ def safe_to_print() -> AbstractContextManager[None]:
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """Returns how many bytes of its storage `tensor` needs, and how many there are."""
+    """Returns the bytes of its storage that `tensor` needs, and the bytes of the storage."""
     storage = storage_of(tensor)
     return (0, 0) if storage is None else (extent(tensor)[1], storage.nbytes())
 
@@ -367,7 +365,7 @@ WAITS = ((DrawnStream, "follow"), (DrawnStream, "after"), (DrawnEvent, "hold_dev
 
 
 class Site(NamedTuple):
-    """A line that calls `wait`, within `function`."""
+    """Identifies a line of code that calls a wait."""
 
     file: str
     line: int
@@ -379,7 +377,7 @@ class Site(NamedTuple):
 
 
 def wait_sites(program: Callable[[], object]) -> list[Site]:
-    """Calls `program`; returns the sites of the waits that it called, in the order of their first calls."""
+    """Calls `program`, and returns the sites of its waits in the order of their first calls."""
     found: dict[Site, None] = {}
 
     def seen(site: Site) -> bool:
@@ -393,14 +391,14 @@ def wait_sites(program: Callable[[], object]) -> list[Site]:
 
 @contextmanager
 def without(site: Site) -> Iterator[None]:
-    """Returns a context manager in which the waits of `site` do nothing."""
+    """Disables the waits of `site` in the block."""
     with _asked(lambda one: one != site):
         yield
 
 
 @contextmanager
 def _asked(wants: Callable[[Site], bool]) -> Iterator[None]:
-    """Makes every wait ask, with its site, whether to happen."""
+    """Makes each wait conditional on `wants(site)`."""
 
     def wrap(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes small models, each with one habit of people's code around a linear: `factory = "sley_testing.habits:model"`,
+"""Builds small models that each have one coding habit around a linear: `factory = "sley_testing.habits:model"`,
 `options.habit`.
 
 Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`runs.assert_by_hand`).
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class InPlace(Block):
-    """Results of linears that are written to, of 3-d and of 2-d inputs, with and without a bias."""
+    """Writes to the outputs of linears with 2-d and 3-d inputs, with and without a bias."""
 
     def forward(self, hidden: Tensor) -> Any:
         result = self.one(hidden)
@@ -38,7 +38,7 @@ class InPlace(Block):
 
 
 class Adaptive(Block):
-    """As deep as the tokens say, one, two or three times; in the first step once."""
+    """Repeats its linears one to three times, depending on the tokens, and once in the first step."""
 
     def depth(self, tokens: Tensor) -> int:
         return 1 + int(tokens[0, 0]) // 4 % 3
@@ -50,7 +50,7 @@ class Adaptive(Block):
 
 
 class AdaptiveAgain(Adaptive):
-    """The same, each time under the checkpoint that runs a backward within the backward."""
+    """Does the same under reentrant checkpointing."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
         for _ in range(self.depth(tokens)):
@@ -59,7 +59,7 @@ class AdaptiveAgain(Adaptive):
 
 
 class Normed(nn.Module):
-    """Linears whose weight is made of other parameters before each call."""
+    """Uses linears whose weight is computed from other parameters before each call."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Normed(nn.Module):
 
 
 class Frozen(Block):
-    """A low-rank step beside frozen linears."""
+    """Adds a low-rank update to frozen linears."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -87,7 +87,7 @@ class Frozen(Block):
 
 
 class GradientWithin(Block):
-    """A forward that asks for a gradient of its own: a step against the input, which adds nothing to any weight."""
+    """Computes an input gradient in the forward, without a contribution to weight gradients."""
 
     def forward(self, hidden: Tensor) -> Any:
         with torch.enable_grad():
@@ -97,7 +97,7 @@ class GradientWithin(Block):
 
 
 class Penalty(Block):
-    """A gradient that is trained through: its own derivative belongs to the weights."""
+    """Trains through a gradient, whose derivative contributes to the weights."""
 
     def forward(self, hidden: Tensor) -> Any:
         at = hidden.detach().requires_grad_()
@@ -108,7 +108,7 @@ class Penalty(Block):
 
 
 class Swapped(Block):
-    """Calls a linear with another weight than its own."""
+    """Calls a linear with the weight of another one."""
 
     def forward(self, hidden: Tensor) -> Any:
         other = {"weight": self.two.weight * 2, "bias": self.one.bias}
@@ -116,7 +116,7 @@ class Swapped(Block):
 
 
 class Mapped(Block):
-    """Calls linears under torch.func: sample by sample, and forward-mode derivatives."""
+    """Calls linears under `torch.func.vmap` and forward-mode differentiation."""
 
     def forward(self, hidden: Tensor) -> Any:
         each = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
@@ -127,7 +127,7 @@ class Mapped(Block):
 
 
 class NoGradient(torch.autograd.Function):
-    """Uses a weight and says that it has no gradient."""
+    """Uses a weight and returns no gradient for it."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Silent(Block):
 
 
 class Hooked(Block):
-    """Hooks on the result of a linear and on its module."""
+    """Registers hooks on the output of a linear and on its module."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -157,7 +157,7 @@ class Hooked(Block):
 
 
 class HookedWeights(Block):
-    """Gradients of a weight and of a bias that are clipped, scaled and masked by hooks on them."""
+    """Clips, scales and masks gradients of a weight and a bias by hooks."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -174,7 +174,7 @@ class HookedWeights(Block):
 
 
 class Clamping(torch.autograd.Function):
-    """A backward that writes to the gradient that it is given, and returns that."""
+    """Has a backward that modifies its input gradient in place."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Clamping(torch.autograd.Function):
 
 
 class WrittenGradients(Block):
-    """Branches whose hooks and backwards write in place to a gradient that a linear was given before."""
+    """Modifies gradients in place that a linear has received before."""
 
     def forward(self, hidden: Tensor) -> Any:
         beside = hidden * 1.0
@@ -200,7 +200,7 @@ class WrittenGradients(Block):
 
 
 class Fused(torch.autograd.Function):
-    """A linear whose backward adds to `weight.grad` itself, as fused kernels do: by a new tensor or in place."""
+    """Computes a linear whose backward adds to `weight.grad` itself, as fused kernels do."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, held: nn.Linear, in_place: bool) -> Tensor:
@@ -223,7 +223,7 @@ class Fused(torch.autograd.Function):
 
 
 class Assigned(Block):
-    """Uses of `Fused`: of a weight in the graph, of one that is not, and of one that autograd has a gradient of too."""
+    """Uses `Fused` with a weight in the graph, a detached weight, and a weight that also has an autograd gradient."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -252,11 +252,11 @@ KINDS: tuple[type[nn.Module], ...] = (
 HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}  # by name, each called with the width of the model
 
 OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Assigned)}
-"""Others, which need whole gradients of weights: they are refused where weights are sharded."""
+"""Habits that need full weight gradients and are refused for sharded weights."""
 
 
 def init(module: nn.Module, name: str) -> None:
-    """Values that depend on the place alone, for parameters under whatever name a hook gave them."""
+    """Initializes parameters with values that depend only on their names."""
     for key, parameter in module.named_parameters(recurse=False):
         generator = torch.Generator().manual_seed(sum(map(ord, f"{name}.{key}")))
         with torch.no_grad():
@@ -269,7 +269,7 @@ class Embed(nn.Embedding):
 
 
 def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
-    """Returns two blocks of one habit between an embedding and a head, by name."""
+    """Returns an embedding, two blocks with the habit, and a head, by name."""
     assert data.vocab_size is not None
     kind = (HABITS | OF_WHOLE_GRADIENTS)[habit]
     blocks = [(f"blocks.{at}", kind(hidden)) for at in range(2)]

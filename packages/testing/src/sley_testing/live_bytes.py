@@ -1,4 +1,4 @@
-"""Measures a run: the most tensor bytes that were alive at once on the host, and figures beside their targets.
+"""Measures the peak of live host tensor bytes in a run, and records figures with their targets.
 
     with memory_profile() as profile:
         run.step()
@@ -27,7 +27,7 @@ from sley_core.plan.load import plan_from_dict
 
 
 class Allocation(NamedTuple):
-    """Memory that came or went. at_ns: when. address: where it lies. num_bytes: how much; below zero where it went."""
+    """Describes an allocation or a free. at_ns: the time. address: the address. num_bytes: the size, negative for a free."""
 
     at_ns: int
     address: int
@@ -36,7 +36,7 @@ class Allocation(NamedTuple):
 
 @contextmanager
 def memory_profile() -> Iterator[list[Allocation]]:
-    """Yields a list that has, behind the block, what its threads allocated and freed on the host, in the order of time."""
+    """Yields a list that receives, after the block, the host allocations and frees of its threads in order of time."""
     events: list[Allocation] = []
     torchs: Any = profile(profile_memory=True)
     enable: Any = _autograd._enable_profiler  # its stub lacks the scopes
@@ -89,7 +89,7 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
 
 
 class Figure(NamedTuple):
-    """A figure with its unit, and its target: "" where there is none; is_met: None then."""
+    """Holds a figure with its unit. target: the target, or "". is_met: whether the target is met, or None."""
 
     what: str
     figure: str
@@ -98,7 +98,7 @@ class Figure(NamedTuple):
 
 
 def note(figure: Figure) -> None:
-    """Adds a line to the file that the environment variable SLEY_FIGURES names, if it does: `nox -s gpu` prints that."""
+    """Adds a line to the file in the environment variable SLEY_FIGURES, if set; `nox -s gpu` prints that file."""
     if place := os.environ.get("SLEY_FIGURES"):
         verdict = {True: "met", False: "NOT MET", None: ""}[figure.is_met]
         with Path(place).open("a", encoding="utf-8") as file:

@@ -42,28 +42,28 @@ def assert_close_gradients(
 ) -> None:
     """Asserts that the error of every tensor is at most `relative`; the message lists the largest errors."""
     errors = relative_errors(reference, other, floor=floor)
-    wrong = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
-    if wrong:
-        lines = [f"  {name} {tuple(reference[name].shape)}: {error:.3g}" for error, name in wrong[:_SHOWN]]
-        more = [f"  and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        title = f"{len(wrong)} of {len(errors)} differ by more than {relative:g}, the worst first"
-        raise AssertionError("\n".join([title, *lines, *more]))
+    failures = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
+    if failures:
+        lines = [f"  {name} {tuple(reference[name].shape)}: {error:.3g}" for error, name in failures[:_SHOWN]]
+        omitted = [f"  and {len(failures) - _SHOWN} more"] if len(failures) > _SHOWN else []
+        title = f"{len(failures)} of {len(errors)} differ by more than {relative:g}, the worst first"
+        raise AssertionError("\n".join([title, *lines, *omitted]))
 
 
 def assert_same_bits(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     """Asserts that all tensors are bit-identical; the message lists those that differ."""
     _assert_same_layout(reference, other)
-    wrong = [name for name, value in reference.items() if not same_bits(value, other[name])]
-    if wrong:
+    differing_names = [name for name, value in reference.items() if not same_bits(value, other[name])]
+    if differing_names:
         lines = []
-        for name in wrong[:_SHOWN]:
+        for name in differing_names[:_SHOWN]:
             values = [tensor.detach().cpu() for tensor in (reference[name], other[name])]
             text = f"{values[0].dtype} against {values[1].dtype}"
             if values[0].dtype == values[1].dtype:
                 unequal = values[0] != values[1]
                 text = f"{int(unequal.sum())} of {unequal.numel()} elements, error {_error(values[0], values[1], 0.0):.3g}"
             lines.append(f"  {name}: {text}")
-        raise AssertionError("\n".join([f"{len(wrong)} of {len(reference)} differ", *lines]))
+        raise AssertionError("\n".join([f"{len(differing_names)} of {len(reference)} differ", *lines]))
 
 
 def _assert_same_layout(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -77,8 +77,8 @@ def _assert_same_layout(reference: Mapping[str, Tensor], other: Mapping[str, Ten
 
 def _error(reference: Tensor, other: Tensor, floor: float) -> float:
     """Returns the norm of the difference relative to the reference's norm, at least `floor`; inf if it is not finite."""
-    expected, found = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, other))
-    difference = (found - expected).norm().item()
+    expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, other))
+    difference = (actual - expected).norm().item()
     if difference == 0.0:
         return 0.0
     scale = max(expected.norm().item(), floor)
@@ -102,69 +102,69 @@ def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = 
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
-        found: Bits = {}
+        bits: Bits = {}
         for _ in range(num_steps):
             row = run.step()
             for key in ("loss", "grad_norm"):
-                found[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
+                bits[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
         if run.held_out is not None:
-            found["held out"] = run.evaluate().hex().encode()
-        found |= {name: _bytes(value) for name, value in _wholes(run)}
-        return found
+            bits["held out"] = run.evaluate().hex().encode()
+        bits |= {name: _bytes(value) for name, value in _wholes(run)}
+        return bits
 
 
 def differing(ranks: Sequence[Bits], others: Sequence[Bits]) -> list[str]:
     """Returns the names whose bits differ between two runs or are missing in one."""
-    one, other = _merged(ranks), _merged(others)
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    first_bits, second_bits = _merged(ranks), _merged(others)
+    return sorted(name for name in first_bits.keys() | second_bits.keys() if first_bits.get(name) != second_bits.get(name))
 
 
 def digest(ranks: Sequence[Bits]) -> str:
     """Returns the sha256 of the merged bits of all ranks."""
-    held = sha256()
+    hasher = sha256()
     for name, value in sorted(_merged(ranks).items()):
-        held.update(f"{name} {len(value)} ".encode())
-        held.update(value)
-    return held.hexdigest()
+        hasher.update(f"{name} {len(value)} ".encode())
+        hasher.update(value)
+    return hasher.hexdigest()
 
 
 def _merged(ranks: Sequence[Bits]) -> Bits:
     """Merges the bits of all ranks; asserts that ranks agree on common names."""
-    found: Bits = {}
+    merged: Bits = {}
     for bits in ranks:
         for name, value in bits.items():
-            assert found.setdefault(name, value) == value, f"ranks that hold {name} differ"
-    return found
+            assert merged.setdefault(name, value) == value, f"ranks that hold {name} differ"
+    return merged
 
 
 def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
     """Yields names and full tensors of weights, master weights and optimizer states. Gathers in registry order."""
     run.parts.weights.settle()
-    known = {(one.name, one.state): one for one in states_of(run.stepper.update)}
+    states = {(state_tensor.name, state_tensor.state): state_tensor for state_tensor in states_of(run.stepper.update)}
     # A rank that steps no element of a weight has no state, but must join the collective.
-    kinds = sorted({state for _, state in known})
+    state_names = sorted({state for _, state in states})
     for param in run.registry:
         yield param.name, _unsharded(run, param, param.parameter.detach())
         if not param.trainable:
             continue
-        for kind in kinds:
-            one = known.get((param.name, kind))
-            is_scalar = one is not None and one.tensor.ndim == 0
-            if is_scalar or (one is None and kind == "step"):
-                if one is not None:
-                    yield f"{param.name} {kind}", one.tensor
+        for state_name in state_names:
+            state_tensor = states.get((param.name, state_name))
+            is_scalar = state_tensor is not None and state_tensor.tensor.ndim == 0
+            if is_scalar or (state_tensor is None and state_name == "step"):
+                if state_tensor is not None:
+                    yield f"{param.name} {state_name}", state_tensor.tensor
                 continue
-            dtype = run.stepper.update.masters.wide if one is None else one.tensor.dtype
-            own = torch.zeros(param.parameter.shape, dtype=dtype, device=param.parameter.device)
-            if one is not None and one.elements is not None:
-                own.view(-1)[one.elements.first : one.elements.last] = one.tensor.reshape(-1)
-            elif one is not None:
-                own.copy_(one.tensor)
+            dtype = run.stepper.update.masters.wide if state_tensor is None else state_tensor.tensor.dtype
+            full_state = torch.zeros(param.parameter.shape, dtype=dtype, device=param.parameter.device)
+            if state_tensor is not None and state_tensor.elements is not None:
+                full_state.view(-1)[state_tensor.elements.first : state_tensor.elements.last] = state_tensor.tensor.reshape(-1)
+            elif state_tensor is not None:
+                full_state.copy_(state_tensor.tensor)
             if run.store.elements(param) is not None:
                 buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
                 assert buffer.shard is not None, param
-                _join(run, own, buffer.shard.axis)
-            yield f"{param.name} {kind}", _unsharded(run, param, own)
+                _join(run, full_state, buffer.shard.axis)
+            yield f"{param.name} {state_name}", _unsharded(run, param, full_state)
 
 
 def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:
@@ -182,10 +182,10 @@ def _unsharded(run: Run, param: Param, own: Tensor) -> Tensor:
 def _join(run: Run, whole: Tensor, axis: str) -> None:
     """Merges the bytes of `whole` over the group; each byte is nonzero on at most one rank."""
     group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
-    every = own.new_empty(group.size, *own.shape)
+    gathered = own.new_empty(group.size, *own.shape)
     # All ranks of the group use the registry order.
-    group.all_gather(every, own[None], what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
-    own.copy_(every.sum(0))
+    group.all_gather(gathered, own[None], what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
+    own.copy_(gathered.sum(0))
 
 
 def _bytes(value: Tensor) -> bytes:

@@ -51,15 +51,15 @@ def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
     """Returns a deep copy of `tables` with changes. `table__key=value` sets a key and adds a missing table, `table=value` sets
     a table, and None removes a key or table.
     """
-    made = deepcopy(dict(tables))
+    result = deepcopy(dict(tables))
     for path, value in deepcopy(changes).items():
         table, _, key = path.partition("__")
-        target, name = (made.setdefault(table, {}), key) if key else (made, table)
+        target, name = (result.setdefault(table, {}), key) if key else (result, table)
         if value is None:
             target.pop(name, None)
         else:
             target[name] = value
-    return made
+    return result
 
 
 def write_texts(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Gives pytest the plugin `sley`: fixtures whose modules, and torch with them, are imported when a test first asks for them.
+"""Defines the pytest plugin `sley`, whose fixtures import torch and other modules on first use.
 
 pytest loads this before it measures coverage and before any test needs torch, so only pytest is imported here.
 """
@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Adds the numbers of tests to the table of `nox -s gpu`."""
+    """Adds the test counts to the table of `nox -s gpu`."""
     if "SLEY_FIGURES" in os.environ:
         from sley_testing.live_bytes import Figure, note
 
@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Lets the traceback of a failed test name tensors whose memory was freed; printing one would end the process."""
+    """Makes freed tensors printable in the traceback of a failed test, since printing them would crash the process."""
     if call.excinfo is None or "torch" not in sys.modules:
         return (yield)
     from sley_testing.drawn_copies import safe_to_print
@@ -67,7 +67,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
-    """`ranks(n, timeout_s=60, init=True)` is a callable: `(function, *args, **kwargs) -> [result of rank 0, 1, ...]`.
+    """Returns `ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns n results.
 
     `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`.
     This process works with one thread meanwhile, as each rank does: a kernel's sums depend on how many there are.
@@ -89,7 +89,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for plans with two text files of short documents: what `sley_testing.plans.small_plan` reads."""
+    """Returns a plan folder with the text files that `sley_testing.plans.small_plan` reads."""
     from sley_testing.plans import write_texts
 
     folder = tmp_path_factory.mktemp("plan")
@@ -99,8 +99,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`plugin_folder(folder, mine="my_plugin")` makes the modules in `folder` a distribution with these plugins. For this test,
-    and for ranks that it starts, it is as pip leaves one: `mine.NAME` can stand in a plan.
+    """Returns `plugin_folder`: `plugin_folder(folder, mine="my_plugin")` installs the modules in `folder` as a distribution with
+    these plugins, for this test and its ranks.
     """
 
     def install(folder: Path, **plugins: str) -> None:
@@ -118,7 +118,7 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 @pytest.fixture
 def no_children() -> Iterator[None]:
-    """Fails the test if a process that it started is still there a second after its end."""
+    """Fails the test if one of its processes is still running a second after its end."""
     from sley_testing.processes import assert_none_left
 
     yield

@@ -1,4 +1,4 @@
-"""Imports once, in the fork server, what ranks need, so that a rank starts in milliseconds with everything in place.
+"""Imports the modules that ranks need once in the fork server, so that a rank starts in milliseconds.
 
 torch's own late imports are here too: the first optimizer of a process imports torch._dynamo, which takes a second.
 A module that does not import here is left to the rank that needs it, whose error then names the test.
@@ -24,7 +24,7 @@ from sley_core.table import Table
 
 
 def modules() -> Iterator[str]:
-    """Names of what a rank of a test is likely to need: pytest, torch, all of core, and of what is installed and needs core."""
+    """Yields the names of modules that ranks probably need: pytest, torch, core, and all installed packages that need core."""
     yield from ("pytest", "torch.distributed", "torch._dynamo", "torch.profiler._cupti_monitor", "packaging.requirements")
     yield from _all_of(sley_core)
     for dist in distributions():
@@ -42,7 +42,7 @@ def _all_of(package: ModuleType) -> Iterator[str]:
 
 
 def assemble_once() -> None:
-    """Assembles a small run, as every rank will: what torch and pydantic make when first used is then there.
+    """Assembles a small run, so that lazily created state of torch and pydantic exists before the fork.
 
     It takes no step: autograd refuses to work in a process that was forked after its first backward. The random numbers of
     this process are as they were.

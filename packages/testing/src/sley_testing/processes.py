@@ -1,4 +1,4 @@
-"""Finds the processes that a test has left behind, and the addresses on which one listens; reads /proc, so on Linux only."""
+"""Finds processes that a test has left running, and listening sockets. Reads /proc, so it works only on Linux."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HELPERS = ("from multiprocessing.forkserver import", "from multiprocessing.reso
 """Python's own servers, which live as long as the interpreter that started them."""
 
 MARK = "SLEY_TEST_PROGRAM"
-"""The variable whose value a forked program is called by: /proc shows the environment of what it was forked from."""
+"""The variable that names a forked program, since /proc shows the environment of its fork server."""
 
 _LISTEN = "0A"
 _PR_SET_NAME = 15
@@ -26,7 +26,7 @@ _NAME_LENGTH = 15
 
 @dataclass(frozen=True)
 class Process:
-    """A process that runs (not one that has ended and waits to be collected)."""
+    """Describes a running process."""
 
     pid: int
     parent: int
@@ -35,7 +35,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Listener:
-    """An open door: `address` is a loopback address unless others can come in."""
+    """Describes a listening socket."""
 
     address: IPv4Address | IPv6Address
     port: int
@@ -50,7 +50,7 @@ class Listener:
 
 
 def descendants(pid: int | None = None) -> list[Process]:
-    """Returns every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves."""
+    """Returns all descendants of `pid` (default: this process), except Python's fork server and resource tracker."""
     root, everything = os.getpid() if pid is None else pid, list(_processes())
     # What a fork server has forked, and what that forks, shows the server's command line: only a server itself is left out.
     own = [process.command for process in everything if process.pid == root]
@@ -80,13 +80,13 @@ def processes_with(variable: str, value: str) -> list[Process]:
 
 
 def call_itself(env: Mapping[str, str]) -> None:
-    """Lets `processes_with` find this process, and those that it forks, by the `MARK` in `env`, if there is one."""
+    """Names this process by the `MARK` in `env`, if any, so that `processes_with` finds it and its forks."""
     if sys.platform == "linux" and MARK in env:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, env[MARK][-_NAME_LENGTH:].encode(), 0, 0, 0)
 
 
 def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:
-    """Asserts that `find()` is empty now or within `within_s`; else raises an AssertionError that lists the processes."""
+    """Asserts that `find()` returns no process within `within_s`; the message lists the remaining processes."""
     deadline = time.monotonic() + within_s
     while left := find():
         lines = "\n".join(f"  {process.pid}: {process.command}" for process in left)
@@ -95,7 +95,7 @@ def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_
 
 
 def listening_sockets(pid: int) -> list[Listener]:
-    """Returns the TCP sockets, IPv4 and IPv6, on which process `pid` listens now; none if it is gone."""
+    """Returns the TCP sockets on which process `pid` listens, or none if the process has ended."""
     sockets = set()
     with suppress(OSError):
         for descriptor in (_PROC / str(pid) / "fd").iterdir():

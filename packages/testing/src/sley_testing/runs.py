@@ -93,13 +93,13 @@ def record(
             prepare(run)
         recorded.first = weights(run)
         for number in range(num_steps):
-            own = None if batches is None else batches[number]
-            if isinstance(own, Mapping):  # this rank's rows, or those of its micro-batches
-                own = {name: value[run.rows] for name, value in own.items()}
-            elif own is not None:
+            own_batch = None if batches is None else batches[number]
+            if isinstance(own_batch, Mapping):  # this rank's rows, or those of its micro-batches
+                own_batch = {name: value[run.rows] for name, value in own_batch.items()}
+            elif own_batch is not None:
                 size = plan.batch.micro_size
-                own = own[run.rows.start // size : run.rows.stop // size]
-            recorded.rows.append(run.step(own))
+                own_batch = own_batch[run.rows.start // size : run.rows.stop // size]
+            recorded.rows.append(run.step(own_batch))
             recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
         if run.held_out is not None:
@@ -142,18 +142,18 @@ def gradients(run: Run) -> Tensors:
 def weights(run: Run) -> Tensors:
     """Returns host copies of this rank's parameters and buffers, by name. Sharded parameters are gathered."""
     parts = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
-    found = {param.name: weight.cpu() for param, weight in parts.items()}
+    tensors = {param.name: weight.cpu() for param, weight in parts.items()}
     for layer in run.layers:
-        found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
-    return found
+        tensors |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
+    return tensors
 
 
 def assert_same_run(reference: Recorded, other: Recorded) -> None:
     """Asserts that losses, norms, gradients, weights and held-out losses of two runs are bit-identical."""
-    for wanted, found in zip(reference.rows, other.rows, strict=True):
-        assert (wanted["loss"], wanted["grad_norm"]) == (found["loss"], found["grad_norm"]), (wanted, found)
-    for these, those in zip(reference.gradients, other.gradients, strict=True):
-        assert_same_bits(these, those)
+    for expected, actual in zip(reference.rows, other.rows, strict=True):
+        assert (expected["loss"], expected["grad_norm"]) == (actual["loss"], actual["grad_norm"]), (expected, actual)
+    for expected_gradients, actual_gradients in zip(reference.gradients, other.gradients, strict=True):
+        assert_same_bits(expected_gradients, actual_gradients)
     assert_same_bits(reference.weights, other.weights)
     assert reference.held_out == other.held_out
 
@@ -161,7 +161,7 @@ def assert_same_run(reference: Recorded, other: Recorded) -> None:
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
     """Asserts that each rank in `others` matches the one-process `reference` within the tolerances of this precision."""
     # A gradient below this share of the model's largest gradient is rounding noise.
-    floor = 1e-6 * max((float(one.double().norm()) for one in reference.gradients[0].values()), default=0.0)
+    floor = 1e-6 * max((float(gradient.double().norm()) for gradient in reference.gradients[0].values()), default=0.0)
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
         assert_close_gradients(reference.gradients[0], other.gradients[0], GRADIENTS[precision], floor=floor)
@@ -171,16 +171,16 @@ def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: st
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
     """Asserts parity of ranks that each hold a part of the model, and that every parameter is on a rank."""
-    near, far = GRADIENTS[precision], WEIGHTS[precision]
+    gradient_tolerance, weight_tolerance = GRADIENTS[precision], WEIGHTS[precision]
     for rank, layout in enumerate(layouts):
         assert_same_bits(_part(reference.first, layout.first), layout.first)
-        own = layout.gradients[0]
-        assert_close_gradients(_part(reference.gradients[0], own), own, near, floor=1e-6)
-        assert_close_gradients(_part(reference.weights, layout.weights), layout.weights, far)
+        own_gradients = layout.gradients[0]
+        assert_close_gradients(_part(reference.gradients[0], own_gradients), own_gradients, gradient_tolerance, floor=1e-6)
+        assert_close_gradients(_part(reference.weights, layout.weights), layout.weights, weight_tolerance)
         _assert_close_rows(reference, layout, precision, rank)
         if reference.held_out is not None:
             assert layout.held_out is not None
-            assert math.isclose(layout.held_out, reference.held_out, rel_tol=far), (
+            assert math.isclose(layout.held_out, reference.held_out, rel_tol=weight_tolerance), (
                 f"rank {rank}: held-out {layout.held_out}, not {reference.held_out}"
             )
     assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
@@ -188,13 +188,13 @@ def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], pre
 
 def _assert_close_rows(reference: Recorded, other: Recorded, precision: str, rank: int) -> None:
     """Asserts that loss and norm are close and the number of tokens is equal in each step."""
-    for wanted, found in zip(reference.rows, other.rows, strict=True):
-        place = f"rank {rank}, step {wanted['step']}"
-        limit = (GRADIENTS if wanted["step"] == 1 else WEIGHTS)[precision]
-        assert found.get("tokens") == wanted.get("tokens"), f"{place}: {found.get('tokens')} tokens"
+    for expected, actual in zip(reference.rows, other.rows, strict=True):
+        label = f"rank {rank}, step {expected['step']}"
+        limit = (GRADIENTS if expected["step"] == 1 else WEIGHTS)[precision]
+        assert actual.get("tokens") == expected.get("tokens"), f"{label}: {actual.get('tokens')} tokens"
         for key in ("loss", "grad_norm"):
-            error = abs(found[key] - wanted[key]) / max(abs(wanted[key]), 1e-30)
-            assert error <= limit, f"{place}: {key} {found[key]}, not {wanted[key]}"
+            error = abs(actual[key] - expected[key]) / max(abs(expected[key]), 1e-30)
+            assert error <= limit, f"{label}: {key} {actual[key]}, not {expected[key]}"
 
 
 def _part(whole: Tensors, of: Tensors) -> Tensors:
@@ -234,7 +234,10 @@ def assert_by_hand(
     loop.load(start)
     for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
         size = len(next(iter(batch.values())))
-        micros = [{name: value[at : at + micro_size] for name, value in batch.items()} for at in range(0, size, micro_size)]
+        micros = [
+            {name: value[offset : offset + micro_size] for name, value in batch.items()}
+            for offset in range(0, size, micro_size)
+        ]
         assert_step(loop.step(micros), row, gradients, {}, tolerance)
     weights = loop.weights
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
@@ -251,12 +254,12 @@ def fail_once(run: Run, backward: int = 0) -> None:
             raise ValueError("the contract's failing backward")
 
     assert run.feed is not None
-    before = run.feed.state()
+    feed_state = run.feed.state()
     hook = run.registry.trainable[0].parameter.register_hook(fail)  # type: ignore[no-untyped-call]  # torch's
     with pytest.raises(ValueError, match="the contract's failing backward"):
         run.step()
     hook.remove()
-    run.feed.restore(before)
+    run.feed.restore(feed_state)
 
 
 def counts_of(part: object) -> dict[str, float]:
@@ -269,21 +272,21 @@ def counts_of(part: object) -> dict[str, float]:
     return first
 
 
-def random_action_lists(placement: Placement, micros: int, chance: Random) -> list[list[Action]]:
+def random_action_lists(placement: Placement, micros: int, generator: Random) -> list[list[Action]]:
     """Returns random valid action lists, with full or split backwards."""
-    made: list[list[Action]] = [[] for _ in range(placement.stages)]
+    lists: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
     ready = [(Kind.FORWARD, 0, micro) for micro in range(micros)]
     while ready:
-        kind, position, micro = ready.pop(chance.randrange(len(ready)))
+        kind, position, micro = ready.pop(generator.randrange(len(ready)))
         stage, chunk = placement.holder(position)
-        made[stage].append(Action(kind, chunk, micro))
+        lists[stage].append(Action(kind, chunk, micro))
         if kind is Kind.FORWARD and position < last:
             ready.append((Kind.FORWARD, position + 1, micro))
         elif kind is Kind.FORWARD:
-            ready.append((chance.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, micro))
+            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, micro))
         elif kind is not Kind.WEIGHT_GRADIENT and position > 0:
-            ready.append((chance.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, micro))
+            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, micro))
         if kind is Kind.INPUT_GRADIENT:
             ready.append((Kind.WEIGHT_GRADIENT, position, micro))
-    return made
+    return lists

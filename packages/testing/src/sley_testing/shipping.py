@@ -1,4 +1,4 @@
-"""Pickles a call so that another process can load it, even where pytest made up the module's name.
+"""Pickles a call so that another process can load it, even if pytest generated the module name.
 
 With `--import-mode=importlib` a test module is called `packages.core.tests.test_x` and no import statement finds it.
 A call is therefore sent with the source of every module that its pickle names, and the receiver loads by file what it
@@ -24,7 +24,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """Where a module comes from: its file, and of a package the folders in which its modules are found."""
+    """Holds the origin of a module: its file, and for a package the folders of its modules."""
 
     file: str | None
     folders: tuple[str, ...] | None
@@ -32,15 +32,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickle and the sources of the modules that it names, packages before what is in them."""
+    """Holds a pickle and the sources of its modules, packages before their submodules."""
 
     data: bytes
     sources: Mapping[str, Source]
 
 
 def pack(value: Any) -> Packed:
-    """Returns `value` as bytes, ready for another process. Raises TypeError that says what to do if `value` holds a lambda, a
-    nested function or anything else unpicklable.
+    """Packs `value` for another process. Raises TypeError if `value` has a lambda, a nested function or another unpicklable
+    object.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -54,14 +54,14 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Returns the value that `pack` was given; loads the modules that it needs first."""
+    """Loads the needed modules and returns the value that was passed to `pack`."""
     for name, source in packed.sources.items():
         _ensure(name, source)
     return pickle.loads(packed.data)
 
 
 def pack_result(value: Any) -> bytes:
-    """Returns `value` as `pickle.loads` takes it; tensors as their bytes, where torch's own way writes a file for each."""
+    """Pickles `value` for `pickle.loads`. Tensors are pickled as bytes, since torch would write a file for each."""
     buffer = io.BytesIO()
     _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -87,7 +87,7 @@ def _tensor(data: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes the module of every class and function that it pickles by reference."""
+    """Records the module of every class and function that is pickled by reference."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -102,7 +102,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _sources(names: set[str]) -> dict[str, Source]:
-    """Returns the sources of these modules and of the packages that they are in, which come first."""
+    """Returns the sources of these modules and of their parent packages, packages first."""
     parts = [name.split(".") for name in names if name != "__main__" and _file(sys.modules.get(name))]
     wanted = {".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1)}
     modules = {name: module for name in sorted(wanted) if (module := sys.modules.get(name))}
