@@ -99,7 +99,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns `plugin_folder`: `plugin_folder(folder, mine="my_plugin")` installs the modules in `folder` as a distribution with
+    """Returns `plugin_folder`: `plugin_folder(folder, mine="my_plugin")` installs the modules of `folder` as a package with
     these plugins, for this test and its ranks.
     """
 
