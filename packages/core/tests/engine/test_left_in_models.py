@@ -58,7 +58,7 @@ def test_a_closed_run(small, own, monkeypatch, is_compiled):
     assert run.registry["head.weight"].parameter.grad is not None, "autograd's, as of any module"
 
 
-@pytest.mark.parametrize("at", ["sley_core.attach.Stepper", "sley_core.assemble.samples_of", "sley_core.assemble.Run"])
+@pytest.mark.parametrize("at", ["sley_core.attach.Stepper", "sley_core.assemble.build_samples", "sley_core.assemble.Run"])
 def test_an_assembly_that_fails(small, own, monkeypatch, at):
     """However late."""
 
