@@ -102,8 +102,8 @@ class Agreement:
         is_first = all(self.groups[axis].coord == 0 for axis in ("pp", "sp"))
         counts = self.counts if is_first else NO_COUNTS
         self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *counts, *terms], dtype=torch.float64)
-        for at, fact in enumerate(self._facts):
-            self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
+        for index, fact in enumerate(self._facts):
+            self._sum[index] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = self._everyone.all_reduce(self._sum, what=f"what all ranks agree on before {what}")
         return self
@@ -124,7 +124,7 @@ class Agreement:
             own = None if self._refusal is None else self._refusal.diagnostics[0]
             parts = None if own is None else [own.code, own.message, own.hint]
             refusals = self._everyone.gather_objects(parts, what="why a step is refused")
-            code, message, hint = next(one for one in refusals if one)
+            code, message, hint = next(refusal for refusal in refusals if refusal)
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
@@ -187,7 +187,7 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
         return f"rank {odd} runs {mine} micro-batches in this step, rank {other} {theirs}"
     if fact == BATCH:
         pairs = zip_longest(mine, theirs, fillvalue="none")
-        here, there = next(((one, two) for one, two in pairs if one != two), ("", ""))
+        here, there = next(((left, right) for left, right in pairs if left != right), ("", ""))
         if not here:
             return f"rank {odd} was given other samples than rank {other}"
         return f"rank {odd} was given the batch field {here}, rank {other} {there}"
@@ -281,7 +281,7 @@ def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunErr
     A blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
     """
     views = control.gather_objects(own, what="what ranks have exchanged")
-    groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}
+    groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}
     for label, ranks in groups.items():
         by_rank = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
         (usual, _), *others = Counter(by_rank.values()).most_common()

@@ -65,7 +65,7 @@ def split_container(value: Any) -> tuple[Context, list[Any]] | None:
             return None
     if not is_dataclass(value) or isinstance(value, tuple | list | dict):
         return None
-    names = [each.name for each in fields(value) if hasattr(value, each.name)]
+    names = [item.name for item in fields(value) if hasattr(value, item.name)]
     if vars(value).keys() - names if hasattr(value, "__dict__") else False:
         return None  # it holds more than its fields
     return names, [getattr(value, name) for name in names]
@@ -225,13 +225,13 @@ class Description:
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         pairs = zip(self.leaves, other.leaves, strict=True)
-        return all(one.dtype == two.dtype and one.shape == two.shape for one, two in pairs)
+        return all(left.dtype == right.dtype and left.shape == right.shape for left, right in pairs)
 
     def flagged(self, flags: bytes) -> Description:
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
-        return replace(self, leaves=tuple(leaf.flagged(one) for leaf, one in pairs))
+        return replace(self, leaves=tuple(leaf.flagged(number) for leaf, number in pairs))
 
     def __str__(self) -> str:
         return ", ".join(str(leaf) for leaf in self.leaves) or "no tensor"
@@ -250,16 +250,16 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
     if isinstance(structure, int):
         return leaves[structure]
     if isinstance(structure, list):
-        return [unflatten(leaves, each) for each in structure]
+        return [unflatten(leaves, item) for item in structure]
     if "tuple" in structure:
-        return tuple(unflatten(leaves, each) for each in structure["tuple"])
+        return tuple(unflatten(leaves, item) for item in structure["tuple"])
     if "dict" in structure:
-        return {key: unflatten(leaves, each) for key, each in structure["dict"].items()}
+        return {key: unflatten(leaves, item) for key, item in structure["dict"].items()}
     kind = find_type(structure["type"])
     if kind is None:
         message = f"a {structure['type']} came from another stage, and nothing here has imported it"
         raise RunError("boundary-type", message, hint="import it in the module of the model's factory")
-    parts = [unflatten(leaves, each) for each in structure["parts"]]
+    parts = [unflatten(leaves, item) for item in structure["parts"]]
     return rebuild_container(kind, structure["context"], parts)
 
 
@@ -282,11 +282,11 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
         return len(leaves) - 1
     kind = type(part)
     if kind is tuple:
-        return {"tuple": [_structure(each, leaves, layer) for each in part]}
+        return {"tuple": [_structure(item, leaves, layer) for item in part]}
     if kind is list:
-        return [_structure(each, leaves, layer) for each in part]
+        return [_structure(item, leaves, layer) for item in part]
     if kind is dict and all(isinstance(key, str) for key in part):
-        return {"dict": {key: _structure(each, leaves, layer) for key, each in part.items()}}
+        return {"dict": {key: _structure(item, leaves, layer) for key, item in part.items()}}
     name, apart = type_name(kind), split_container(part)
     if name is None or apart is None:
         whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
@@ -297,4 +297,4 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
             "tuples and dataclasses of them; a class of yours is made in a module, not in a function",
         )
     context, parts = apart
-    return {"type": name, "context": context, "parts": [_structure(each, leaves, layer) for each in parts]}
+    return {"type": name, "context": context, "parts": [_structure(item, leaves, layer) for item in parts]}

@@ -144,7 +144,9 @@ def merge_metric_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: 
 
 
 def _is_pair(pair: Any) -> bool:
-    is_number = [isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1) for one in _items(pair)]
+    is_number = [
+        isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1) for number in _items(pair)
+    ]
     return len(is_number) == 2 and all(is_number)
 
 

@@ -299,7 +299,7 @@ def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
     tensors, structure = flatten(output, layer)
-    return unflatten([one.detach().clone() if copies else one.detach() for one in tensors], structure)
+    return unflatten([tensor.detach().clone() if copies else tensor.detach() for tensor in tensors], structure)
 
 
 def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:

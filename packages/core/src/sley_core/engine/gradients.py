@@ -152,7 +152,11 @@ class GradientStore:
     def num_bytes(self) -> int:
         """Bytes of all gradients; those outside the buffers, and partial sums, count while they exist."""
         buffers = sum(buffer.num_bytes for buffer in self.buffers)
-        return buffers + sum(one.view.nbytes for one in self._loose) + sum(one.nbytes for one in self.reduction.partial_sums())
+        return (
+            buffers
+            + sum(tensor.view.nbytes for tensor in self._loose)
+            + sum(tensor.nbytes for tensor in self.reduction.partial_sums())
+        )
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and view of each gradient, even without memory, and each partial sum."""
@@ -267,7 +271,7 @@ class GradientStore:
             hook_function = partial(self._accumulate_from_autograd, accumulator)
             hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
-        self._loose = [self._accumulators[one.param] for one in self._loose]
+        self._loose = [self._accumulators[accumulator.param] for accumulator in self._loose]
 
     def free(self) -> None:
         """Discards all gradients, between two steps, and frees their memory; `build` must be called before the next step."""

@@ -176,7 +176,7 @@ class AttentionRecorder:
         if not self.is_second:
             context = attention()
             state = _generator(context.device).get_state()
-            self._calls.append(([one.detach().clone() for one in tensors], context.detach().clone(), state))
+            self._calls.append(([tensor.detach().clone() for tensor in tensors], context.detach().clone(), state))
             return context
         before, context, state = self._calls[self._next]
         self._next += 1

@@ -33,11 +33,11 @@ class _UnreadableTensor:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function not in _ANSWERED:
-            for one in (*args, *kwargs.values()):
-                for each in one if isinstance(one, list | tuple) else [one]:
-                    if isinstance(each, _UnreadableTensor):
-                        what, hint = each.refusal
-                        raise RunError("weight-unregistered", what, hint=hint)
+            for argument in (*args, *kwargs.values()):
+                for item in argument if isinstance(argument, list | tuple) else [argument]:
+                    if isinstance(item, _UnreadableTensor):
+                        message, hint = item.refusal
+                        raise RunError("weight-unregistered", message, hint=hint)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -108,7 +108,7 @@ def check_no_parameters(loss: Any) -> None:
     for key, value in {**own, **getattr(loss, "__dict__", {"": loss})}.items():
         for leaf in iterate_leaves(value, visited):
             if isinstance(leaf, nn.Module):
-                names += [f"{key}.{name}" for name, one in leaf.named_parameters() if one.requires_grad]
+                names += [f"{key}.{name}" for name, parameter in leaf.named_parameters() if parameter.requires_grad]
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 names.append(key)
     if names:

@@ -295,8 +295,8 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _stand_ins(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _stand_ins(item)
 
 
 def sharded_read_error(param: Param, what: str) -> RunError:

@@ -300,7 +300,7 @@ def whole(output: Any, positions: Spot, sp: Group) -> Any:
             message = f"an output of shape {list(tensor.shape)} does not have the {length} positions of a slice along dim {dim}"
             hint = 'only outputs of every position can be joined: leave `join`, or [loss] sequence = "whole", out'
             raise RunError("outputs-apart", message, hint=hint)
-    return unflatten([gathered(one, positions[0], sp, "the outputs of slices") for one in tensors], structure)
+    return unflatten([gathered(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
 
 
 def _has_dim(tensor: Tensor, spot: Spot) -> bool:

@@ -254,7 +254,7 @@ def refusal(
     own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
     gathered = parts.groups["control"].gather_objects(own, what="losses that are not finite")
-    reports = [RankReport(*one) for one in gathered]
+    reports = [RankReport(*fields) for fields in gathered]
     if result.is_finite:
         return RunError(
             "nothing-counts",
@@ -272,7 +272,7 @@ def refusal(
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
     """Returns a text that names the ranks with a non-finite loss, the first non-finite gradient, and their samples."""
-    bad = [rank for rank, one in enumerate(reports) if not math.isfinite(one.loss)]
+    bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad:
         whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
@@ -281,7 +281,7 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient
-        if bad_gradients := [one.bad for one in reports[stage * size : (stage + 1) * size] if one.bad is not None]:
+        if bad_gradients := [report.bad for report in reports[stage * size : (stage + 1) * size] if report.bad is not None]:
             _, name = min(map(tuple, bad_gradients))
             text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
             break

@@ -105,7 +105,7 @@ class Update:
         loss: this rank's sum, float64 on the device: a scalar, or one per micro-batch if the order of sums is fixed. weight:
         this rank's share of the batch's; both are 0 without the loss. The learning rate counts only the steps that were taken.
         """
-        num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
+        num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
         self.was_taken = False
         self._factor = self.factor(step - num_skipped)
         gradients = list(self.store.norm_groups())
@@ -153,7 +153,7 @@ class Update:
             return
         optimizer: Any = self.optimizer
         self.masters.follow()
-        before = [one.parameter.detach().clone() for one in self.masters.stepped]
+        before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
         optimizer.eval()
         self._publish_weights()
         try:
@@ -161,8 +161,8 @@ class Update:
         finally:
             optimizer.train()
             with torch.no_grad():
-                for one, value in zip(self.masters.stepped, before, strict=True):
-                    one.parameter.copy_(value)
+                for stepped, value in zip(self.masters.stepped, before, strict=True):
+                    stepped.parameter.copy_(value)
             self._publish_weights()
 
     def _publish_weights(self) -> None:
@@ -317,9 +317,9 @@ class _BucketGroups:
         self._whole: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
 
     def choose(self, bucket: Sequence[Stepped]) -> None:
-        chosen = {id(one.parameter) for one in bucket}
+        bucket_ids = {id(stepped.parameter) for stepped in bucket}
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
-            group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+            group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
 
     def new_group_options(self) -> Shared:
         """Returns the options of groups that a step created from parameters of other groups."""
@@ -327,10 +327,10 @@ class _BucketGroups:
         new = self._optimizer.param_groups[number:]
         moved = {id(parameter) for group in new for parameter in group["params"]}
         if new:
-            self._whole = [[one for one in every if id(one) not in moved] for every in self._whole]
+            self._whole = [[parameter for parameter in parameters if id(parameter) not in moved] for parameters in self._whole]
             self._whole += [group["params"] for group in new]
-            every = shared_values(self._optimizer)
-            return copy_values({at: one for at, one in every.items() if at[0] == "option" and at[1] >= number})
+            values = shared_values(self._optimizer)
+            return copy_values({at: one for at, one in values.items() if at[0] == "option" and at[1] >= number})
         return {}
 
     def restore(self) -> None:

@@ -338,7 +338,7 @@ class Masters:
     def have_outside_writes(self) -> bool:
         """Whether a program wrote to weights since the last `follow`; also while memory is offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
-        return is_moved or any(one.synced != one.state for one in self._masters.values())
+        return is_moved or any(master.synced != master.state for master in self._masters.values())
 
     def follow(self) -> None:
         """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a

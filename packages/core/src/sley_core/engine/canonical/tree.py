@@ -157,7 +157,9 @@ class PartialSums:
         known = self._held.pop((use, node), None)
         if known is not None:
             return known
-        inside = any(of == use and node.first <= one.first and one.last <= node.last for of, one in self._held)
+        inside = any(
+            stored_use == use and node.first <= stored.first and stored.last <= node.last for stored_use, stored in self._held
+        )
         if not inside:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
         left, right = node.children
