@@ -18,7 +18,7 @@ from overhead import CPU, CUDA, THREADS, plan
 from protocol import arguments
 from sley_core.actions.action import Action, Kind
 from sley_core.assemble import assemble
-from sley_core.comm.guard import turn_of
+from sley_core.comm.guard import begin_turn
 from sley_core.comm.progress import BEGINNING, BETWEEN
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
@@ -71,7 +71,7 @@ def costs(run: Run) -> dict[str, float]:
     recorder = WorkRecorder(run.parts, run.feed, lines.append)
     step_progress = run.groups.progress.step_progress
     recorder.attach()
-    action, turn = Action(Kind.FORWARD, 0, 0), turn_of("all-reduce", run.groups["all"], "a tensor")
+    action, turn = Action(Kind.FORWARD, 0, 0), begin_turn("all-reduce", run.groups["all"], "a tensor")
     output = torch.zeros(1, requires_grad=True) * 2
     run.step()  # which makes the places that a window has
 

@@ -49,7 +49,7 @@ def port() -> int:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
-    startup.forget()  # the system may give a port twice
+    startup.reset()  # the system may give a port twice
     return found
 
 
@@ -147,7 +147,7 @@ def test_a_store_of_an_earlier_start_is_refused(port: int) -> None:
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
     assert set(errors_of({str(rank): comes(port, rank, 2, **torchrun) for rank in range(2)}).values()) == {""}
     for rank in (1, 0):
-        startup.forget()  # as new processes
+        startup.reset()  # as new processes
         assert "`--max-restarts=0`" in errors_of({"again": comes(port, rank, 2, **torchrun)})["again"]
     del agents
 

@@ -195,7 +195,7 @@ def transports_without(missing: str) -> list[str]:
 @pytest.mark.parametrize("missing", ["nothing", "the right to read", "the boot's number", "descriptors of processes"])
 def test_all_ranks_choose_the_same_transport(ranks, missing):
     """Ranks may lack the right to read, the boot ID in /proc, or process descriptors."""
-    kind = "CmaTransport" if missing == "nothing" else "Direct"
+    kind = "CmaTransport" if missing == "nothing" else "MessageTransport"
     assert ranks(3)(transports_without, missing) == [[kind, kind]] * 3
 
 

@@ -138,7 +138,7 @@ def gone_apart(folder: Any) -> str:
             time.sleep(LIMIT_S + 1.5)
             return ""
         groups.progress.step_progress.begin(4)
-        groups.progress.step_progress.comes("B0.1")
+        groups.progress.step_progress.begin_entry("B0.1")
         try:
             groups["all"].all_reduce(torch.ones(4), what="three").wait()
         except RunError as error:

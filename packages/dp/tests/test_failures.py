@@ -90,7 +90,7 @@ def steps_with_failures(tables, folder, late):
 
 @pytest.mark.parametrize(
     ("handler", "owner"),
-    [({"bucket_mb": 0.0005}, "sley_core.comm.backends:Direct"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
+    [({"bucket_mb": 0.0005}, "sley_core.comm.backends:MessageTransport"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
 )
 def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small, own, handler, owner):
     """Otherwise its result would be written while the next step accumulates in the same memory."""

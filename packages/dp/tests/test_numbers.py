@@ -9,7 +9,7 @@ import torch
 
 import sley_dp.bucketed
 from sley_core.assemble import assemble
-from sley_core.comm.backends import Direct
+from sley_core.comm.backends import MessageTransport
 from sley_core.comm.groups import make_groups
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.world import World
@@ -101,7 +101,7 @@ def record_without_collectives(tables, folder):
     def refuse(*args, what, contents):
         raise AssertionError(what)
 
-    Direct.all_reduce = Direct.reduce_scatter = refuse
+    MessageTransport.all_reduce = MessageTransport.reduce_scatter = refuse
     return record(tables, 3, folder=folder)
 
 

@@ -232,7 +232,7 @@ def test_a_look_in_a_later_entry_finds_that_peers_have_come() -> None:
     work = transport.reduce_scatter([torch.ones(4, 3)], [], what="one")
     assert not work.test()
     assert not taken
-    members.progress.step_progress.comes("B0.1")
+    members.progress.step_progress.begin_entry("B0.1")
     assert not work.test()
     assert taken == [6]
     work.wait()

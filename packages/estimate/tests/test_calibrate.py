@@ -235,7 +235,7 @@ def test_what_an_exchange_copies_is_not_among_the_seconds_of_the_layer(monkeypat
         time.sleep(0.02)
         put(shard, place)
 
-    monkeypatch.setattr(timed_layers, "put", slowly)
+    monkeypatch.setattr(timed_layers, "copy_shard", slowly)
     block = timed("gathers")[1]
     assert len(copies) == 2 * (1 + 3) * 3 * 3, "whole and in halves, of q, k and v, from each of three ranks"
     assert block["forward"] < 0.1 < 3 * 3 * 0.02

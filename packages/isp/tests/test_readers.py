@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sley_core.comm.backends import Backend
+from sley_core.comm.backends import CollectiveTransport
 from sley_core.errors import RunError
 from sley_testing.runs import running
 
@@ -32,7 +32,7 @@ def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, st
         with running(tables, folder) as run:
             wp = run.groups["wp"]
             for name, lane in wp.lanes.items() if by_collectives else ():
-                wp.transports[name] = Backend(wp, name, lane, wp.log, is_coalesced=False)
+                wp.transports[name] = CollectiveTransport(wp, name, lane, wp.log, is_coalesced=False)
             before = [param.parameter.detach().clone() for param in run.registry]
             with pytest.raises(RunError) as caught:
                 (run.evaluate if by_collectives else run.step)()

@@ -17,7 +17,7 @@ from sley_core.api.comm import HostMemory
 from sley_core.comm.copies import HostStream
 from sley_core.comm.device import Device
 from sley_core.engine.update import states_of
-from sley_core.memory.inventory import pieces_of
+from sley_core.memory.inventory import group_by_storage
 from sley_core.memory.state import Moved
 from sley_memory.arena import HostArena
 from sley_memory.movers import HostCopy, Streams
@@ -33,7 +33,7 @@ def parked(tensors, bucket_bytes=1000, make=HostStream, budget=None):
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
     streams = Streams(make)
     arena = HostArena(CPU.host_memory, streams.wait, budget)
-    return HostCopy(lambda: pieces_of(named), streams, arena, bucket_bytes, moved), moved, arena
+    return HostCopy(lambda: group_by_storage(named), streams, arena, bucket_bytes, moved), moved, arena
 
 
 def around(unit):
@@ -114,7 +114,7 @@ def test_what_changes_at_each_offload_does_not_take_more_of_the_host_each_time(s
     state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
     moved, streams = Moved(), Streams(HostStream)
     arena = HostArena(CPU.host_memory, streams.wait)
-    unit = HostCopy(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
+    unit = HostCopy(lambda: group_by_storage(state.items()), streams, arena, 1000, moved)
     around(unit)
     first = arena.num_bytes
     for size in sizes:

@@ -58,7 +58,7 @@ def test_more_stages(compared, texts, stages, schedules):
 
 
 def by_host(_run):
-    Group.goes_by_host = lambda *_: True
+    Group.needs_host_copy = lambda *_: True
 
 
 def test_messages_through_the_host(compared, texts):

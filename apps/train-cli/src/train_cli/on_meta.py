@@ -22,7 +22,7 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, RunError, SleyError
-from sley_core.model.buffers import is_per_rank, refuse_written
+from sley_core.model.buffers import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from train_cli.progress import MIB, memory, parameters
@@ -205,13 +205,13 @@ def check_layers(
         except Exception as error:
             if not calls_all or not _is_certain(error, _CERTAIN):
                 if calls_all:
-                    refuse_written(written)
+                    check_written_buffers(written)
                 return f"layers were called up to {_layer_label(layer)}, which cannot run on meta: {_first_line(error)}"
             inputs = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
             message = f"{_layer_label(layer)} fails with inputs {inputs or 'none'}: {_first_line(error)}"
             hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
             raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
-    refuse_written(written)
+    check_written_buffers(written)
     _check_classes(plan, dataset.info, model.layers[-1], args[0])
     return _check_loss(plan, args[0], fields)
 

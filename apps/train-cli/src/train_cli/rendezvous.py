@@ -90,7 +90,7 @@ class Rendezvous:
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
         # With several torchrun agents, an agent ends, with its store, when one of its ranks has ended.
         ends_store = rank == 0 and (serves or not startup.is_one_host(environ))
-        keys = startup.fresh(store, environ, "rendezvous")
+        keys = startup.unused_part(store, environ, "rendezvous")
         return cls(rank, size, keys, timeout_s, ends_store, f"{job} of {size} ranks")
 
     def agree(self, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> None:

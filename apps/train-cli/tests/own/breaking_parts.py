@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sley_cma.transport import CmaTransport
-from sley_core.comm.backends import Backend, Direct, Done
+from sley_core.comm.backends import CollectiveTransport, CompletedWork, MessageTransport
 from sley_core.comm.group import Pending
 from sley_core.comm.groups import Groups
 
@@ -87,7 +87,7 @@ class Fault:
         """Puts itself in front of the exchanges of this process."""
         if not self.of or self.of == "action":
             return
-        for kind in (Direct, CmaTransport, Backend):
+        for kind in (MessageTransport, CmaTransport, CollectiveTransport):
             self._front(kind, "all_reduce", "sum", 0)
             self._front(kind, "reduce_scatter", "reduce", 0)
             self._front(kind, "all_gather", "gather", 1)
@@ -124,7 +124,7 @@ class Fault:
                 return getattr(groups["all"].transport(), method)(*args, what=what, **options)
 
             own = partial(plain, transport, **options)
-            return self.exchange(what, own, args, elsewhere=of_all_ranks, skipped=Done())
+            return self.exchange(what, own, args, elsewhere=of_all_ranks, skipped=CompletedWork())
 
         setattr(kind, method, call)
 

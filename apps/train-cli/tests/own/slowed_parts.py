@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.group import Group
-from sley_core.comm.transport import Works
+from sley_core.comm.transport import GroupWork
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_testing.habits import Embed
 
@@ -173,7 +173,7 @@ class LateResult:
         return False
 
 
-_PLAIN_LANE, _PLAIN_INIT = Group.lane, Works.__init__
+_PLAIN_LANE, _PLAIN_INIT = Group.lane, GroupWork.__init__
 
 
 def _prepare_link(slow: Slow) -> None:
@@ -188,10 +188,10 @@ def _prepare_link(slow: Slow) -> None:
             late[id(found)] = LateSends(found, slow.seconds / NUM_MICROS)
         return late[id(found)]
 
-    def init(self: Works, received: Any, sent: Any, turn: Any, *args: Any, **options: Any) -> None:
+    def init(self: GroupWork, received: Any, sent: Any, turn: Any, *args: Any, **options: Any) -> None:
         if turn.members.axis == "stage":
             received = [LateResult(one, slow.seconds) for one in received]
         _PLAIN_INIT(self, received, sent, turn, *args, **options)
 
     Group.lane = lane if slow.kind == "link" else _PLAIN_LANE  # type: ignore[method-assign]
-    Works.__init__ = init if slow.kind == "link" else _PLAIN_INIT  # type: ignore[method-assign]
+    GroupWork.__init__ = init if slow.kind == "link" else _PLAIN_INIT  # type: ignore[method-assign]

@@ -204,7 +204,7 @@ class Connection:
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress
-        progress.waits(turn)
+        progress.begin_wait(turn)
         while not is_true():
             now = time.perf_counter()
             if now - start < _YIELD_S:
@@ -215,11 +215,11 @@ class Connection:
                 last_check = now
                 peer = late_peer()
                 if not self._can_reach(peer):
-                    raise turn.failed(self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
+                    raise turn.wait_error(self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
                 if now - start > self.timeout_s:
                     reason = f"it did not come within {self.timeout_s:g} s"
-                    raise turn.failed(self._failure(peer, turn.what, reason), True, self._rank_of(peer))
-        progress.waited()
+                    raise turn.wait_error(self._failure(peer, turn.what, reason), True, self._rank_of(peer))
+        progress.end_wait()
 
     def _check_copy(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, label: str) -> None:
         """Raises RunError `collective-failed` unless `num_bytes` is the size of `spans`."""

@@ -48,7 +48,7 @@ class Offers:
         other.
         """
         number = self._num_offers = self._num_offers + 1
-        self._progress.started(Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes))
+        self._progress.add_turn(Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes))
         slot = number % RING
         if number > RING:
             complete_oldest = self._open_offers.pop(number - RING, None)
@@ -77,9 +77,9 @@ class Offers:
         mark = self._marks[slot]
         if (offer.mark, offer.num_bytes) != (mark.number, mark.num_bytes):
             members = self.connection.members
-            self._progress.waits(self.turn(number, mark.what))
-            self._progress.failed("differs", members.ranks[peer])
-            raise mark.differs(members.rank, self._read_mark_text(peer, offer), members.ranks[peer])
+            self._progress.begin_wait(self.turn(number, mark.what))
+            self._progress.fail_wait("differs", members.ranks[peer])
+            raise mark.mismatch_error(members.rank, self._read_mark_text(peer, offer), members.ranks[peer])
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()
         local = MemorySpan(ctypes.addressof(addresses), ctypes.sizeof(addresses))
         self.read(peer, [local], [MemorySpan(offer.table, local.num_bytes)], label)

@@ -37,11 +37,11 @@ from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.memory.pool import Pools
-from sley_core.memory.run_memory import MoveNumbers
-from sley_core.model.buffers import notes_of, train
+from sley_core.memory.run_memory import OffloadMetrics
+from sley_core.model.buffers import evaluation_notes, train
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer, Model
-from sley_core.model.tensors import is_kept
+from sley_core.model.tensors import keeps_fp32
 from sley_core.model.values import HostModel
 from sley_core.optim.build import avoid_compiler_import, frozen_names
 from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
@@ -112,7 +112,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
             if managers:  # before all ranks agree on the names of such numbers
                 moved = [part for one in plan.offload for part in cast("OffloadManagerRecord", one.record).parts(one.config)]
-                MoveNumbers(parts.numbers, groups["all"].size, managers, moved)
+                OffloadMetrics(parts.numbers, groups["all"].size, managers, moved)
             stepper = build_stepper(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
             samples = build_samples(plan, parts, model, dataset, stepper, has_feed=has_values)
             memory = build_run_memory(parts, stepper, managers, undo)
@@ -134,7 +134,7 @@ def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, sh
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
         cuts = {key: shard.cut for key, shard in shards.items()}
         final = host.place(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, cut=cuts)
-        host.drop_others(final, owned)
+        host.drop_unowned(final, owned)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
         keep_freed_memory()  # from now on: values of other ranks' layers have been freed
     return {id(final[key]): shard for key, shard in shards.items() if key in final}
@@ -264,7 +264,7 @@ def build_draft(plan: Plan, world: World) -> Draft:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
         model = build_meta_model(plan, dataset.info)
     costs, values = count_layer_parameters(model), dict[KeyPath, Any]()
-    notes = [*notes_of(model.layers)]
+    notes = [*evaluation_notes(model.layers)]
     if needs_timed_costs(plan) and world.simulation is None:
         costs = time_layers(plan, world, partial(build_meta_model, plan), weight_dtypes(plan)[0])
         values["partition", "layer_costs"] = costs
@@ -311,8 +311,8 @@ def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
     working, stepped = weight_dtypes(plan)
     keep = plan.precision.keep
     named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
-    wide_names = [name for name in named if is_kept(name, keep)]
-    wrong = [f"`{one}` matches no parameter" for one in keep if not any(is_kept(name, [one]) for name in named)]
+    wide_names = [name for name in named if keeps_fp32(name, keep)]
+    wrong = [f"`{one}` matches no parameter" for one in keep if not any(keeps_fp32(name, [one]) for name in named)]
     if wide_names and working != stepped:
         if sharded := [name for name in wide_names if id(named[name]) in shards]:
             wrong.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one format")

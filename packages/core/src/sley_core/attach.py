@@ -35,7 +35,7 @@ from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, format_path
 from sley_core.evaluation import build_evaluation_feeds, build_metrics, local_rows
 from sley_core.memory.inventory import MemoryInventory
-from sley_core.memory.run_memory import CountsOf, RunMemory
+from sley_core.memory.run_memory import ManagerCounts, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
@@ -200,7 +200,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
 
 def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
     """Returns the stats of parts with `protocols.Counts` and of offload managers, by unique names from the plan."""
-    parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
+    parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(ManagerCounts, memory.managers), strict=True)]
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
         if isinstance(part, Counts):

@@ -125,7 +125,7 @@ class Loop:
         """Yields the samples of one call of the next step."""
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
-        with self.device.random_state_kept(), self._override_attribute("_activity", "a step"):
+        with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
             if given is not None:
                 batch, wait_s, numbers = self.samples.splitter.split_input(given), 0.0, tuple[int, ...]()
             else:
@@ -186,9 +186,9 @@ class Loop:
     def _emit(self, pending: PendingStep) -> Row:
         """Waits for a step's totals, evaluates if due, writes and returns its row. Raises RunError on all ranks if refused."""
         step_progress, skips, counts = self.parts.store.state.step_progress, self.stepper.update.skips, pending.counts
-        step_progress.comes(DEVICE)
+        step_progress.begin_entry(DEVICE)
         result = pending.totals.read()
-        step_progress.comes(BETWEEN)
+        step_progress.begin_entry(BETWEEN)
         ended = pending.totals.ended
         seconds = self.device.seconds_between(self._start_time, ended) + counts.seconds
         self._start_time = ended

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from sley_core.assemble import assemble
 from sley_core.comm.group import Group
-from sley_core.comm.startup import _AT_ONCE, gather_values
+from sley_core.comm.startup import _FIRST_BYTES, gather_values
 from sley_core.comm.world import World
 from sley_core.engine.agreement import agree
 from sley_core.errors import RunError
@@ -126,7 +126,7 @@ def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tm
 
 def messages_by_host():
     """Rank 0 sends two messages to rank 1, which waits for each twice; both go as those of a device that gloo cannot reach."""
-    Group.goes_by_host = lambda *_: True
+    Group.needs_host_copy = lambda *_: True
     with World.join("cpu") as world:
         group = world.groups(Topology.of(2, pp=2), 30)["pp"]
         if world.rank == 0:
@@ -164,8 +164,8 @@ def gathered(values):
 
 
 SHORT = [{"a": [1, None], "ä": "ü"}, ""]
-EDGE = ["x" * (_AT_ONCE - 2), 0]  # its text has two quotes more
-LONG = ["y" * (_AT_ONCE - 1), "z" * 3]
+EDGE = ["x" * (_FIRST_BYTES - 2), 0]  # its text has two quotes more
+LONG = ["y" * (_FIRST_BYTES - 1), "z" * 3]
 BOTH = ["u" * 5000, "v" * 2000]
 
 

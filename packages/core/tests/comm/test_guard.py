@@ -16,7 +16,7 @@ import torch
 
 from sley_core.comm import progress
 from sley_core.comm.groups import Groups, make_groups
-from sley_core.comm.guard import Waiting, circle_in, in_words
+from sley_core.comm.guard import RankWait, describe_circle, find_circle
 from sley_core.comm.marks import Mark, checksum
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE, GATHER, REDUCE, Topology
@@ -78,7 +78,7 @@ def ended(acts: list[list[Act]], memory: bool, share: float = 2.0, **sizes: int)
     total(groups)
     begin = time.monotonic()
     try:
-        with patch.object(progress, "SHARE_OF_LIMIT", share):
+        with patch.object(progress, "PATIENCE_SHARE", share):
             for act in acts[groups["control"].coord]:
                 act(groups)
     except RunError as error:
@@ -124,23 +124,23 @@ def test_a_rank_that_is_late_is_not_one_that_differs(ranks: Any) -> None:
 
 
 def test_whoever_has_come_is_not_waited_for() -> None:
-    here = Waiting(0, "a", (0, 1), "wp gather", 3, {"wp gather": 3})
-    assert here.is_for(Waiting(1, "b", (0, 1), "wp reduce", 1, {"wp gather": 2}))
-    assert not here.is_for(Waiting(1, "b", (0, 1), "wp reduce", 1, {"wp gather": 3}))
-    assert not here.is_for(Waiting(2, "b", (2, 3), "wp gather", 1, {}))
+    here = RankWait(0, "a", (0, 1), "wp gather", 3, {"wp gather": 3})
+    assert here.is_waiting_for(RankWait(1, "b", (0, 1), "wp reduce", 1, {"wp gather": 2}))
+    assert not here.is_waiting_for(RankWait(1, "b", (0, 1), "wp reduce", 1, {"wp gather": 3}))
+    assert not here.is_waiting_for(RankWait(2, "b", (2, 3), "wp gather", 1, {}))
 
 
-def one(rank: int, late: int) -> Waiting:
+def one(rank: int, late: int) -> RankWait:
     """Rank `rank` waits for rank `late`, in an exchange of which that has started none."""
-    return Waiting(rank, f"exchange {rank}", (rank, late), f"queue {rank}", 1, {f"queue {rank}": 1})
+    return RankWait(rank, f"exchange {rank}", (rank, late), f"queue {rank}", 1, {f"queue {rank}": 1})
 
 
 def test_a_circle_is_found_wherever_one_begins() -> None:
     chain = {rank: one(rank, rank + 1) for rank in range(5)}
-    assert circle_in(chain) == []
-    assert [each.rank for each in circle_in(chain | {5: one(5, 3)})] == [3, 4, 5]
-    assert [each.rank for each in circle_in({5: one(5, 3), 4: one(4, 5), 3: one(3, 4)})] == [3, 4, 5]
-    assert in_words(circle_in({2: one(2, 1), 1: one(1, 2)})) == (
+    assert find_circle(chain) == []
+    assert [each.rank for each in find_circle(chain | {5: one(5, 3)})] == [3, 4, 5]
+    assert [each.rank for each in find_circle({5: one(5, 3), 4: one(4, 5), 3: one(3, 4)})] == [3, 4, 5]
+    assert describe_circle(find_circle({2: one(2, 1), 1: one(1, 2)})) == (
         "rank 1 waits in exchange 1 for rank 2, rank 2 waits in exchange 2 for rank 1"
     )
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from sley_core.comm.backends import Backend, can_coalesce
+from sley_core.comm.backends import CollectiveTransport, can_coalesce
 from sley_core.comm.groups import make_groups
 from sley_core.comm.world import World
 from sley_core.topology import GATHER, REDUCE, Topology
@@ -112,8 +112,8 @@ def test_each_group_has_the_transport_that_fits(ranks):
         assert {axis for axis, names in found.items() if "CmaTransport" in names} == {"wp", "stage", "wdp", "sp"}
         assert found["wp"] == ["CmaTransport", "CmaTransport"]
         assert found["sp"] == ["CmaTransport"]
-        assert found["control"] == ["Direct"]
-    assert all({"Direct"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
+        assert found["control"] == ["MessageTransport"]
+    assert all({"MessageTransport"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
 
 
 @pytest.mark.sample(4)
@@ -150,7 +150,7 @@ def together(dtype, device, coalesced):
         group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
         lane = group.lane(REDUCE)
         is_coalesced = can_coalesce(lane) if coalesced is None else coalesced
-        transport = Backend(group, REDUCE, lane, group.log, is_coalesced=is_coalesced)
+        transport = CollectiveTransport(group, REDUCE, lane, group.log, is_coalesced=is_coalesced)
         place = world.device.torch_device
         wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]

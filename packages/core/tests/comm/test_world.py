@@ -52,7 +52,7 @@ def port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    startup.forget()  # the system may give a port twice
+    startup.reset()  # the system may give a port twice
     return number
 
 

@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 
 from sley_core.comm.copies import HostMemory, free, grow
 from sley_core.comm.device import Device
-from sley_core.memory.pool import DevicePool, class_bytes
+from sley_core.memory.pool import DevicePool, block_bytes
 
 CPU = torch.device("cpu")
 
 
 @given(st.integers(0, 2**44), st.sampled_from([1, 2, 4, 8, 16]))
 def test_a_block_holds_the_request_and_little_more(num_bytes: int, per_doubling: int) -> None:
-    size = class_bytes(num_bytes, per_doubling)
+    size = block_bytes(num_bytes, per_doubling)
     assert size >= num_bytes
     assert size % 256 == 0
     assert size - num_bytes <= num_bytes / per_doubling + 256
-    assert class_bytes(size, per_doubling) == size, "a block's own size would be lent from a larger one"
+    assert block_bytes(size, per_doubling) == size, "a block's own size would be lent from a larger one"
 
 
 def test_there_are_few_sizes() -> None:
     """8 per doubling: 10 doublings from 2 KiB to 2 MiB."""
-    sizes = {class_bytes(num_bytes) for num_bytes in range(2049, 2**21, 64)}
+    sizes = {block_bytes(num_bytes) for num_bytes in range(2049, 2**21, 64)}
     assert len(sizes) == 80
     assert all(high / low <= 1.125 for low, high in pairwise(sorted(sizes)))
 

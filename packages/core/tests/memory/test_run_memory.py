@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sley_core.comm.copies import free, grow, storage_id
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.inventory import pieces_of
+from sley_core.memory.inventory import group_by_storage
 from sley_core.memory.state import PARTS, Moved, Where, is_away
 from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
@@ -152,13 +152,13 @@ def test_a_storage_that_two_parts_have_moves_with_the_first(run):
     assert f"{param.name}.exp_avg" in names
     assert f"{param.name}.alias" not in names
     stepped = [one for one in run.stepper.update.masters.stepped if one.param is param]
-    assert storage_id(param.parameter) in run.memory.inventory.shared_with(stepped)
+    assert storage_id(param.parameter) in run.memory.inventory.storage_ids_without(stepped)
 
 
 def test_pieces_are_storages_with_all_that_lies_in_them():
     base = torch.arange(12.0)
     other = torch.ones(3, dtype=torch.int16)
-    first, second = pieces_of([("row", base[4:8]), ("other", other), ("turned", base.view(3, 4).t())])
+    first, second = group_by_storage([("row", base[4:8]), ("other", other), ("turned", base.view(3, 4).t())])
     assert [*first.tensors] == ["row", "turned"]
     assert (first.memory.shape, first.memory.dtype) == ((48,), torch.uint8)
     assert second.memory.shape == (6,)

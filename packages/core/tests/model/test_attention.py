@@ -63,13 +63,13 @@ def test_forward_and_gradients_equal_the_naive_form(heads: int, kv_heads: int, p
 
 def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     built, half = [], torch.bfloat16
-    real = attention._mask
+    real = attention._compute_mask
 
     def counted(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
         built.append(dtype)
         return real(cu_seqlens, num_positions, dtype)
 
-    monkeypatch.setattr(attention, "_mask", counted)
+    monkeypatch.setattr(attention, "_compute_mask", counted)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
     masks = [document_mask(cu_seqlens, LENGTH, half) for _ in range(3)]
     assert masks[0] is masks[1] is masks[2]
@@ -103,7 +103,7 @@ def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "varlen", lambda: reference_varlen)
     q, k, v = inputs(4, kv_heads)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
-    torch.testing.assert_close(attention._by_document(q, k, v, cu_seqlens), naive(q, k, v, BOUNDS))
+    torch.testing.assert_close(attention._attend_with_varlen(q, k, v, cu_seqlens), naive(q, k, v, BOUNDS))
 
 
 @pytest.mark.gpu

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.model.buffers import notes_of, refuse_written, train
-from sley_core.model.layers import ForwardPatch, Model, as_model, with_fields
+from sley_core.model.buffers import check_written_buffers, evaluation_notes, train
+from sley_core.model.layers import ForwardPatch, Model, as_model, set_fields
 from sley_testing.plans import TOKENS
 
 
@@ -89,7 +89,7 @@ class Starred(nn.Module):
 
 
 def test_a_layer_gets_the_fields_that_its_forward_names() -> None:
-    model = with_fields(Model([First(), Later(), Everything(), Starred(), nn.ReLU()]), TOKENS)
+    model = set_fields(Model([First(), Later(), Everything(), Starred(), nn.ReLU()]), TOKENS)
     assert [layer.fields for layer in model] == [
         ("tokens", "positions"),
         ("cu_seqlens", "labels"),
@@ -112,7 +112,7 @@ class TakesNothing(nn.Module):
 def test_all_misfits_are_told_at_once() -> None:
     misfits = [("embed", nn.Embedding(4, 4)), ("body", NeedsImage()), ("head", TakesNothing())]
     with pytest.raises(PlanError) as raised:
-        with_fields(Model(misfits), TOKENS)
+        set_fields(Model(misfits), TOKENS)
     said = [diagnostic.message for diagnostic in raised.value.diagnostics]
     assert said == [
         "layer 'embed' (Embedding.forward) needs 'input', which the data does not have",
@@ -212,9 +212,9 @@ class Replaces(nn.Module):
 def test_what_training_writes_is_refused_by_name() -> None:
     norm, count = nn.BatchNorm1d(3), Replaces()
     names = [(f"norm.{name}", norm) for name, _ in norm.named_buffers()] + [("count.seen", count)]
-    refuse_written([])
+    check_written_buffers([])
     with pytest.raises(PlanError, match="writes 4 buffers of BatchNorm1d and Replaces") as raised:
-        refuse_written(names)
+        check_written_buffers(names)
     (found,) = raised.value.diagnostics
     assert found.code == "model-buffer-written"
     assert "(`norm.running_mean`, `norm.running_var`, `norm.num_batches_tracked`, ...)" in found.message
@@ -267,7 +267,7 @@ def test_a_pretrained_model_is_trained(layers: list[nn.Module]) -> None:
     model = Model(copy.deepcopy(layers))
     train(model)
     assert evaluated(model) == []
-    assert notes_of(model.layers) == []
+    assert evaluation_notes(model.layers) == []
 
 
 def test_what_was_frozen_on_purpose_stays_in_evaluation_mode() -> None:
@@ -277,7 +277,7 @@ def test_what_was_frozen_on_purpose_stays_in_evaluation_mode() -> None:
     kept = ("tower.inner", "norm.inner", "own.tower", "frozen")
     assert all(name.startswith(kept) for name in evaluated(model))
     assert set(kept) <= set(evaluated(model))
-    assert notes_of(model.layers) == [
+    assert evaluation_notes(model.layers) == [
         "stays in evaluation mode, as the factory left it: tower.inner, norm.inner, own.tower and 1 more"
     ]
 

@@ -259,14 +259,14 @@ class Half(Scale):
             self.gain[:2] = 1.0
 
 
-class OnMeta(Scale):
+class MetaParameters(Scale):
     def __init__(self) -> None:
         super().__init__()
         with torch.device("meta"):
             self.gain = nn.Parameter(torch.ones(3))
 
 
-@pytest.mark.parametrize("scale", [Scale, Half, OnMeta])
+@pytest.mark.parametrize("scale", [Scale, Half, MetaParameters])
 def test_a_module_that_nobody_initialises_is_refused_by_name(scale: type[nn.Module]) -> None:
     with pytest.raises(PlanError, match=r"the parameter '0.parts.0.gain' has no first value") as raised:
         with_values(lambda _: [Uses(scale())])

@@ -106,7 +106,7 @@ class BetweenSteps(Mover):
             states = self._inventory.states_of(bucket)
             keys = {storage_id(piece.memory) for piece in states}
             if not keys <= known_ids:  # new in the first step, and after a program has loaded states
-                shared.update(keys & self._inventory.shared_with(bucket))
+                shared.update(keys & self._inventory.storage_ids_without(bucket))
                 known_ids.clear()
                 known_ids.update(keys)
             packed = pack_small([piece for piece in states if storage_id(piece.memory) not in shared], self._bucket_bytes)

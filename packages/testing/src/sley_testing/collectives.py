@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core import assemble as drafts
 from sley_core.assemble import build_meta_model
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import run_guarded
 from sley_core.comm.progress import Members
 from sley_core.engine.refusals import UnregisteredParameter
 from sley_core.engine.shards import StandIn
@@ -235,10 +235,10 @@ def _asked_for(communicator: str) -> str:
     """Returns the label of the caller's group, or `communicator` if the call has none.
 
     Groups of the same members share a communicator with the label of the first group. The labels of the others are only
-    known in `guarded`, which starts every exchange.
+    known in `run_guarded`, which starts every exchange.
     """
     frame = sys._getframe().f_back
-    while frame and frame.f_code is not guarded.__code__:
+    while frame and frame.f_code is not run_guarded.__code__:
         frame = frame.f_back
     if frame is None:
         return communicator

@@ -96,5 +96,5 @@ def with_values(
     model = on_meta(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned
     host = HostModel(model)
-    host.drop_others(host.place(names, dtype=dtype, device=torch.device("cpu")), names)
+    host.drop_unowned(host.place(names, dtype=dtype, device=torch.device("cpu")), names)
     return model

@@ -1,9 +1,9 @@
-"""Copies between a device and the host beside the device's own work, and waits for that.
+"""Copies between a device and the host that run in parallel with the device's own work.
 
-    stream.follow()                  # after all work that the device has been given so far
+    stream.follow()                  # copies start after all work that is queued on the device so far
     stream.copy(host, weights)       # several copies, in this order
     event = stream.record()
-    event.hold_device()              # work that the device is given from now on starts when they are done
+    event.hold_device()              # work that is queued on the device from now on starts after the copies
     free(weights)
 
 Memory that a copy reads or writes must not be written, read or freed by the device before `hold_device`, nor by the host
@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class CopyEvent(Protocol):
-    """A point in a stream of copies: all that were given to it before."""
+    """A point in a copy stream, after all copies that were enqueued before it."""
 
     def is_done(self) -> bool:
         """Returns whether those copies are done; does not wait."""
@@ -37,32 +37,32 @@ class CopyEvent(Protocol):
         ...
 
     def hold_device(self) -> None:
-        """Makes all work that the device's own stream is given from now on wait for those copies; does not block the host."""
+        """Makes all later work on the device's own stream wait for those copies; does not block the host."""
         ...
 
 
 class CopyStream(Protocol):
-    """Copies that happen in the order in which they are given, beside the device's own work."""
+    """Copies that run in order, in parallel with the device's own work."""
 
     def follow(self) -> None:
-        """Makes all later copies wait for the work that the device's own stream has been given so far."""
+        """Makes all later copies wait for the work that is queued on the device's own stream so far."""
         ...
 
     def after(self, event: CopyEvent) -> None:
-        """Makes all later copies wait for those of another stream before `event`."""
+        """Makes all later copies wait for `event` of another copy stream."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueues a copy of `source` into `target`, of equal shapes and dtypes. Both stay as they are until it is done."""
+        """Enqueues a copy of `source` into `target`, of equal shape and dtype. Neither may be written until it is done."""
         ...
 
     def record(self) -> CopyEvent:
-        """Returns an event of all copies that the stream has been given so far."""
+        """Returns an event after all copies that were enqueued so far."""
         ...
 
 
-class _Done:
-    """The event of a stream whose copies are done at once."""
+class _CompletedEvent:
+    """The event of a stream whose copies are synchronous."""
 
     def is_done(self) -> bool:
         return True
@@ -73,7 +73,7 @@ class _Done:
 
 
 class HostStream:
-    """The stream of a device whose work the host does itself: each copy is done when `copy` returns."""
+    """A copy stream for the CPU: each copy is done when `copy` returns."""
 
     def follow(self) -> None: ...
 
@@ -85,12 +85,14 @@ class HostStream:
             target.copy_(source)
 
     def record(self) -> CopyEvent:
-        return _Done()
+        return _CompletedEvent()
 
 
 class _CudaEvent:
-    """An event that the stream `main` of the run waits for, whatever the current device and stream of the asking thread: one
-    that saves, or collects garbage, would begin with device 0, and take some hundred MiB of it for a context.
+    """An event that the run's stream `main` can wait for.
+
+    Its methods do not depend on the thread's current device. In a new thread that is device 0, where a context would take some
+    hundred MiB.
     """
 
     def __init__(self, event: torch.cuda.Event, main: torch.cuda.Stream) -> None:
@@ -110,7 +112,7 @@ class _CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own; copies from and to page-locked memory do not block the host. main: the run's own stream."""
+    """A separate CUDA stream; copies from and to page-locked memory do not block the host. main: the run's own stream."""
 
     def __init__(self, main: torch.cuda.Stream) -> None:
         self._main = main
@@ -134,14 +136,14 @@ class CudaStream:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns a number that identifies the storage of `tensor` among those that exist, with or without memory."""
+    """Returns a number that identifies the storage of `tensor` among all live storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def free(tensor: Tensor) -> int:
-    """Frees the memory of `tensor` and of all its views, which stay valid objects; returns the bytes that it had.
+    """Frees the memory of `tensor` and of all its views, which stay valid objects; returns the bytes freed.
 
-    Whoever computes with one of them before `grow` reads memory that is not there: on a CPU that ends the process.
+    Computing with one of them before `grow` reads missing memory: on a CPU that ends the process.
     """
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
@@ -150,7 +152,7 @@ def free(tensor: Tensor) -> int:
 
 
 def grow(tensor: Tensor, num_bytes: int) -> None:
-    """Gives `tensor` and all its views `num_bytes` again, as `free` returned; undefined contents, perhaps another address."""
+    """Allocates the memory of `tensor` and all its views again; the contents are undefined. num_bytes: the result of `free`."""
     tensor.untyped_storage().resize_(num_bytes)
 
 
@@ -158,17 +160,17 @@ _hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 
 
 def is_host_memory(tensor: Tensor) -> bool:
-    """Returns whether `tensor` lies in a `HostMemory` that is alive: on a CPU, what was moved off the device."""
-    place = storage_id(tensor)
-    return any(storage_id(memory.data) == place for memory in list(_hosts))
+    """Returns whether `tensor` lies in a live `HostMemory`: on a CPU, an offloaded tensor."""
+    key = storage_id(tensor)
+    return any(storage_id(memory.data) == key for memory in list(_hosts))
 
 
 class HostMemory:
-    """`data`, uint8 [num_bytes] of the host, zeroed. Takes whole pages and no more: torch's own pinned memory takes the next
-    power of two.
+    """Holds zeroed host memory in `data`, uint8 [num_bytes].
 
-    lock: whether to register it with CUDA, so that copies need not wait for the host; `is_locked` says whether that worked.
-    Where the system refuses, it warns. The pages are locked as long as this object lives, and freed with the last view.
+    It takes whole pages; torch's pinned memory takes the next power of two. lock: whether to page-lock the memory with CUDA, so
+    that copies need not wait for the host. `is_locked` is whether that worked; a failure is a warning. The pages are locked as
+    long as this object lives, and freed with the last view.
     """
 
     def __init__(self, num_bytes: int, *, lock: bool) -> None:
@@ -179,11 +181,11 @@ class HostMemory:
         _hosts.add(self)
 
     def _lock(self, address: int) -> bool:
-        """Registers the pages at `address` with CUDA until this object ends; returns whether that worked, and warns if not."""
+        """Page-locks the pages at `address` for the life of this object; returns whether that worked, and warns if not."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
-            # CUDA keeps an error that was answered, and torch would raise it from this thread's next operation, whatever that
-            # is: a kernel, behind which torch asks for errors, takes it back.
+            # CUDA remembers the error, and torch would raise it from this thread's next operation. A kernel launch, after which
+            # torch checks for errors, clears it.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             warnings.warn(

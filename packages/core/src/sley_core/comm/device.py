@@ -1,4 +1,4 @@
-"""Gathers what differs between devices in one place, instead of in `if`s across the tree.
+"""Collects the differences between device types in one place.
 
 `cuda` is CUDA and NCCL, `cpu` is gloo, `meta` is a fake world: shapes without memory.
 """
@@ -33,8 +33,8 @@ S = TypeVar("S", bound="OfDevice")
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""How many queues of CUDA's driver take the work of all streams: 8 unless it is set, and 32 at most. A run has more than eight
-streams; in a queue that two share, a receive that waits for its peer would hold up copies behind it.
+"""The number of CUDA driver queues for the work of all streams: 8 by default, and 32 at most. A run has more than eight
+streams; if two share a queue, a receive that waits for its peer holds up the copies behind it.
 """
 
 SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -54,12 +54,12 @@ class Device:
 
     @classmethod
     def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> Device:
-        """Returns this rank's device, and makes it torch's current one. name: cpu, cuda, or auto: CUDA if each of the
-        `local_size` ranks of this machine has a device of its own.
+        """Returns this rank's device, and makes it torch's current device.
 
-        With cuda, more ranks than devices share them, and the run works on the present current stream. Sets
-        `CUDA_DEVICE_MAX_CONNECTIONS` to 32 unless it is set; that has an effect if the process has not used CUDA before. Raises
-        RunError `no-device` if there is no CUDA device.
+        name: cpu, cuda or auto; auto is CUDA if each of the `local_size` ranks of this machine has its own device. With cuda,
+        ranks share devices if there are fewer devices, and the run uses the current stream. Sets `CUDA_DEVICE_MAX_CONNECTIONS`
+        to 32 unless it is set, which works only before the process uses CUDA. Raises RunError `no-device` if there is no CUDA
+        device.
         """
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
@@ -71,8 +71,8 @@ class Device:
         os.environ.setdefault(CONNECTIONS, "32")
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
-        # In autograd's thread no device is current before its first kernel; were that a product, as in a stage whose gradients
-        # come from another one, cuBLAS would warn that it has no context.
+        # Autograd's thread has no current device before its first kernel. If that were a matrix product, as in a stage that
+        # receives gradients, cuBLAS would warn that it has no context.
         torch.autograd.backward(torch.ones(1, device=device, requires_grad=True) * 2)
         return cls(device, is_shared=local_size > count, stream=torch.cuda.current_stream(device))
 
@@ -82,29 +82,30 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """Returns the backend of this device's groups: gloo for a CPU, and for ranks that share a device; else NCCL."""
+        """Returns the backend of this device's groups: gloo for CPUs and shared devices, else NCCL."""
         if self.is_shared and os.environ.get(SHARED_NCCL) != "1":
             return "gloo"
         return BACKENDS[self.type]
 
     @property
     def host(self) -> torch.device:
-        """Returns the device of the host's memory, where tensors without memory stay on meta."""
+        """Returns the device of host tensors: the CPU, or meta in a world on meta."""
         return self.torch_device if self.type == "meta" else torch.device("cpu")
 
     @property
     def is_async(self) -> bool:
-        """Returns whether work is queued on a stream, so that reading a scalar at once would stall it."""
+        """Returns whether work is queued on a stream, so that reading a scalar would stall it."""
         return self.type == "cuda"
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Returns a context manager within which new tensors are this device's; only a fake world's does anything."""
+        """Returns a context in which new tensors are on this device. Only a fake world's device does anything here."""
         return nullcontext()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes the run's own stream the current one within the block: its work comes after what the caller's stream has been
-        given so far, and later work of the caller's after the block. Does nothing if both are one or the device has no streams.
+        """Makes the run's stream current within the block, after the caller's earlier work and before its later work.
+
+        Does nothing if the caller's stream is the run's, or the device has no streams.
         """
         if self.stream is None or (current := torch.cuda.current_stream(self.torch_device)) == self.stream:
             yield
@@ -117,29 +118,29 @@ class Device:
             current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device and returns `values`, [n] or a scalar, on the host; `usual` where tensors have no values."""
+        """Waits for the device; returns `values`, [n] or a scalar, on the host. usual: the result if tensors have no values."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
-        """Seeds the generators from which a forward draws, `random`'s and numpy's included; cheap. seed: in [0, 2**63)."""
+        """Seeds all generators from which a forward draws: torch's, `random`'s and numpy's; cheap. seed: in [0, 2**63)."""
         seed_host(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
     @contextmanager
-    def random_state_kept(self) -> Iterator[None]:
-        """Restores, after the block, the state of the generators that `seed` seeds: a program's own draws go on unchanged."""
-        on_device = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
-        state, of_device = host_state(), None if on_device is None else on_device.get_state()
+    def preserve_random_state(self) -> Iterator[None]:
+        """Restores, after the block, the state of all generators that `seed` seeds, so a program's own draws are unaffected."""
+        generator = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
+        state, device_state = host_state(), None if generator is None else generator.get_state()
         try:
             yield
         finally:
             set_host_state(state)
-            if on_device is not None and of_device is not None:
-                on_device.set_state(of_device)
+            if generator is not None and device_state is not None:
+                generator.set_state(device_state)
 
     def moment(self) -> Moment:
-        """Returns the present point in the device's work queue; on CUDA it records an event and does not wait."""
+        """Returns the current point in the device's work queue; on CUDA, records an event without waiting."""
         if not self.is_async:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
@@ -151,7 +152,7 @@ class Device:
             moment.synchronize()
 
     def seconds_between(self, first: Moment, last: Moment) -> float:
-        """Returns the seconds from `first` to `last`, which is not earlier. Waits until the device has reached `last`."""
+        """Returns the seconds from `first` to `last`. Waits until the device has reached `last`."""
         if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
             self.wait_until(last)
             return float(first.elapsed_time(last)) / 1e3
@@ -160,9 +161,9 @@ class Device:
         return last - first
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on this device, as a new object, also if it is there already: what is cached for it ends with it.
+        """Returns `tensor` on this device, always as a new object, so that values cached for it end with it.
 
-        Does not wait for the copy: host memory is pinned on the way to CUDA.
+        Does not wait for the copy: host memory is pinned for a copy to CUDA.
         """
         if tensor.device == self.torch_device:
             return tensor.detach()
@@ -171,26 +172,26 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on the host; on CUDA page-locked, with its values once the device has reached a later `moment`."""
+        """Returns `tensor` on the host; on CUDA page-locked, and complete when the device has reached a later `moment`."""
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def again(self, memory: Tensor) -> Tensor:
-        """Returns a tensor over `memory` with a storage of its own, so that the number of its users tells who still uses it."""
-        return from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
+        """Returns a tensor over `memory` with its own storage, whose use count shows whether anybody still uses it."""
+        return from_dlpack(to_dlpack(memory.detach()))  # does not keep the tensor object
 
     def bytes_of(self, memory: Tensor) -> memoryview:
-        """Returns the bytes of `memory`, uint8 [bytes] on the host, to be read and written without torch's operations."""
+        """Returns a memoryview of `memory`, uint8 [bytes] on the host."""
         return memory.numpy().data
 
     def copy_stream(self) -> CopyStream:
-        """Returns a new stream for copies to and from the host, beside the device's own work."""
+        """Returns a new stream for copies to and from the host, in parallel with the device's own work."""
         return HostStream() if self.stream is None else CudaStream(self.stream)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
-        """Returns zeroed memory of the host, page-locked where copies from and to this device gain by it."""
+        """Returns zeroed host memory, page-locked if this device is asynchronous."""
         return HostMemory(num_bytes, lock=self.is_async)
 
     def __str__(self) -> str:
@@ -200,17 +201,17 @@ class Device:
 
 
 class OfDevice(Protocol):
-    """Works on `device`."""
+    """An object that works on `device`."""
 
     device: Device
 
 
 def on_stream(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Returns a method that works on the stream of its object's device, whatever the caller's is (`Device.on_stream`)."""
+    """Decorates a method so that it runs on the stream of its object's device (`Device.on_stream`)."""
 
     @wraps(method)
-    def on_its_stream(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_on_stream(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.device.on_stream():
             return method(self, *args, **kwargs)
 
-    return on_its_stream
+    return call_on_stream

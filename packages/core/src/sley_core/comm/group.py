@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.backends import Alone
-from sley_core.comm.guard import Turn, guarded, message_turn, turn_of
+from sley_core.comm.backends import SingleRankTransport
+from sley_core.comm.guard import Turn, begin_message_turn, begin_turn, run_guarded
 from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members
 from sley_core.comm.startup import gather_values
@@ -30,8 +30,10 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 
 class Pending:
-    """The handle of a collective. After `wait` the result is there (on CUDA: for later work on this stream); done without
-    `work`."""
+    """The handle of a collective, which is complete if `work` is None.
+
+    After `wait` the result is complete, on CUDA for later work on this stream.
+    """
 
     __slots__ = ("_turn", "_work")
 
@@ -47,7 +49,7 @@ class Pending:
         """
         if self._work is None or self._turn is None:
             return
-        guarded(self._work.wait, self._turn)
+        run_guarded(self._work.wait, self._turn)
         self._work = None
 
     def is_done(self) -> bool:
@@ -55,8 +57,8 @@ class Pending:
         return self._work is None or bool(self._work.is_completed())
 
 
-class Imitated(Pending):
-    """Is the handle of an exchange with members that do not exist; `waits` is called where the rank would wait for it."""
+class SimulatedPending(Pending):
+    """The handle of a simulated exchange; `wait` calls `waits`."""
 
     __slots__ = ("_waits",)
 
@@ -68,8 +70,8 @@ class Imitated(Pending):
         self._waits()
 
 
-class LandingPending(Pending):
-    """A message that arrives on the host, in `landed`; the first `wait` copies it to `place`, on the device."""
+class HostReceive(Pending):
+    """The handle of a message that arrives in `landed`, on the host. The first `wait` copies it to `place`, on the device."""
 
     __slots__ = ("_landed", "_place")
 
@@ -86,12 +88,12 @@ class LandingPending(Pending):
 
 
 class Imitate(Protocol):
-    """Takes the place of a group's exchanges where its other members do not exist."""
+    """Simulates the exchanges of a group whose other members do not exist."""
 
     def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, lane: str, what: str, /) -> Callable[[], None]:
-        """Imitates an exchange on `lane` of `tensor`, which fills `result`; both may be the same tensor.
+        """Simulates an exchange of `tensor` on `lane`, which fills `result`; both may be the same tensor.
 
-        Returns a function to call where the rank waits for it. what: describes the exchange, for errors.
+        Returns a function to call when the rank waits for it. what: the description of the exchange in errors.
         """
 
 
@@ -99,8 +101,8 @@ class Imitate(Protocol):
 class Group(Members):
     """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per lane.
 
-    A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges without marks.
-    imitate: takes the place of exchanges if the other ranks do not exist.
+    A group of one rank has no communicator, and every collective on it is the identity. log: records the exchanges without
+    marks. imitate: simulates exchanges if the other ranks do not exist.
 
     In the collectives below tensors are contiguous, all members make the same calls on one lane in one order, and `what`
     describes the content, for errors.
@@ -113,7 +115,7 @@ class Group(Members):
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks exist in this group with which this one can compare, or from which it can take, values."""
+        """Returns whether other ranks of this group exist, with which this one can exchange values."""
         return self.size > 1 and self.imitate is None
 
     def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
@@ -121,8 +123,8 @@ class Group(Members):
         return self.lanes[name]
 
     def transport(self, lane: str = DEFAULT_LANE) -> Transport:
-        """Returns the transport of `lane` for shards, rows and sums. Call it at each use: closed groups have none."""
-        return Alone() if self.size == 1 else self.transports[lane]
+        """Returns the transport of `lane`. Call this at each use: closed groups have no transports."""
+        return SingleRankTransport() if self.size == 1 else self.transports[lane]
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, what: str) -> Pending:
         """Starts an all-reduce of `tensor` in place; returns its handle."""
@@ -176,28 +178,31 @@ class Group(Members):
         call.
         """
         if self.imitate is not None:
-            return Imitated(self.imitate("send", tensor, tensor, lane, what))
-        turn = message_turn("send", self, what, lane, self.coord, peer, tensor.nbytes)
-        message = tensor.to("cpu", copy=True) if self.goes_by_host(tensor, lane) else tensor
-        return Pending(guarded(lambda: self.lane(lane).send([message], peer, 0), turn), turn)
+            return SimulatedPending(self.imitate("send", tensor, tensor, lane, what))
+        turn = begin_message_turn("send", self, what, lane, self.coord, peer, tensor.nbytes)
+        message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, lane) else tensor
+        return Pending(run_guarded(lambda: self.lane(lane).send([message], peer, 0), turn), turn)
 
     def receive(self, tensor: Tensor, lane: str, peer: int, *, what: str) -> Pending:
         """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
         if self.imitate is not None:
-            return Imitated(self.imitate("receive", tensor, tensor, lane, what))
-        turn = message_turn("receive", self, what, lane, peer, self.coord, tensor.nbytes)
-        if self.goes_by_host(tensor, lane):
+            return SimulatedPending(self.imitate("receive", tensor, tensor, lane, what))
+        turn = begin_message_turn("receive", self, what, lane, peer, self.coord, tensor.nbytes)
+        if self.needs_host_copy(tensor, lane):
             landed = torch.empty_like(tensor, device="cpu")
-            return LandingPending(guarded(lambda: self.lane(lane).recv([landed], peer, 0), turn), turn, landed, tensor)
-        return Pending(guarded(lambda: self.lane(lane).recv([tensor], peer, 0), turn), turn)
+            return HostReceive(run_guarded(lambda: self.lane(lane).recv([landed], peer, 0), turn), turn, landed, tensor)
+        return Pending(run_guarded(lambda: self.lane(lane).recv([tensor], peer, 0), turn), turn)
 
     def gather_objects(self, value: Any, *, what: str) -> list[Any]:
-        """Gathers every rank's `value`, small and JSON, in the order of the ranks of the group, which is `control`. Blocks.
-        Where the other members do not exist, the values of all ranks are this one's.
+        """Gathers the `value` of each rank of the group `control`, in the order of ranks; blocks.
+
+        value: small and serialisable as JSON. If the other members do not exist, the result repeats this rank's value.
         """
         if not self.has_peers:
             return [value] * self.size
-        values: list[Any] = guarded(lambda: gather_values(value, self.lane()), turn_of("all-gather of objects", self, what))
+        values: list[Any] = run_guarded(
+            lambda: gather_values(value, self.lane()), begin_turn("all-gather of objects", self, what)
+        )
         return values
 
     def _start(
@@ -216,10 +221,10 @@ class Group(Members):
                 result.copy_(tensor)
             return Pending()
         if self.imitate is not None:
-            return Imitated(self.imitate(kind, result, tensor, lane, what))
-        turn = turn_of(operation, self, what, lane, tensor.nbytes)
-        return Pending(guarded(lambda: call(self.lane(lane)), turn), turn)
+            return SimulatedPending(self.imitate(kind, result, tensor, lane, what))
+        turn = begin_turn(operation, self, what, lane, tensor.nbytes)
+        return Pending(run_guarded(lambda: call(self.lane(lane)), turn), turn)
 
-    def goes_by_host(self, tensor: Tensor, lane: str) -> bool:
-        """Returns whether a message must be in host memory: gloo takes any address for one of the host."""
+    def needs_host_copy(self, tensor: Tensor, lane: str) -> bool:
+        """Returns whether a message needs a copy in host memory, since gloo reads host addresses only."""
         return tensor.device.type != "cpu" and dist.get_backend(self.lane(lane)) == "gloo"

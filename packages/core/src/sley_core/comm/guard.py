@@ -1,4 +1,4 @@
-"""Turns torch's errors of collectives into errors that name operation, group and content, or ranks that wait in a circle."""
+"""Turns torch's errors in collectives into errors that name the operation and group, or the ranks that wait in a circle."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from sley_core.topology import DEFAULT_LANE
 HINT = "another rank of the group stopped, or did not come within [limits] collective_timeout_s"
 
 _RACE_S = 0.1
-"""Seconds to wait for a peer's write after a closed connection: a peer that times out closes its connections just before."""
+"""Seconds to wait for a peer's write after a closed connection: a peer that times out closes its connections first."""
 
 _TIMED_OUT = "Timed out"
 
 
 class Turn(NamedTuple):
-    """Describes an exchange that this rank has started; the `number`-th of `queue`, whose exchanges `members` start in one
-    order.
+    """Describes an exchange that this rank has started: the `number`-th in `queue`.
 
-    what: what is exchanged. peer: the rank at the other end of a message; None if all members take part. num_bytes: of what
-    this rank gives or gets.
+    `members` start the exchanges of a queue in one order. what: the description of the content. peer: the rank at the other end
+    of a message; None if all members take part. num_bytes: the bytes that this rank sends or receives.
     """
 
     operation: str
@@ -41,93 +40,92 @@ class Turn(NamedTuple):
     num_bytes: int = 0
 
     def __str__(self) -> str:
-        over = f" over {self.members}"  # some `what`s end with it already
+        over = f" over {self.members}"  # some descriptions already end with it
         return f"{self.operation} of {self.what.removesuffix(over)}{over}"
 
     @property
-    def waiting(self) -> Waiting:
-        """What this rank tells the others when a wait in this exchange has failed."""
+    def waiting(self) -> RankWait:
+        """Returns the record that this rank writes for the others if it fails to complete this exchange."""
         members = self.members
         peers = tuple(rank for rank in members.ranks if rank != members.rank) if self.peer is None else (self.peer,)
-        return Waiting(members.rank, f"the {self}", peers, self.queue, self.number, dict(members.progress.numbers))
+        return RankWait(members.rank, f"the {self}", peers, self.queue, self.number, dict(members.progress.numbers))
 
-    def failed(self, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
-        """Returns the error of a wait in this exchange that failed: `collective-failed` with `message`, or `ranks-differ`.
+    def wait_error(self, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
+        """Returns the error for a failed wait in this exchange: `collective-failed` with `message`, or `ranks-differ`.
 
-        The latter if ranks wait for each other in a circle, and have written so into the store. ran_out_of_time: whether this
-        rank timed out; else a peer has ended, or closed its connection. peer: the global rank that did not come, if that is
-        known. May block while it waits for the others' writes.
+        It is `ranks-differ` if the records in the store show ranks that wait for each other in a circle. ran_out_of_time:
+        whether this rank timed out; else a peer has ended or closed its connection. peer: the missing global rank, if known.
+        May block while it waits for the others' records.
         """
         progress = self.members.progress
-        progress.failed("late" if ran_out_of_time else "closed", peer)
+        progress.fail_wait("late" if ran_out_of_time else "closed", peer)
         if progress.store is None:
             return RunError("collective-failed", message, hint=HINT)
-        others = read_waits(self.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
-        if circle := circle_in(others):
+        waits = exchange_waits(self.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
+        if circle := find_circle(waits):
             hint = f"ranks start the exchanges of a group in one order; {ONE_ORDER}"
-            return RunError("ranks-differ", f"ranks wait for each other: {in_words(circle)}", hint=hint)
-        more = [f"; rank {each.rank} waited in {each.what}" for each in others.values() if each.rank != self.members.rank]
-        return RunError("collective-failed", message + "".join(more), hint=HINT)
+            return RunError("ranks-differ", f"ranks wait for each other: {describe_circle(circle)}", hint=hint)
+        details = [f"; rank {wait.rank} waited in {wait.what}" for wait in waits.values() if wait.rank != self.members.rank]
+        return RunError("collective-failed", message + "".join(details), hint=HINT)
 
 
-def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
-    """Counts an exchange of all `members` on `lane`, which starts now; returns its turn. what: the content, for errors."""
-    return _counted(operation, members, what, f"{members.axis} {lane}", None, num_bytes)
+def begin_turn(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
+    """Counts an exchange of all `members` on `lane` and returns its turn. what: the description of the content, for errors."""
+    return _begin_turn(operation, members, what, f"{members.axis} {lane}", None, num_bytes)
 
 
-def message_turn(
+def begin_message_turn(
     operation: str, members: Members, what: str, lane: str, sender: int, receiver: int, num_bytes: int = 0
 ) -> Turn:
-    """Counts a message on `lane` between two coordinates of `members`, at either end; returns its turn."""
+    """Counts a message on `lane` between two coordinates of `members` and returns its turn. Both ends call it."""
     peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
-    return _counted(operation, members, what, f"{members.axis} {lane} {sender}>{receiver}", peer, num_bytes)
+    return _begin_turn(operation, members, what, f"{members.axis} {lane} {sender}>{receiver}", peer, num_bytes)
 
 
-def _counted(operation: str, members: Members, what: str, queue: str, peer: int | None, num_bytes: int) -> Turn:
+def _begin_turn(operation: str, members: Members, what: str, queue: str, peer: int | None, num_bytes: int) -> Turn:
     turn = Turn(operation, members, what, queue, members.progress.numbers.get(queue, 0) + 1, peer, num_bytes)
-    members.progress.started(turn)
+    members.progress.add_turn(turn)
     return turn
 
 
-def guarded(call: Callable[[], Any], turn: Turn) -> Any:
-    """Returns `call()`, recording the wait; torch's RuntimeError becomes the error of `Turn.failed`."""
+def run_guarded(call: Callable[[], Any], turn: Turn) -> Any:
+    """Returns `call()` and records the wait. Turns torch's RuntimeError into the error of `Turn.wait_error`."""
     progress = turn.members.progress
-    progress.waits(turn)
+    progress.begin_wait(turn)
     try:
         result = call()
     except RuntimeError as error:
-        why = first_line(error)
-        raise turn.failed(f"{turn} failed on rank {turn.members.rank}: {why}", _TIMED_OUT in why) from error
-    progress.waited()
+        reason = first_line(error)
+        raise turn.wait_error(f"{turn} failed on rank {turn.members.rank}: {reason}", _TIMED_OUT in reason) from error
+    progress.end_wait()
     return result
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of torch's error, without the C++ stack; the exception's type if it has no text."""
+    """Returns the first line of torch's error, without the C++ stack, or the exception's type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 MOST_RANKS = 256
-"""The most ranks that are read: each is compared with each."""
+"""The maximum number of ranks to read, since all pairs are compared."""
 
-_LOOK_S = 0.02
-"""Seconds between two reads of what the others wrote."""
+_POLL_S = 0.02
+"""Seconds between two reads of the store."""
 
-_ANSWER_S = 2.0
-"""Seconds for the store to answer, beyond the time for the others: its host may hang too."""
+_STORE_TIMEOUT_S = 2.0
+"""Extra seconds for the store to answer: its host may hang too."""
 
 
-class Waiting(NamedTuple):
-    """Describes what a rank waits in.
+class RankWait(NamedTuple):
+    """Describes the exchange in which a rank waits.
 
-    what: in words. ranks: those that take part in it. queue, number: its place among the exchanges that these start in one
-    order. numbers: how many exchanges of each queue the rank has started.
+    what: its description. ranks: its participants. queue, number: the exchange is the `number`-th in `queue`. numbers: how many
+    exchanges of each queue the rank has started.
 
-    A rank whose wait fails writes into the run's store what it waits in, and how many exchanges of each queue it has started.
-    It waits for a peer that has started fewer of that queue than the number of its exchange. Ranks that wait for each other in
-    a circle never end, however fast they are: they have started their exchanges in different orders. The last rank of the
-    circle whose wait fails sees all of it.
+    A rank whose wait fails writes this record into the run's store. It waits for each participant that has started fewer than
+    `number` exchanges of the queue. Ranks that wait for each other in a circle never finish: they have started their exchanges
+    in different orders. The last rank of the circle whose wait fails sees the whole circle.
 
         rank 0   gather 1, gather 2, reduce 1: waits      rank 1 has started no reduce
         rank 1   gather 1, gather 2, gather 3: waits      rank 0 has started two gathers
@@ -140,73 +138,74 @@ class Waiting(NamedTuple):
     number: int
     numbers: Mapping[str, int]
 
-    def is_for(self, other: Waiting) -> bool:
-        """Returns whether the rank of `other` has not yet started what this rank waits in."""
+    def is_waiting_for(self, other: RankWait) -> bool:
+        """Returns whether this rank waits for the rank of `other`, which has not started the exchange."""
         return other.rank in self.ranks and other.numbers.get(self.queue, 0) < self.number
 
 
-def circle_in(waiting: Mapping[int, Waiting]) -> list[Waiting]:
-    """Returns a circle of ranks, each of which waits for the next and the last for the first, the lowest first; [] if there is
-    none. The same on all ranks with the same input. waiting: by rank.
+def find_circle(waiting: Mapping[int, RankWait]) -> list[RankWait]:
+    """Returns a circle of ranks, in which each waits for the next and the last for the first; [] if there is none.
+
+    The lowest rank is first, and equal inputs give equal results. waiting: the records by rank.
     """
-    left = dict(waiting)
-    while free := [rank for rank, wait in left.items() if not any(map(wait.is_for, left.values()))]:
+    remaining = dict(waiting)
+    while free := [rank for rank, wait in remaining.items() if not any(map(wait.is_waiting_for, remaining.values()))]:
         for rank in free:
-            del left[rank]
-    if not left:
+            del remaining[rank]
+    if not remaining:
         return []
-    # Each of these waits for another of them, so a walk from one to the next must return to one.
+    # Each remaining rank waits for another remaining rank, so this path must return to a rank on it.
     path: list[int] = []
-    rank = min(left)
+    rank = min(remaining)
     while rank not in path:
         path.append(rank)
-        rank = min(other.rank for other in left.values() if left[rank].is_for(other))
+        rank = min(other.rank for other in remaining.values() if remaining[rank].is_waiting_for(other))
     circle = path[path.index(rank) :]
     first = circle.index(min(circle))
-    return [left[each] for each in (*circle[first:], *circle[:first])]
+    return [remaining[rank] for rank in (*circle[first:], *circle[:first])]
 
 
-def in_words(circle: list[Waiting]) -> str:
-    """Returns in words which rank waits in what for which rank."""
+def describe_circle(circle: list[RankWait]) -> str:
+    """Returns a text that names each rank, its exchange, and the rank for which it waits."""
     pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
     return ", ".join(f"rank {wait.rank} waits in {wait.what} for rank {late.rank}" for wait, late in pairs)
 
 
-def read_waits(own: Waiting, store: Store, patience_s: float) -> dict[int, Waiting]:
-    """Writes `own` into `store`; returns the waits of the ranks for which it waits, of those for which these wait, and so on.
+def exchange_waits(local: RankWait, store: Store, patience_s: float) -> dict[int, RankWait]:
+    """Writes the record `local` into `store`; returns the records of all ranks for which it waits, directly or indirectly.
 
-    The result is by rank, and includes `own`; ranks that have written nothing are missing. Returns as soon as there is a
-    circle, or no rank left to read; otherwise after `patience_s`, and shortly later if the store does not answer.
+    The result maps ranks to records and includes `local`; ranks without a record are missing. Returns as soon as there is a
+    circle or all records are read, at the latest shortly after `patience_s`.
     """
-    waits = {own.rank: own}
+    waits = {local.rank: local}
     deadline = time.monotonic() + patience_s
 
     def read() -> None:
-        # If the store fails, as when its host has ended, nothing is known of the others.
+        # If the store fails, as when its host has ended, the other records stay unknown.
         with contextlib.suppress(Exception):
-            store.set(_key(own.rank), json.dumps(own))
-            while _read_new(waits, store) and not circle_in(dict(waits)) and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+            store.set(_key(local.rank), json.dumps(local))
+            while _read_waits_once(waits, store) and not find_circle(dict(waits)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     thread = threading.Thread(target=read, name="sley-circles", daemon=True)
     thread.start()
-    thread.join(patience_s + _ANSWER_S)
+    thread.join(patience_s + _STORE_TIMEOUT_S)
     return dict(waits)
 
 
-def _read_new(waits: dict[int, Waiting], store: Store) -> bool:
-    """Adds to `waits` what can be read now; returns whether ranks that are waited for have written nothing."""
-    silent: set[int] = set()
-    while unread := {rank for wait in waits.values() for rank in wait.ranks} - waits.keys() - silent:
-        for rank in sorted(unread)[: MOST_RANKS - len(waits) - len(silent)]:
+def _read_waits_once(waits: dict[int, RankWait], store: Store) -> bool:
+    """Adds the records in `store` to `waits`; returns whether the record of any participant is missing."""
+    silent_ranks: set[int] = set()
+    while unread := {rank for wait in waits.values() for rank in wait.ranks} - waits.keys() - silent_ranks:
+        for rank in sorted(unread)[: MOST_RANKS - len(waits) - len(silent_ranks)]:
             if store.check([_key(rank)]):
-                number, what, ranks, *others = json.loads(store.get(_key(rank)))
-                waits[rank] = Waiting(number, what, tuple(ranks), *others)
+                number, what, ranks, *details = json.loads(store.get(_key(rank)))
+                waits[rank] = RankWait(number, what, tuple(ranks), *details)
             else:
-                silent.add(rank)
-        if len(waits) + len(silent) >= MOST_RANKS:
+                silent_ranks.add(rank)
+        if len(waits) + len(silent_ranks) >= MOST_RANKS:
             break
-    return bool(silent)
+    return bool(silent_ranks)
 
 
 def _key(rank: int) -> str:

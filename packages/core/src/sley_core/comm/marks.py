@@ -1,8 +1,8 @@
-"""Marks say what an exchange is and how long it is. Ranks compare marks before they read any data.
+"""Marks identify exchanges. Ranks compare marks before they read any data.
 
-Two different exchanges have different marks: by operation, words, names, sizes or dtypes of the tensors, or their order. With
-cross-memory attach the mark lies beside the addresses. On sockets it is sent ahead in a message of `HEADER_BYTES`, and is in
-the tags of the messages that follow, so that a message of another length is never accepted.
+Exchanges have different marks if they differ in operation, description, or the order, sizes or dtypes of tensors. With
+cross-memory attach the mark is stored with the addresses. On sockets it is sent first, in a message of `HEADER_BYTES`, and is
+the tag of the messages that follow, so that a message of another length is never accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS = 0x7FFFFFFF
 _DTYPES = {
     dtype: number
     for number, dtype in enumerate(
-        sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str), start=1
+        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str), start=1
     )
 }
 
@@ -37,7 +37,7 @@ HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange. what: in words. number: 31-bit checksum that ranks compare. num_bytes: its length."""
+    """Identifies an exchange. what: its description. number: a 31-bit checksum that ranks compare. num_bytes: its length."""
 
     what: str
     number: int
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
     def of(cls, operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
         """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order.
 
-        what: describes it, the same on all ranks. contents: a checksum of what the words do not cover (`checksum`).
+        what: the description, equal on all ranks. contents: a checksum of anything else to compare (`checksum`).
         """
         sizes = array("q", (contents,))
         num_bytes = 0
@@ -57,29 +57,31 @@ class Mark(NamedTuple):
             sizes.append(_DTYPES[tensor.dtype])
         return cls(what, zlib.crc32(sizes, _crc(operation, what)) & _BITS, num_bytes)
 
-    def differs(self, rank: int, theirs: str, peer: int) -> RunError:
-        """Returns the RunError `ranks-differ` of rank `rank`, which exchanges this while rank `peer` exchanges `theirs`."""
-        here = self.words.decode()
-        there = "other parts of it" if theirs == here else theirs or "something else"
-        return RunError("ranks-differ", f"rank {rank} exchanges {here} where rank {peer} exchanges {there}", hint=HINT)
+    def mismatch_error(self, rank: int, peer_words: str, peer: int) -> RunError:
+        """Returns RunError `ranks-differ`: `rank` exchanges this, and rank `peer` exchanges `peer_words`."""
+        local_text = self.words.decode()
+        peer_text = "other parts of it" if peer_words == local_text else peer_words or "something else"
+        return RunError(
+            "ranks-differ", f"rank {rank} exchanges {local_text} where rank {peer} exchanges {peer_text}", hint=HINT
+        )
 
     @property
     def words(self) -> bytes:
-        """Encoded words and length, for the peers' error messages."""
+        """Returns the encoded description and length, for the peers' error messages."""
         return _words(self.what, self.num_bytes)
 
     def header(self) -> Tensor:
-        """Returns the mark as a message, uint8 [HEADER_BYTES]; `of_header` reads it."""
+        """Returns the mark as a header, uint8 [HEADER_BYTES], for `mark_from_header`."""
         return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.words)), dtype=torch.uint8)
 
 
-def of_header(header: Tensor) -> Mark:
+def mark_from_header(header: Tensor) -> Mark:
     number, num_bytes, words = _FORMAT.unpack(bytes(header.tolist()))
     return Mark(words.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
 
 def checksum(names: Iterable[str]) -> int:
-    """Returns a checksum of `names` in their order, the same in every process."""
+    """Returns a checksum of `names` in order, equal in all processes."""
     crc = 0
     for name in names:
         crc = zlib.crc32(name.encode(), zlib.crc32(b"\0", crc))
@@ -98,8 +100,8 @@ def _words(what: str, num_bytes: int) -> bytes:
     return what.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()
 
 
-class Exchanged(NamedTuple):
-    """Summarises a rank's exchanges with `ranks`: how many, the checksum of all, and the last one in words."""
+class ExchangeSummary(NamedTuple):
+    """Summarises a rank's exchanges with `ranks`: their count and checksum, and the description of the last one."""
 
     ranks: tuple[int, ...]
     times: int
@@ -108,11 +110,10 @@ class Exchanged(NamedTuple):
 
 
 class ExchangeLog:
-    """Logs the exchanges of one group since the last `clear`, in their order on each lane; lanes are independent.
+    """Logs the exchanges of one group since the last `clear`, in order on each lane.
 
-    A backend's own collectives have no place for a mark, so ranks that exchange different things there get wrong numbers. Every
-    rank keeps the marks of a step in one checksum per lane; the sum that ends the step shows whether all have the same, and if
-    not no weight is changed (`compare`).
+    A backend's collectives carry no mark, so ranks that exchange different tensors get wrong numbers. Each rank therefore keeps
+    one checksum of a step's marks per lane. The ranks compare them before the step ends, and change no weight if they differ.
     """
 
     def __init__(self) -> None:
@@ -126,16 +127,16 @@ class ExchangeLog:
         self._last = mark.what
 
     def clear(self) -> None:
-        """Discards the log, when a step or an evaluation begins."""
+        """Discards the log at the start of a step or an evaluation."""
         self._lanes.clear()
         self._count = 0
         self._last = ""
 
-    def exchanged(self, ranks: tuple[int, ...]) -> Exchanged | None:
-        """Returns a summary of the log; None if it is empty. ranks: the group's, copied into it."""
+    def summary(self, ranks: tuple[int, ...]) -> ExchangeSummary | None:
+        """Returns a summary of the log; None if it is empty. ranks: the ranks of the group."""
         if not self._count:
             return None
         number = 0
         for lane, value in sorted(self._lanes.items()):
             number = zlib.crc32(f"{lane} {value}".encode(), number)
-        return Exchanged(ranks, self._count, number, self._last)
+        return ExchangeSummary(ranks, self._count, number, self._last)

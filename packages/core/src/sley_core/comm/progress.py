@@ -1,4 +1,4 @@
-"""The ranks of one axis, and this rank's progress: its exchanges, its waits, and its place in a step, for failure reports."""
+"""The ranks of one axis, and this rank's progress: its exchanges, waits and position in a step, for failure reports."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
     from sley_core.comm.guard import Turn
 
-SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
-"""How long a rank waits for the others' writes after a timeout: at most this share of the timeout, and this many seconds."""
+PATIENCE_SHARE, MAX_PATIENCE_S = 1 / 8, 5.0
+"""The longest wait for the others' records after a timeout: a share of the timeout, and a number of seconds."""
 
-KEPT = 32
-"""How many exchanges of each queue are remembered: ranks that have diverged wait for each other well before as many."""
+NUM_RECENT = 32
+"""The number of recent exchanges that are kept per queue: diverged ranks block each other long before that."""
 
 
 BEGINNING = "the beginning of the step"
-"""The entry before the first one of the list."""
+"""The entry before the first entry of the action list."""
 
 REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "the time between two steps"
-"""Its entries after the last one of the list, in this order."""
+"""The entries after the last entry of the action list, in this order."""
 
 EVALUATION = "an evaluation"
-"""Its entry before the first one of an evaluation's list."""
+"""The entry before the first entry of an evaluation's action list."""
 
 DEVICE = "the wait for the device"
-"""Its entry while the host waits for the results of a step; on CUDA the next step may have been started then."""
+"""The entry while the host waits for the results of a step; on CUDA the next step may have started by then."""
 
 
 @dataclass
 class ActionProgress:
-    """Records where a rank is in its list of actions.
+    """Records a rank's position in its action list.
 
-    step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
-    one that is running, as `str` shows them. layer: the one that was called last. follow: called with each entry as it begins.
-    follow_layer: called with the name of each layer as its call begins, and with "" when those of a chunk are over.
-    follow_output: called with a layer's name and its output, except in recomputations.
+    step: the optimizer step, from 1; 0 before the first. finished, pending: the last finished entry, and the running one.
+    layer: the layer that was called last. follow: called with each entry as it begins. follow_layer: called with the name of
+    each layer as its call begins, and with "" after the last layer of a chunk. follow_output: called with a layer's name and
+    its output, except in recomputations.
     """
 
     step: int = 0
@@ -57,31 +57,31 @@ class ActionProgress:
 
     def begin(self, step: int) -> None:
         self.step, self.layer = step, ""
-        self.comes(BEGINNING)
+        self.begin_entry(BEGINNING)
 
-    def comes(self, entry: object) -> None:
-        """Records that the previous entry is over, and `entry` begins."""
+    def begin_entry(self, entry: object) -> None:
+        """Records the start of `entry` and the end of the previous entry."""
         self.finished, self.pending = self.pending, entry
         if self.follow is not None:
             self.follow(entry)
 
-    def calls(self, layer: str) -> None:
-        """Records that the call of `layer` begins."""
+    def begin_layer(self, layer: str) -> None:
+        """Records the start of a call of `layer`."""
         self.layer = layer
         if self.follow_layer is not None:
             self.follow_layer(layer)
 
-    def has_called(self) -> None:
-        """Records that a chunk's layer calls are over; `layer` stays the last one."""
+    def end_layers(self) -> None:
+        """Records the end of a chunk's layer calls; `layer` is unchanged."""
         if self.follow_layer is not None:
             self.follow_layer("")
 
 
 class Wait(NamedTuple):
-    """Describes a wait for other ranks, for `seconds` up to now or to its end.
+    """Describes a wait for other ranks, which has lasted `seconds`.
 
-    end: "" while it lasts, else "late" for a timeout, "closed" if a peer has ended or closed its connection, and "differs" if
-    the peer exchanges something else. peer: the global rank that did not come, if that is known.
+    end: "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if the
+    peer's exchange differs. peer: the missing global rank, if known.
     """
 
     turn: Turn
@@ -92,13 +92,13 @@ class Wait(NamedTuple):
 
 @dataclass
 class Progress:
-    """Records the exchanges and waits of one rank in one run; all its groups share it.
+    """Records the exchanges and waits of one rank in one run, in all its groups.
 
-    A queue is a sequence of exchanges that the members of a group start in one order: those of one lane, or the messages from
-    one rank to another. numbers: how many exchanges of each queue this rank has started. recent: the last `KEPT` of each.
-    store: through which ranks exchange what they wait in; None until there is one. timeout_s: the limit of waits.
-    step_progress: where the rank is in its list. follow_wait: called at the end of each wait, with the exchange and when the
-    wait began, by `time.perf_counter`.
+    A queue is a sequence of exchanges that the members of a group start in one order: the collectives of one lane, or the
+    messages from one rank to another. numbers: the number of started exchanges per queue. recent: the last `NUM_RECENT` of each
+    queue. store: the store for the records of failed waits, if there is one. timeout_s: the time limit of waits. step_progress:
+    the position in the action list. follow_wait: called after each wait with the exchange and the start time of the wait by
+    `time.perf_counter`.
 
     Recording costs under 1 us per exchange (a tuple in a list, and the time); an exchange takes 20 us and more.
     """
@@ -115,51 +115,51 @@ class Progress:
 
     @property
     def wait(self) -> Wait | None:
-        """The wait in which this rank is, or that has failed; None if there is neither."""
+        """Returns the current or failed wait; None if there is neither."""
         turn, failure = self._turn, self._failure
         if turn is None:
             return None
         if failure is None:
             return Wait(turn, time.perf_counter() - self._since)
-        until, end, peer = failure
-        return Wait(turn, until - self._since, end, peer)
+        failed_at, end, peer = failure
+        return Wait(turn, failed_at - self._since, end, peer)
 
     @property
     def patience_s(self) -> float:
-        """Seconds to wait for the others' writes after a wait has timed out."""
-        return min(SHARE_OF_LIMIT * self.timeout_s, MOST_S)
+        """Returns the seconds to wait for the others' records after a timeout."""
+        return min(PATIENCE_SHARE * self.timeout_s, MAX_PATIENCE_S)
 
-    def started(self, turn: Turn) -> None:
+    def add_turn(self, turn: Turn) -> None:
         self.numbers[turn.queue] = turn.number
-        kept = self.recent.get(turn.queue)
-        if kept is None:
-            kept = self.recent[turn.queue] = deque(maxlen=KEPT)
-        kept.append(turn)
+        turns = self.recent.get(turn.queue)
+        if turns is None:
+            turns = self.recent[turn.queue] = deque(maxlen=NUM_RECENT)
+        turns.append(turn)
 
-    def waits(self, turn: Turn) -> None:
+    def begin_wait(self, turn: Turn) -> None:
         self._failure = None
         self._since = time.perf_counter()
         self._turn = turn
 
-    def waited(self) -> None:
-        """Records that the wait is over, and did not fail."""
+    def end_wait(self) -> None:
+        """Records the end of a successful wait."""
         turn, self._turn = self._turn, None
         if self.follow_wait is not None and turn is not None:
             self.follow_wait(turn, self._since)
 
-    def failed(self, end: str, peer: int | None = None) -> None:
-        """Records how the wait has failed, for this rank's report. end, peer: as in `Wait`."""
+    def fail_wait(self, end: str, peer: int | None = None) -> None:
+        """Records a failed wait for this rank's report. end, peer: as in `Wait`."""
         self._failure = (time.perf_counter(), end, peer)
 
 
 class SentBytes:
-    """Counts the bytes that this rank sends in a step: for a collective, the fewest with which a group of its size can do it.
+    """Counts the bytes that this rank sends in a step: for a collective, the minimum for a group of its size.
 
              begin_step ──> add* ──> end_step ──> begin_step ...
                   ^            │
                   └────────────┘  a step that failed
 
-    The backend's actual algorithm, and what it sends besides the tensors, are not counted.
+    The backend's algorithm and overhead are not counted.
     """
 
     def __init__(self) -> None:
@@ -167,11 +167,11 @@ class SentBytes:
         self._last = 0
 
     def begin_step(self) -> None:
-        """Starts to count a step, and discards the count of one that did not end."""
+        """Starts to count a step, and discards the count of an incomplete one."""
         self._now = 0
 
     def add(self, whole: Tensor, group: Members, *, passes: int) -> None:
-        """Counts an exchange of `whole`, the full tensor, over `group`: in each pass a rank sends all of it but its own part.
+        """Counts an exchange of the full tensor `whole` over `group`: in each pass a rank sends all of it except its own part.
 
         passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
         """
@@ -181,11 +181,11 @@ class SentBytes:
         self._now += num_bytes
 
     def end_step(self) -> None:
-        """Ends the step, whose count `counts` then returns."""
+        """Ends the step, so that `counts` returns its bytes."""
         self._last = self._now
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes of the last step that ended, as `sent_bytes_per_step`, for `protocols.Counts`."""
+        """Returns the bytes of the last complete step as `sent_bytes_per_step`, for `protocols.Counts`."""
         return {"sent_bytes_per_step": self._last}
 
 
@@ -193,7 +193,7 @@ class SentBytes:
 class Members:
     """Names the ranks of one axis with which this rank communicates.
 
-    ranks: global, ascending. rank: this one's, among them. progress: what this rank has exchanged in all of its groups.
+    ranks: the global ranks, ascending. rank: this rank's, in `ranks`. progress: this rank's exchanges in all of its groups.
     """
 
     axis: str
@@ -207,12 +207,12 @@ class Members:
 
     @cached_property
     def coord(self) -> int:
-        """This rank's index in `ranks`."""
+        """Returns this rank's index in `ranks`."""
         return self.ranks.index(self.rank)
 
     @property
     def peers(self) -> list[int]:
-        """The coordinates of the other members."""
+        """Returns the coordinates of the other members."""
         coord = self.coord
         return [*range(coord), *range(coord + 1, self.size)]
 

@@ -32,19 +32,19 @@ T = TypeVar("T")
 
 
 class Rendezvous(Protocol):
-    """What a launcher that has all ranks meet before they join gives each of them."""
+    """Connects the ranks of a launcher before they join."""
 
     store: Store
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for work that each rank does alone: all ranks continue, or all raise RunError."""
+        """Returns a context for each rank's own work: afterwards all ranks continue, or all raise RunError."""
 
 
 @dataclass
 class World(AbstractContextManager["World"]):
-    """Represents one rank's view of the world. Use it as a context manager: it leaves the default group that it joined.
+    """Holds one rank's view of the world. As a context manager, it leaves the default group that it joined.
 
-    simulation: what a fake world has in place of peers and values; None in a real one.
+    simulation: replaces peers and values in a fake world; None in a real one.
     """
 
     rank: int
@@ -57,8 +57,8 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def alone(cls, device: str | Device = "auto") -> World:
-        """Returns the world of one process. device: a name, as for `Device.pick`, or a device of the program's own."""
-        return cls(0, 1, _picked(device))
+        """Returns the world of one process. device: a name for `Device.pick`, or a device."""
+        return cls(0, 1, _pick_device(device))
 
     @classmethod
     def join(
@@ -69,62 +69,61 @@ class World(AbstractContextManager["World"]):
         environ: Mapping[str, str] | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> World:
-        """Joins the world that the launcher's environment describes, and returns it; `alone` if there is no launcher.
-        Blocks until all ranks have joined.
+        """Joins the world that the launcher's environment describes, and returns it; returns `alone()` without a launcher.
 
-        A default group that exists already is used and left open. timeout_s: of start-up and of every collective on the
-        default group. rendezvous: where all ranks have met already; its store is used. Raises RunError `rendezvous-failed` when
-        peers do not come, or the environment does not define rank and size.
+        Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the limit of start-up
+        and of each collective on the default group. rendezvous: the launcher's rendezvous, whose store is used. Raises RunError
+        `rendezvous-failed` if peers are missing, or the environment does not define rank and size.
         """
         environ = os.environ if environ is None else environ
-        local_rank = _whole(environ, "LOCAL_RANK", "0")
-        local_size = _whole(environ, "LOCAL_WORLD_SIZE", "1")
+        local_rank = _environment_integer(environ, "LOCAL_RANK", "0")
+        local_size = _environment_integer(environ, "LOCAL_WORLD_SIZE", "1")
         if dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size(), _picked(device, local_rank, local_size))
-        if "RANK" not in environ and _whole(environ, "WORLD_SIZE", "1") == 1:
+            return cls(dist.get_rank(), dist.get_world_size(), _pick_device(device, local_rank, local_size))
+        if "RANK" not in environ and _environment_integer(environ, "WORLD_SIZE", "1") == 1:
             return cls.alone(device)
-        rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
+        rank, size = _environment_integer(environ, "RANK"), _environment_integer(environ, "WORLD_SIZE")
         if rank >= size:
             raise RunError("rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0")
-        picked = _picked(device, local_rank, local_size)
+        rank_device = _pick_device(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = startup.store_at(environ, rank, size, timeout) if rendezvous is None else rendezvous.store
+            store = startup.open_store(environ, rank, size, timeout) if rendezvous is None else rendezvous.store
             store.set_timeout(timeout)
             dist.init_process_group(
-                picked.backend,
-                store=startup.fresh(store, environ, "world"),
+                rank_device.backend,
+                store=startup.unused_part(store, environ, "world"),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
-                device_id=picked.torch_device if picked.backend == "nccl" else None,
+                device_id=rank_device.torch_device if rank_device.backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
             raise RunError("rendezvous-failed", f"it could not meet the others: {first_line(error)}") from error
-        return cls(rank, size, picked, owns_default_group=True, rendezvous=rendezvous)
+        return cls(rank, size, rank_device, owns_default_group=True, rendezvous=rendezvous)
 
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> World:
         """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
 
-        device: one whose tensors have no values; left out, meta. simulation: takes the place of what is not there; left out,
-        a run can be assembled, but cannot step.
+        device: a device of tensors without values; meta by default. simulation: replaces peers and values; without it a run can
+        be assembled, but cannot step.
         """
-        # torch's own would put `[rank0]:` before an error that ends the process, once for each such world.
-        hook = sys.excepthook
+        # torch's own hook would prefix a fatal error with `[rank0]:`, once for each such world.
+        except_hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
-        sys.excepthook = hook
-        picked = device or Device(torch.device("meta"))
-        return cls(rank, size, picked, owns_default_group=True, simulation=simulation or Simulation())
+        sys.excepthook = except_hook
+        rank_device = device or Device(torch.device("meta"))
+        return cls(rank, size, rank_device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for work that may fail on any rank: all continue, or all raise if they have met."""
+        """Returns a context for work that may fail on any rank: with a rendezvous, all continue or all raise."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, attaches: bool = False
     ) -> Groups:
-        """Makes this rank's communicators, those of `extra` after the topology's; a collective over the world.
+        """Makes this rank's groups, first the topology's, then `extra`; a collective over the world.
 
         attaches: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
@@ -146,7 +145,7 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Destroys the default group, if this object made it, and all groups made from it; waits for their threads to end."""
+        """Destroys all groups of this object, and the default group if it made that; waits for their threads to end."""
         for groups in self.created:
             groups.close()
         self.created.clear()
@@ -156,23 +155,23 @@ class World(AbstractContextManager["World"]):
         if kind is None:
             self.close()
         else:
-            self._leave(has_failed=True)  # after a failure nothing is waited for: peers may wait for this rank in turn
+            self._leave(has_failed=True)  # does not wait after a failure: peers may wait for this rank
 
     def _leave(self, *, has_failed: bool = False) -> None:
         if self.owns_default_group and dist.is_initialized():
             if has_failed and dist.get_backend() == "nccl":
                 with suppress(RuntimeError):
-                    c10d._abort_process_group()  # to destroy it is to wait for what it was asked to exchange
+                    c10d._abort_process_group()  # destroying it would wait for its exchanges
             else:
                 dist.destroy_process_group()
             self.owns_default_group = False
 
 
-def _picked(device: str | Device, local_rank: int = 0, local_size: int = 1) -> Device:
+def _pick_device(device: str | Device, local_rank: int = 0, local_size: int = 1) -> Device:
     return Device.pick(device, local_rank, local_size) if isinstance(device, str) else device
 
 
-def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+def _environment_integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if there is none."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.group import Group, Pending
-from sley_core.comm.marks import HINT, Exchanged, checksum
+from sley_core.comm.marks import HINT, ExchangeSummary, checksum
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.step_state import StepState
@@ -244,7 +244,7 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     return "; ".join(texts) + more
 
 
-Exchanges = dict[str, Exchanged]
+Exchanges = dict[str, ExchangeSummary]
 """A summary of a rank's exchanges without marks, by group label."""
 
 _NOTHING = ((), 0, 0, "")
@@ -263,7 +263,7 @@ def difference(group: Group, number: int) -> int:
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
     """Returns this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
     # Runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
-    return {str(group): exchanged for group in groups if (exchanged := group.log.exchanged(group.ranks)) is not None}
+    return {str(group): exchanged for group in groups if (exchanged := group.log.summary(group.ranks)) is not None}
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
@@ -271,7 +271,7 @@ def exchange_difference(groups: Iterable[Group]) -> int:
 
     In each group one rank adds size - 1 times a hash of its number, and the others subtract their hashes.
     """
-    noted = ((group, group.log.exchanged(group.ranks)) for group in groups)
+    noted = ((group, group.log.summary(group.ranks)) for group in groups)
     return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
 
 

@@ -217,7 +217,7 @@ class LayerCaller:
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Waits for the layer's weights, seeds the generators, and calls the layer; recomputation uses the same seed."""
-        self.step_progress.calls(layer.name)
+        self.step_progress.begin_layer(layer.name)
         self.waits.wait_for(layer.name)
         is_new = layer.name not in self._own
         before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)

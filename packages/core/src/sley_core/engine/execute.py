@@ -105,7 +105,7 @@ class Executor:
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         is_profiled = torch._C._autograd._profiler_enabled()
         for step in steps:
-            state.step_progress.comes(step)
+            state.step_progress.begin_entry(step)
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
@@ -147,7 +147,7 @@ class Executor:
         if tally is not None:
             tally.begin(total)
         for step in steps:
-            state.step_progress.comes(f"{step} of the evaluation")
+            state.step_progress.begin_entry(f"{step} of the evaluation")
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
@@ -212,7 +212,7 @@ class Executor:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
             check_fields(layers, fields, before)
-        self.caller.step_progress.has_called()
+        self.caller.step_progress.end_layers()
         (output,) = args
         flight.check_inputs_unwritten(layers[0].name)
         call_hooks(self.hooks, "after_forward", micro, output)

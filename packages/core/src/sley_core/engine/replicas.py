@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
-from sley_core.model.buffers import is_per_rank, refuse_written
+from sley_core.model.buffers import check_written_buffers, is_per_rank
 from sley_core.model.tensors import fingerprint, version_of
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class WriteWatch:
         for place in changed:
             if not place.is_buffer:
                 self._weight_written(layer, place)
-        refuse_written([(place.name, place.module) for place in changed if place.is_buffer])
+        check_written_buffers([(place.name, place.module) for place in changed if place.is_buffer])
 
     def check_rerun(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""

@@ -108,11 +108,11 @@ class Stepper:
             raise run_closed_error("stepper")
         with self.device.in_use():
             before, loss = self._run(step, batch, outputs, is_last=True)
-            self.state.step_progress.comes(REDUCTION)
+            self.state.step_progress.begin_entry(REDUCTION)
             for handler in self.handlers:
                 handler.finish_step(self.state)
             self.left_in_flight = False
-            self.state.step_progress.comes(UPDATE)
+            self.state.step_progress.begin_entry(UPDATE)
             for event in self.events.gradients_done:
                 event()
             if (skips := self.update.skips) is not None:
@@ -132,7 +132,7 @@ class Stepper:
                 event()
             for handler in self.handlers:
                 handler.weights_updated(self.state)
-            self.state.step_progress.comes(BETWEEN)
+            self.state.step_progress.begin_entry(BETWEEN)
             return pending
 
     def add(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None = None) -> float:
@@ -158,7 +158,7 @@ class Stepper:
             )
             # All ranks of the world, after their own call; stages without the loss add nothing.
             self.groups["all"].all_reduce(own, what="the loss of a call").wait()
-            self.state.step_progress.comes(BETWEEN)
+            self.state.step_progress.begin_entry(BETWEEN)
             return self.device.read(own, [1.0])[0] / total if total else 0.0
 
     def _run(
@@ -251,7 +251,7 @@ class Stepper:
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
             loss, *counted = (self.store.reduction.loss_of(one, len(losses)) for one in totals[1:].chunk(len(sums)))
-            state.step_progress.comes(BETWEEN)
+            state.step_progress.begin_entry(BETWEEN)
         if ranks_differ:
             raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])
         if not weight:
@@ -271,7 +271,7 @@ class Stepper:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
             self.executor.evaluate(steps, batch.micros, state, outputs)
-            state.step_progress.comes(BETWEEN)
+            state.step_progress.begin_entry(BETWEEN)
         return outputs
 
     @contextmanager
@@ -283,10 +283,10 @@ class Stepper:
         for module in modules:
             module.eval()
         try:
-            with self.device.in_use(), self.device.random_state_kept():
+            with self.device.in_use(), self.device.preserve_random_state():
                 step_progress = self.groups.progress.step_progress
                 state = StepState(within=step_progress)
-                step_progress.comes(EVALUATION)
+                step_progress.begin_entry(EVALUATION)
                 yield state
         finally:
             # Each module gets its own former mode: a program may keep some in evaluation mode.

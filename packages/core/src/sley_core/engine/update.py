@@ -177,7 +177,7 @@ class Update:
             yield
             return
         seed = derive(self.seed, "update", step)
-        with GENERATOR_LOCK, self.device.random_state_kept():
+        with GENERATOR_LOCK, self.device.preserve_random_state():
             self.device.seed(seed)
             seed_generators(self._generators, seed)
             yield

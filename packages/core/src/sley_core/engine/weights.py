@@ -31,7 +31,7 @@ from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
-from sley_core.model.tensors import is_kept, parameter_format
+from sley_core.model.tensors import keeps_fp32, parameter_format
 
 
 class WeightBuffer(FlatBuffer):
@@ -90,7 +90,7 @@ class WeightStore:
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
-            assert not any(is_kept(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
+            assert not any(keeps_fp32(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
             twice = [param.name for param in buffer.params if param in self._places]
             assert not twice, f"{twice} have a place already"
             self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}

@@ -56,28 +56,28 @@ class MemoryInventory:
 
     def pieces(self, part: Part) -> list[StorageEntry]:
         """Returns the storages that `part` holds on the device, and no earlier part of `PARTS`, each once, with its tensors."""
-        taken = self._taken_before(part)
-        return [one for one in pieces_of(self.tensors(part)) if storage_id(one.memory) not in taken]
+        taken = self._storage_ids_before(part)
+        return [one for one in group_by_storage(self.tensors(part)) if storage_id(one.memory) not in taken]
 
     def states_of(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
         """Returns the storages of these parameters' optimizer states, each once, with its tensors; none at first."""
         found = chain.from_iterable(map(self._states_of, stepped))
-        return pieces_of((name, state) for name, state in found if self._is_state(state))
+        return group_by_storage((name, state) for name, state in found if self._is_state(state))
 
-    def shared_with(self, stepped: Sequence[Stepped]) -> set[int]:
+    def storage_ids_without(self, stepped: Sequence[Stepped]) -> set[int]:
         """Returns what identifies (`storage_id`) each storage of everything but the states of these parameters: of earlier
         parts, and of other parameters' states. A storage that is among them cannot leave while only some parameters are
         stepped.
         """
         own = {id(state) for one in stepped for _, state in self._states_of(one)}
         others = (state for _, state in self._sources["optimizer_states"]() if id(state) not in own)
-        return self._taken_before("optimizer_states") | set(map(storage_id, others))
+        return self._storage_ids_before("optimizer_states") | set(map(storage_id, others))
 
     def num_bytes(self, part: Part) -> int:
         """Returns the bytes of device memory that `part` has now; 0 while it is away."""
         return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
 
-    def _taken_before(self, part: Part) -> set[int]:
+    def _storage_ids_before(self, part: Part) -> set[int]:
         """Returns what identifies (`storage_id`) each storage that the parts before `part` hold on the device."""
         return {storage_id(tensor) for before in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(before)}
 
@@ -86,7 +86,7 @@ class MemoryInventory:
         return tensor.device == self.device and tensor.dim() > 0
 
 
-def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry]:
+def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry]:
     """Returns the storages of `tensors`, each once, with the tensors in it by name."""
     entries: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -102,7 +102,7 @@ def whole(tensor: Tensor) -> Tensor:
     return view.set_(tensor.untyped_storage())
 
 
-def same_place(tensor: Tensor, memory: Tensor) -> Tensor:
+def view_in_copy(tensor: Tensor, memory: Tensor) -> Tensor:
     """Returns the view of `memory` that lies there as `tensor` does in its storage, of its dtype, shape and strides. memory: a
     copy of that storage, uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
     """

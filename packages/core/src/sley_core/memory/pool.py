@@ -32,7 +32,7 @@ DEFAULT = "core.pool"
 """What reports call the pool of a run that tables without a `pool` share."""
 
 
-def class_bytes(num_bytes: int, per_doubling: int = 8) -> int:
+def block_bytes(num_bytes: int, per_doubling: int = 8) -> int:
     """Returns the size of the block that lends `num_bytes`: the least size that holds them, a multiple of 256."""
     units = max(1, round_up(num_bytes, ALIGNMENT_BYTES) // ALIGNMENT_BYTES)
     if units > _SIZES_OF_ONE_ALIGNMENT:
@@ -150,7 +150,7 @@ class DevicePool(MemoryPool):
 
     def _take(self, num_bytes: int, device: torch.device) -> _Block:
         """Returns a free block of the size that holds `num_bytes`, a new one, or at the bound a larger free one; as lent."""
-        place = device, class_bytes(num_bytes, self.per_doubling)
+        place = device, block_bytes(num_bytes, self.per_doubling)
         block = self._out(place) if place in self._free else self._larger(*place) or self._new(*place)
         self._lent.add(block)
         self.num_leases += 1

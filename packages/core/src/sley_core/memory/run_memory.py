@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sley_core.comm.copies import storage_id
 from sley_core.comm.device import Device, on_stream
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.inventory import MemoryInventory, same_place
+from sley_core.memory.inventory import MemoryInventory, view_in_copy
 from sley_core.memory.state import COPIED, PARTS, Moved, OffloadManager, Part, Where, is_away
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class RunMemory:
         yet, the host's copy. Nothing is copied or brought. Waits for copies to the host. The function raises StateError
         `memory-away` where this rank's host has only a part of what is away.
         """
-        return partial(_where_it_lies, self._copies())
+        return partial(_current_memory, self._copies())
 
     def _copies(self) -> dict[int, Tensor]:
         """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; one per storage."""
@@ -174,29 +174,29 @@ class RunMemory:
             if part not in PARTS:
                 raise UsageError("no-part", f"a run's memory has no part {part!r}", hint=f"it has {', '.join(PARTS)}")
             if part not in of_part:
-                raise _not_moved(part)
+                raise _no_offload_error(part)
         if not of_part:
-            raise _not_moved("memory")
+            raise _no_offload_error("memory")
         return [(part, of_part[part]) for part in PARTS if part in (parts or of_part)]
 
 
 def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
     """Returns a tensor's value on the host: the view of its copy if it is away, else a new copy."""
-    source = _where_it_lies(copies, tensor, part)
+    source = _current_memory(copies, tensor, part)
     return source.detach().to("cpu", copy=True) if source is tensor else source
 
 
-def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
+def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
     """Returns `tensor`, or if its storage has a copy on the host, the view of that copy. Raises StateError `memory-away` if its
     memory is freed and the host has no whole copy. part: for the message.
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise is_away(part, "reading on the host")
-    return tensor if copy is None else same_place(tensor, copy)
+    return tensor if copy is None else view_in_copy(tensor, copy)
 
 
-def _not_moved(part: str) -> UsageError:
+def _no_offload_error(part: str) -> UsageError:
     message = f"nothing in the plan moves the run's {part.replace('_', ' ')}"
     return UsageError("no-offload", message, hint='add [[offload]] with `use = "memory.everything"` (package sley-memory)')
 
@@ -204,7 +204,7 @@ def _not_moved(part: str) -> UsageError:
 GB = 10**9
 
 
-class CountsOf:
+class ManagerCounts:
     """Reports what a manager has moved, as `protocols.Counts`."""
 
     def __init__(self, manager: OffloadManager) -> None:
@@ -218,7 +218,7 @@ class CountsOf:
         return numbers
 
 
-class MoveNumbers:
+class OffloadMetrics:
     """Adds numbers to each row of a run that has `[[offload]]`, since the row before: three over all parts, and three for each
     of `parts` that has a copy on the host; 0 if nothing moved. managers: those of the run.
 

@@ -1,7 +1,7 @@
 """Builds the model of a plan on meta: names, shapes and ties of parameters, without memory for them.
 
-A factory runs twice, and this is the first time. A parameter is moved to the meta device when a module registers it, through
-torch's public hook; ties keep their identity; buffers and everything else are computed as usual. (Within `torch.device("meta")`
+A factory runs twice; this is the first run. torch's public hook moves each parameter to the meta device when a module registers
+it. Ties keep their identity, and buffers and everything else are computed as usual. (Within `torch.device("meta")`
 common code such as `torch.linspace(0, rate, depth).tolist()` would fail.) `HostModel` (`values.py`) runs the factory again, for
 values. A factory that needs values of parameters runs on the host both times.
 """
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError, cause
 from sley_core.generators import function_generators, use_program_seed
-from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
+from sley_core.model.layers import MODEL, Layer, Model, as_model, like, set_fields
 from sley_core.model.tensors import check_held
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Calls the factory of a plan's model again.
+    """Calls the model factory of a plan again.
 
-    seed: of the generators from which the factory draws. needs_host: why it does not run on meta; "" if it does.
+    seed: the seed of the factory's generators. needs_host: the reason why the factory does not run on meta; "" if it does.
     """
 
     component: Component
@@ -46,7 +46,10 @@ class Recipe:
     needs_host: str = ""
 
     def call(self) -> Model:
-        """Returns the factory's model, no builder called. Raises PlanError, or PluginError "plugin-failed" for a record's."""
+        """Returns the factory's model without calling builders.
+
+        Raises PlanError, or PluginError "plugin-failed" for a plugin's factory.
+        """
         try:
             return as_model(self.component.build(self.data))
         except SleyError:
@@ -57,43 +60,43 @@ class Recipe:
 
 
 def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
-    """Builds the model of a plan: parameters on meta, and each layer with its fields. Does not communicate.
+    """Builds the model of a plan with parameters on meta, and sets the fields of its layers. Does not communicate.
 
-    Structures may depend on draws from `random` and numpy, seeded by `seed`, not on torch's. Generators are restored. Raises
-    PlanError: what a factory's call raises, and "model-factory", "model-field", "model-init", "model-hook"; PluginError
-    "plugin-failed" if a record's code fails.
+    Structures may depend on draws from `random` and numpy, seeded by `seed`, but not on torch's. Generators are restored.
+    Raises PlanError "model-factory", "model-field", "model-init", "model-hook", the factory's own PlanErrors, and PluginError
+    "plugin-failed" if a plugin's code fails.
     """
     recipe = Recipe(component, data, seed)
     try:
-        model = _built(recipe, moved := OnMeta(), on_meta=True)
-    except Exception as error:  # it probably reads values; what is wrong with it otherwise is raised again
-        model = _built(recipe, moved := OnMeta(), on_meta=False)
+        model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=True)
+    except Exception as error:  # it probably reads values; any other error is raised again
+        model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=False)
         recipe = Recipe(component, data, seed, cause(error.__cause__ or error))
-    check_held({layer.name: layer.module for layer in model.layers}, moved.known)
+    check_held({layer.name: layer.module for layer in model.layers}, to_meta.replacement)
     model.recipe = recipe
-    return with_fields(model, data)
+    return set_fields(model, data)
 
 
-def _built(recipe: Recipe, moved: OnMeta, *, on_meta: bool) -> Model:
-    """Runs the factory and its builders. on_meta: whether parameters move to meta when they are registered, or afterwards."""
-    on = parameters_on_meta(moved) if on_meta else nullcontext()
-    with use_program_seed(recipe.seed), _defaults_restored(), on:
+def _run_factory(recipe: Recipe, to_meta: MetaParameters, *, on_meta: bool) -> Model:
+    """Runs the factory and its builders. on_meta: whether parameters move to meta at registration, or afterwards."""
+    context = parameters_on_meta(to_meta) if on_meta else nullcontext()
+    with use_program_seed(recipe.seed), _preserve_defaults(), context:
         model = recipe.call()
         for layer in model.layers:
             model.build_layer(layer, recipe.seed, initialises=False)
-            check_parameters(layer.name, layer.module, moved)
+            check_parameters(layer.name, layer.module, to_meta)
             for module in layer.module.modules():
                 for name, parameter in module._parameters.items():
                     if parameter is not None and not parameter.is_meta:
-                        module._parameters[name] = moved(parameter)
+                        module._parameters[name] = to_meta(parameter)
         _check_builders(model)
         model.tie()
     return model
 
 
 @contextmanager
-def _defaults_restored() -> Iterator[None]:
-    """Restores torch's default dtype and device after the block, so that the factory's next run draws in the same ones."""
+def _preserve_defaults() -> Iterator[None]:
+    """Restores torch's default dtype and device after the block, for the factory's next run."""
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     try:
         yield
@@ -104,51 +107,52 @@ def _defaults_restored() -> Iterator[None]:
 
 
 def _check_builders(model: Model) -> None:
-    """Raises PlanError for a layer's builder whose values would depend on which builders a rank has called: "model-factory" for
-    a parameter that another layer has too, "model-random" for a generator that was made outside of it.
+    """Raises PlanError for a builder whose values would depend on the builders that a rank has called.
+
+    "model-factory": a parameter is shared with another layer. "model-random": a generator was made outside the builder.
     """
     holders: dict[nn.Parameter, tuple[Layer, str]] = {}
     for layer in model.layers:
         if layer.builder and (generators := function_generators(layer.builder)):
-            kind = type(generators[0]).__name__
-            message = f"the builder of the layer {layer.name!r} uses a {kind} that was made outside of it"
+            type_name = type(generators[0]).__name__
+            message = f"the builder of the layer {layer.name!r} uses a {type_name} that was made outside of it"
             hint = "draw from torch's default generator, `random` or numpy, or make the generator in the builder"
             raise PlanError("model-random", message, path=MODEL, hint=hint)
         for name, parameter in layer.module.named_parameters(layer.name):
-            other, first = holders.setdefault(parameter, (layer, name))
-            if other is not layer and (layer.builder or other.builder):
-                message = f"{name!r} and {first!r} are one parameter that was made outside of the builders of their layers"
-                hint = f"make it in each builder, and return Model(layers, ties=[({first!r}, {name!r})])"
+            first_layer, first_name = holders.setdefault(parameter, (layer, name))
+            if first_layer is not layer and (layer.builder or first_layer.builder):
+                message = f"{name!r} and {first_name!r} are one parameter that was made outside of the builders of their layers"
+                hint = f"make it in each builder, and return Model(layers, ties=[({first_name!r}, {name!r})])"
                 raise PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
-_known = WeakIdKeyDictionary()
-"""Which `OnMeta` has made each parameter on meta: a model must not use those of an earlier build."""
+_makers = WeakIdKeyDictionary()
+"""The `MetaParameters` of each parameter on meta: a model must not use parameters of an earlier build."""
 
 
-class OnMeta:
-    """Returns the parameter on meta that replaces a real one in modules: the same one for the same parameter."""
+class MetaParameters:
+    """Maps each real parameter to the one parameter on meta that replaces it in modules."""
 
     def __init__(self) -> None:
-        self._of = WeakIdKeyDictionary()
+        self._replacements = WeakIdKeyDictionary()
 
-    def known(self, tensor: Tensor) -> Tensor | None:
-        """Returns the parameter on meta that replaces `tensor` in modules; None if none does."""
-        found: Tensor | None = self._of.get(tensor)  # type: ignore[no-untyped-call]  # torch's
-        return found
+    def replacement(self, tensor: Tensor) -> Tensor | None:
+        """Returns the parameter on meta that replaces `tensor` in modules, or None."""
+        parameter: Tensor | None = self._replacements.get(tensor)  # type: ignore[no-untyped-call]  # torch's
+        return parameter
 
     def __call__(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter not in self._of:
+        if parameter not in self._replacements:
             if parameter._backward_hooks is None:
-                parameter._backward_hooks = OrderedDict()  # the same dict: a hook that the real one gets later counts
-            self._of[parameter] = like(parameter, parameter.data.to("meta"))
-            _known[self._of[parameter]] = self
-        meta: nn.Parameter = self._of[parameter]
+                parameter._backward_hooks = OrderedDict()  # the same dict, for hooks that the real one gets later
+            self._replacements[parameter] = like(parameter, parameter.data.to("meta"))
+            _makers[self._replacements[parameter]] = self
+        meta: nn.Parameter = self._replacements[parameter]
         return meta
 
 
 class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves out `normal_` and the like on meta: torch runs them there in Python, slowly, and imports its compiler for it."""
+    """Skips `normal_` and the like on meta, where torch runs them slowly in Python and imports its compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -164,20 +168,20 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = None) -> Iterator[None]:
-    """Returns a context manager that moves every parameter that this thread registers to meta; a tie stays one meta parameter.
+    """Returns a context in which parameters move to meta when this thread registers them; ties are preserved.
 
     to_meta: returns the meta parameter of a real one. torch's hook is global, so other threads are filtered out.
     """
-    moved = to_meta or OnMeta()
+    replace = to_meta or MetaParameters()
     builder = threading.get_ident()
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns the meta parameter to register in place of `parameter`; None leaves it as it is."""
+        """Returns the meta parameter to register instead of `parameter`, or None to keep `parameter`."""
         if threading.get_ident() != builder or parameter is None or is_lazy(parameter):
             return None
         if parameter.is_meta or is_traceable_wrapper_subclass(parameter):
             return None
-        return moved(parameter)
+        return replace(parameter)
 
     hook: Callable[..., Any] = register  # torch's annotation forgets that a hook may return a parameter
     handle = register_module_parameter_registration_hook(hook)
@@ -190,24 +194,29 @@ def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = 
         handle.remove()
 
 
-def check_parameters(name: str, module: nn.Module, build: OnMeta | None = None) -> None:
-    """Raises PlanError for a parameter of the layer `name` that a run cannot have: "model-init" for a lazy or integer one, a
-    subclass, a sparse one, or one of an earlier build; "model-hook" for one whose accumulated gradient has a hook.
+def check_parameters(name: str, module: nn.Module, build: MetaParameters | None = None) -> None:
+    """Raises PlanError for an unsupported parameter of the layer `name`.
+
+    "model-init": it is lazy, integer, sparse, of a tensor subclass or of an earlier build. "model-hook": its accumulated
+    gradient has a hook.
     """
     for path, parameter in module.named_parameters(name):
         kind, code = type(parameter).__name__, "model-init"
         if is_lazy(parameter):
-            why, hint = ("is of a shape that is not known yet", "give the module its input size, or run it once in the factory")
+            reason, hint = (
+                "is of a shape that is not known yet",
+                "give the module its input size, or run it once in the factory",
+            )
         elif not parameter.is_floating_point():
-            why, hint = f"is {parameter.dtype}; parameters are floating-point numbers", "make it a buffer"
+            reason, hint = f"is {parameter.dtype}; parameters are floating-point numbers", "make it a buffer"
         elif is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
-            why, hint = f"is a {kind}, not a plain dense tensor", "give the module a plain tensor"
-        elif parameter in _known and _known[parameter] is not build:
-            why = "belongs to a model that was built before this one"
+            reason, hint = f"is a {kind}, not a plain dense tensor", "give the module a plain tensor"
+        elif parameter in _makers and _makers[parameter] is not build:
+            reason = "belongs to a model that was built before this one"
             hint = "a factory and a builder run more than once: make new modules in each call"
         elif parameter._post_accumulate_grad_hooks:
-            code, why = "model-hook", "has a hook on its accumulated gradient, which is the run's own"
+            code, reason = "model-hook", "has a hook on its accumulated gradient, which is the run's own"
             hint = "use `register_hook`, or a gradient handler (docs/write-a-plugin.md)"
         else:
             continue
-        raise PlanError(code, f"the parameter {path!r} {why}", path=MODEL, hint=hint)
+        raise PlanError(code, f"the parameter {path!r} {reason}", path=MODEL, hint=hint)

@@ -1,4 +1,4 @@
-"""A model is an ordered list of named layers; here is what a factory may return and which batch fields a layer gets.
+"""A model is an ordered list of named layers. This module defines factory results and the batch fields of layers.
 
 A layer is a module. It is called with the previous layer's output (any object: a tensor, a tuple, a dict) and with
 those batch fields that its `forward` names:
@@ -9,8 +9,8 @@ those batch fields that its `forward` names:
     class Block(nn.Module):                      # later ones: the first parameter is the previous output
         def forward(self, hidden, positions=None): ...
 
-In place of a module there may be a builder, a function that makes it. A rank calls the builders of its own layers only, so
-that no rank needs the memory of the whole model:
+A layer may also be a builder, a function that makes its module. A rank calls only the builders of its own layers, so that no
+rank needs the memory of the whole model:
 
     [("embed", make_embed), ("block", make_block, 32), ("head", make_head)]     # block.0 ... block.31
 """
@@ -49,9 +49,8 @@ MODEL: KeyPath = ("model",)
 class Layer:
     """Holds one named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
 
-    module: an empty one until its builder is called, if it has one. fields: the batch fields with which the module is called,
-    set by `with_fields`. unreadable: tensors to which the layer refers and that a forward must not read, by the attribute that
-    refers to them.
+    module: an empty module until the builder, if any, is called. fields: the batch fields with which the module is called, from
+    `set_fields`. unreadable: tensors that a forward must not read, by the attribute of the layer that refers to them.
     """
 
     name: str
@@ -65,12 +64,12 @@ class Model:
     """Holds the layers of a model in order, with the initialiser and the buffer rules that a factory may add.
 
     layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index. A builder
-    may stand for a named module: (name, builder), or (name, builder, count) for `name.0`, `name.1`, ... . init_weights: called
-    with every module, children before their parent, after the layers were made; its values win. Layers that it sets completely
-    may be made on meta. per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which then differ
-    from rank to rank; all others must stay as they were built. ties: pairs of names of parameters, `("embed.table.weight",
-    "head.output.weight")`, the first in an earlier layer; the second becomes the first. Layers of builders can be tied by this
-    only. Raises PlanError "model-factory".
+    may replace a named module: (name, builder), or (name, builder, count) for `name.0`, `name.1`, ... . init_weights: called
+    with every module, children before their parent, after the layers were made; its values win. Layers that it initialises
+    completely may be made on meta. per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which
+    then differ between ranks; all other buffers are constant. ties: pairs of parameter names, `("embed.table.weight",
+    "head.output.weight")`, the first in an earlier layer; the second becomes the first. Layers with builders can be tied only
+    in this way. Raises PlanError "model-factory".
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Model:
         per_rank_buffers: Sequence[str] = (),
         ties: Iterable[tuple[str, str]] = (),
     ) -> None:
-        self.layers: tuple[Layer, ...] = tuple(_named(layers))
+        self.layers: tuple[Layer, ...] = tuple(_make_layers(layers))
         self.init_weights = init_weights
         self.per_rank_buffers = tuple(per_rank_buffers)
         self.ties = tuple(ties)
@@ -91,9 +90,9 @@ class Model:
         return iter(self.layers)
 
     def num_parameters(self) -> tuple[int, int]:
-        """Returns the elements of all parameters and those of the trained ones; a tied parameter counts once."""
-        every = {parameter for layer in self.layers for parameter in layer.module.parameters()}
-        return sum(each.numel() for each in every), sum(each.numel() for each in every if each.requires_grad)
+        """Returns the numbers of all and of trained parameter elements; a tied parameter counts once."""
+        parameters = {parameter for layer in self.layers for parameter in layer.module.parameters()}
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -103,7 +102,7 @@ class Model:
         return next(layer for layer in self.layers if layer.name == name)
 
     def build(self, seed: int = 0) -> Model:
-        """Puts modules in the place of all builders, and ties parameters; returns this model. Raises as both do."""
+        """Calls all builders and ties parameters; returns this model. Raises the same errors as `build_layer` and `tie`."""
         for layer in self.layers:
             self.build_layer(layer, seed)
             layer.builder = None
@@ -111,17 +110,18 @@ class Model:
         return self
 
     def initialise(self) -> None:
-        """Calls `init_weights` for modules without a builder, a shared one once. Raises PlanError "model-init" if it fails."""
+        """Calls `init_weights` once for each module without a builder. Raises PlanError "model-init" if it fails."""
         done: set[int] = set()
         memory: dict[nn.Parameter, nn.Parameter] = {}
         for layer in self.layers:
             if layer.builder is None and self.init_weights is not None:
-                _give_memory(layer.module, memory)
+                _allocate_parameters(layer.module, memory)
                 self._initialise(layer.module, layer.name, done)
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
-        """Calls the layer's builder, if it has one, with generators seeded by `derive(seed, layer.name)`, and `init_weights`
-        unless `initialises` is False. Raises PlanError "model-factory" for a builder that fails or returns no module,
+        """Calls the layer's builder, if any, with generators seeded by `derive(seed, layer.name)`, then `init_weights`.
+
+        initialises: whether to call `init_weights`. Raises PlanError "model-factory" if the builder fails or returns no module,
         "model-init" if `init_weights` fails.
         """
         if layer.builder is None:
@@ -132,35 +132,37 @@ class Model:
             except SleyError:
                 raise
             except Exception as error:
-                raise _unusable(f"the builder of the layer {layer.name!r} failed: {cause(error)}") from error
+                raise _factory_error(f"the builder of the layer {layer.name!r} failed: {cause(error)}") from error
             if not isinstance(built, nn.Module):
-                raise _unusable(f"the builder of the layer {layer.name!r} returned {_described(built)}, not a torch.nn.Module")
+                raise _factory_error(
+                    f"the builder of the layer {layer.name!r} returned {_type_text(built)}, not a torch.nn.Module"
+                )
             layer.module = built
             if initialises and self.init_weights is not None:
-                _give_memory(built, {})
+                _allocate_parameters(built, {})
                 self._initialise(built, layer.name, set())
 
     def tie(self) -> None:
-        """Ties the parameters that `ties` names. Raises PlanError "model-factory" if they do not fit, or two layers are one."""
+        """Ties the parameters in `ties`. Raises PlanError "model-factory" if a tie is invalid, or two layers are one module."""
         _check_unique(self.layers)
         for first, second in self.ties:
-            (at, source), (other, target) = self._place(first), self._place(second)
-            if at >= other:
-                raise _unusable(f"the model ties {second!r} to {first!r}, which is not in an earlier layer")
+            (first_index, source), (second_index, target) = self._locate_parameter(first), self._locate_parameter(second)
+            if first_index >= second_index:
+                raise _factory_error(f"the model ties {second!r} to {first!r}, which is not in an earlier layer")
             setattr(target, second.rpartition(".")[2], getattr(source, first.rpartition(".")[2]))
 
-    def _place(self, name: str) -> tuple[int, nn.Module]:
-        """Returns the layer's number and the module that hold the parameter `name`. Raises PlanError "model-factory"."""
+    def _locate_parameter(self, name: str) -> tuple[int, nn.Module]:
+        """Returns the layer index and the module of the parameter `name`. Raises PlanError "model-factory"."""
         owner, _, attribute = name.rpartition(".")
-        for at, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             for path, module in layer.module.named_modules(prefix=layer.name):
                 if path == owner and module._parameters.get(attribute) is not None:
-                    return at, module
-        raise _unusable(f"the model ties the parameter {name!r}, and has none of this name")
+                    return index, module
+        raise _factory_error(f"the model ties the parameter {name!r}, and has none of this name")
 
     @torch.no_grad()
     def _initialise(self, module: nn.Module, name: str, done: set[int]) -> None:
-        """Calls `init_weights` for `module` and all in it, children first. done: ids of the modules that had their turn."""
+        """Calls `init_weights` for `module` and its submodules, children first. done: ids of initialised modules."""
         if id(module) in done:
             return
         assert self.init_weights is not None, name
@@ -176,36 +178,41 @@ class Model:
             raise PlanError("model-init", message, path=MODEL) from error
 
 
-def _give_memory(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Moves the module's parameters on meta to the host, without values. replacements: new by old ones; grows."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Replaces the module's parameters on meta by uninitialised ones on the host.
+
+    replacements: new by old ones; is extended.
+    """
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in replacements:
                     # Not empty_like, which imports the compiler for a tensor on meta (`uncompiled.py`).
-                    own = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    replacements[parameter] = like(parameter, own)
-                part._parameters[name] = replacements[parameter]
+                    data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    replacements[parameter] = like(parameter, data)
+                submodule._parameters[name] = replacements[parameter]
 
 
 def as_model(returned: Any) -> Model:
-    """Returns what a factory returned as a `Model`; raises PlanError "model-factory" if it is not a list of layers."""
+    """Converts the result of a factory to a `Model`. Raises PlanError "model-factory" if it is not a list of layers."""
     return returned if isinstance(returned, Model) else Model(returned)
 
 
-def _named(layers: Any) -> Iterator[Layer]:
-    """Yields the layer of each module, (name, module) pair and builder; raises PlanError "model-factory" for anything else."""
-    for at, item in enumerate(_items(layers)):
-        name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(at), item)
+def _make_layers(layers: Any) -> Iterator[Layer]:
+    """Yields a layer for each module, (name, module) pair or builder. Raises PlanError "model-factory" for anything else."""
+    for index, item in enumerate(_items(layers)):
+        name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(index), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
         if not isinstance(module, nn.Module) and not is_builder:
-            raise _unusable(f"layer {at} of the model is {_described(module)}, not a torch.nn.Module")
+            raise _factory_error(f"layer {index} of the model is {_type_text(module)}, not a torch.nn.Module")
         if not isinstance(name, str) or not name:
-            raise _unusable(f"the name of layer {at} of the model is {_described(name)}, not a string")
+            raise _factory_error(f"the name of layer {index} of the model is {_type_text(name)}, not a string")
         if count and not (is_builder and type(count[0]) is int and count[0] > 0):
-            raise _unusable(f"layer {at} of the model has the count {count[0]!r}; a builder may have one, of at least 1")
-        for one in [f"{name}.{number}" for number in range(count[0])] if count else [name]:
-            yield Layer(one, nn.Module(), builder=module) if is_builder else Layer(one, module)
+            raise _factory_error(
+                f"layer {index} of the model has the count {count[0]!r}; a builder may have one, of at least 1"
+            )
+        for layer_name in [f"{name}.{number}" for number in range(count[0])] if count else [name]:
+            yield Layer(layer_name, nn.Module(), builder=module) if is_builder else Layer(layer_name, module)
 
 
 def _items(layers: Any) -> Iterable[Any]:
@@ -216,14 +223,14 @@ def _items(layers: Any) -> Iterable[Any]:
     if isinstance(layers, Mapping):
         return layers.items()
     if isinstance(layers, nn.Module | str) or not isinstance(layers, Iterable):
-        raise _unusable(f"the model's factory returned {_described(layers)}, not a list of layers")
+        raise _factory_error(f"the model's factory returned {_type_text(layers)}, not a list of layers")
     return layers
 
 
 def _check_unique(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "model-factory" for no layers, for a module that is two layers, or for a repeated name."""
+    """Raises PlanError "model-factory" for an empty list, a module that is used as two layers, or a repeated name."""
     if not layers:
-        raise _unusable("the model's factory returned no layers")
+        raise _factory_error("the model's factory returned no layers")
     modules: dict[int, str] = {}
     parameters: set[str] = set()
     for layer in layers:
@@ -234,40 +241,40 @@ def _check_unique(layers: Sequence[Layer]) -> None:
             raise PlanError("model-factory", message, path=MODEL, hint=hint)
     for name, count in Counter(layer.name for layer in layers).items():
         if count > 1:
-            raise _unusable(f"two layers of the model are named {name!r}")
+            raise _factory_error(f"two layers of the model are named {name!r}")
     for layer in layers:
         for parameter, _ in layer.module.named_parameters(layer.name, remove_duplicate=False):
             if parameter in parameters:
-                raise _unusable(f"two parameters of the model are named {parameter!r}")
+                raise _factory_error(f"two parameters of the model are named {parameter!r}")
             parameters.add(parameter)
 
 
-def _described(value: Any) -> str:
+def _type_text(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _unusable(message: str) -> PlanError:
-    """Returns the PlanError "model-factory" for a return value that is not a list of layers."""
+def _factory_error(message: str) -> PlanError:
+    """Returns PlanError "model-factory" for a factory result that is not a list of layers."""
     hint = "return modules, (name, module) pairs, an nn.Sequential, or sley_core.model.layers.Model(layers, ...)"
     return PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
-def with_fields(model: Model, data: DataInfo) -> Model:
-    """Sets the batch fields with which each layer is called, from the signature of its `forward`; returns the same model.
+def set_fields(model: Model, data: DataInfo) -> Model:
+    """Sets the batch fields of each layer from the signature of its `forward`; returns the same model.
 
     A parameter without a default must be a field of the data; one with a default is passed if the data has that field;
     `**kwargs` takes every field. No layer is called. Raises one PlanError with a "model-field" diagnostic for each mismatch.
     """
     problems: list[Diagnostic] = []
-    for at, layer in enumerate(model.layers):
-        layer.fields = tuple(_fields(layer, at == 0, data, problems))
+    for index, layer in enumerate(model.layers):
+        layer.fields = tuple(_fields(layer, index == 0, data, problems))
     if problems:
         raise PlanError.many(problems)
     return model
 
 
 def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnostic]) -> Iterator[str]:
-    """Yields the names of the batch fields that `layer.forward` takes; appends to `problems` what does not fit.
+    """Yields the batch fields that `layer.forward` accepts; appends mismatches to `problems`.
 
     The first parameter of every layer but the first is the previous layer's output, not a field.
     """
@@ -276,29 +283,29 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
         module = getattr(layer.module, "_orig_mod", layer.module)
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
-        problems.append(_misfit(layer, "has no signature that Python can read", "write its forward in Python"))
+        problems.append(_field_error(layer, "has no signature that Python can read", "write its forward in Python"))
         return
     if not is_first:
         if not parameters or parameters[0].kind in (parameters[0].KEYWORD_ONLY, parameters[0].VAR_KEYWORD):
-            problems.append(_misfit(layer, "takes no previous output", "its first parameter is the previous output"))
+            problems.append(_field_error(layer, "takes no previous output", "its first parameter is the previous output"))
             return
         if parameters[0].kind is not parameters[0].VAR_POSITIONAL:
             parameters = parameters[1:]
-    named = {parameter.name for parameter in parameters}
+    names = {parameter.name for parameter in parameters}
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
-            yield from (name for name in data.fields if name not in named)
+            yield from (name for name in data.fields if name not in names)
         elif parameter.kind is parameter.VAR_POSITIONAL:
             continue
         elif parameter.name in data.fields and parameter.kind is not parameter.POSITIONAL_ONLY:
             yield parameter.name
         elif parameter.default is parameter.empty:
-            either = "every parameter of the first layer is a field" if is_first else "or give it a default"
-            hint = f"the data's fields are {', '.join(data.fields)}; {either}"
-            problems.append(_misfit(layer, f"needs {parameter.name!r}, which the data does not have", hint))
+            advice = "every parameter of the first layer is a field" if is_first else "or give it a default"
+            hint = f"the data's fields are {', '.join(data.fields)}; {advice}"
+            problems.append(_field_error(layer, f"needs {parameter.name!r}, which the data does not have", hint))
 
 
-def _misfit(layer: Layer, what: str, hint: str) -> Diagnostic:
+def _field_error(layer: Layer, what: str, hint: str) -> Diagnostic:
     message = f"layer {layer.name!r} ({type(layer.module).__name__}.forward) {what}"
     return Diagnostic("model-field", message, path=MODEL, hint=hint)
 
@@ -313,11 +320,11 @@ def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 
 class ForwardPatch:
-    """Makes `module(...)` call `forward`, from its construction until `undo`.
+    """Makes `module(...)` call `forward`, from construction until `undo`.
 
-    The latest patch of a module is called; `module.forward` as read before patching is the one below it. Patches are undone in
-    any order, and after the last the module's `__dict__` is as before the first. A forward that a program has assigned over a
-    patch stays. A copy or pickle of the module has the forward of the module without patches.
+    The latest patch of a module is called; the forward below it is the module's previous one. Patches can be undone in any
+    order; after the last `undo` the module's `__dict__` is as before the first patch. A forward that a program assigns over a
+    patch stays. A copy or pickle of the module has its unpatched forward.
     """
 
     __slots__ = ("_below", "_forward", "module")
@@ -329,19 +336,19 @@ class ForwardPatch:
         # Not by setattr: a module may have its own, and torch's would register a forward that is itself a module.
         vars(module)["forward"] = self
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        return (self.__wrapped__ if self._forward is None else self._forward)(*args, **more)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.__wrapped__ if self._forward is None else self._forward)(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward below this patch; `inspect.signature` finds the module's own signature through it."""
+        """Returns the forward below this patch, through which `inspect.signature` finds the module's own signature."""
         if self._below is not None:
             return self._below
-        own: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
 
     def undo(self) -> None:
-        """Removes the patch, also from below later ones; does nothing the second time."""
+        """Removes the patch, even from below later ones; a second call does nothing."""
         if self._forward is None:
             return
         self._forward = None  # code that kept a reference to the patch now calls the forward below it
@@ -360,8 +367,8 @@ class ForwardPatch:
     def __reduce__(self) -> tuple[object, ...]:
         if self._below is None:
             return getattr, (self.module, "forward")  # by then the copy has no forward but its class's
-        return _itself, (self._below,)
+        return _identity, (self._below,)
 
 
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward

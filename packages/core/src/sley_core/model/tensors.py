@@ -60,14 +60,14 @@ def fingerprint(value: Tensor) -> Tensor:
     return total + ((rest + 1) * (torch.arange(1, 1 + rest.numel(), device=value.device) * _ODD | 1)).sum()
 
 
-def is_kept(name: str, keep: Sequence[str]) -> bool:
+def keeps_fp32(name: str, keep: Sequence[str]) -> bool:
     """Returns whether the parameter `name` keeps fp32. keep: `[precision] keep`, patterns of names."""
     return any(fnmatchcase(name, pattern) for pattern in keep)
 
 
 def parameter_format(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
     """Returns the dtype of a parameter where those that are not kept have `dtype`."""
-    return torch.promote_types(dtype, torch.float32) if is_kept(name, keep) else dtype
+    return torch.promote_types(dtype, torch.float32) if keeps_fp32(name, keep) else dtype
 
 
 def buffer_format(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -105,7 +105,7 @@ def device_kind(tensor: Tensor) -> str:
 
 
 @contextmanager
-def standing_for(kind: str) -> Iterator[None]:
+def assume_device_type(kind: str) -> Iterator[None]:
     """Within the block all tensors of this thread stand for some of a device of this type."""
     before = _stands_for.set(kind)
     try:
@@ -167,7 +167,7 @@ def held_tensors(name: str, layer: nn.Module, registered: set[int]) -> Iterator[
     for where, root in _roots(name, layer):
         if issubclass(type(root), _ENDS) or (type(root) in _EMPTY and not root):
             continue  # fast path for most attributes: flags, names, and empty dicts of hooks
-        yield from _behind(where, root, seen, registered)
+        yield from _reachable_tensors(where, root, seen, registered)
 
 
 def check_held(
@@ -298,18 +298,18 @@ def _roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}", parameter.__dict__
         kinds.update(dict.fromkeys(type(module).__mro__))
     for kind in kinds:
-        if not _is_torchs(kind):
+        if not _is_from_torch(kind):
             for name, value in list(vars(kind).items()):
                 if name == "__init__":
                     continue  # its globals, such as a registry of instances, are not needed by any forward
                 yield f"{kind.__name__}.{name}", value
 
 
-def _is_torchs(one: Any) -> bool:
+def _is_from_torch(one: Any) -> bool:
     return str(getattr(one, "__module__", "")).partition(".")[0] in ("torch", "builtins")
 
 
-def _behind(where: str, root: Any, seen: set[int], registered: set[int]) -> Iterator[HeldTensor]:
+def _reachable_tensors(where: str, root: Any, seen: set[int], registered: set[int]) -> Iterator[HeldTensor]:
     """Yields the tensors reachable from `root` through at most `MOST` objects."""
     ahead = [root]
     looked_at = 0
@@ -327,13 +327,13 @@ def _behind(where: str, root: Any, seen: set[int], registered: set[int]) -> Iter
                 yield from (HeldTensor(where, each, True) for each in one._parameters.values() if each is not None)
                 ahead += [value for name, value in vars(one).items() if name != "_parameters"]
         elif issubclass(kind, FunctionType):
-            if not _is_torchs(one):
-                ahead += _of_function(one)
+            if not _is_from_torch(one):
+                ahead += _function_values(one)
         else:
             ahead += gc.get_referents(one)
 
 
-def _of_function(function: FunctionType) -> list[Any]:
+def _function_values(function: FunctionType) -> list[Any]:
     """Returns what a function closes over, its defaults, and the tensors, containers and functions it uses as globals."""
     values = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
     known = (function.__globals__.get(name) for name in function.__code__.co_names)

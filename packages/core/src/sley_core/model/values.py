@@ -45,9 +45,9 @@ class HostModel:
         whole = {layer.name: layer.module for layer in self._made.layers if layer.builder is None}
         for layer in model.layers:
             if layer.name in whole:
-                _check_same(layer, whole[layer.name])
+                _check_structure(layer, whole[layer.name])
         _check_parameters(model, whole)
-        self._note_held(whole)
+        self._record_unreadable(whole)
         # By id, the first place of each parameter on meta, and the parameter, so that no other object gets its id.
         self._homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
         for layer in model.layers:
@@ -66,9 +66,9 @@ class HostModel:
         with _plain(self._seed):
             self._made.build_layer(own, self._seed)
         module, own.module = own.module, nn.Module()
-        _check_same(layer, module)
+        _check_structure(layer, module)
         _check_parameters(self.model, {layer.name: module})
-        self._note_held({layer.name: module})
+        self._record_unreadable({layer.name: module})
         return module
 
     @torch.no_grad()
@@ -104,11 +104,11 @@ class HostModel:
                     final[id(meta)].requires_grad_(meta.requires_grad)
                 setattr(holder, attribute, final[id(meta)])
             _move_buffers(layer.name, module, dtype, device, buffers)
-            _take_modes(layer.module, module)
+            _copy_modes(layer.module, module)
             layer.module = module
         return final
 
-    def drop_others(self, final: Mapping[int, nn.Parameter], owned: Collection[str]) -> None:
+    def drop_unowned(self, final: Mapping[int, nn.Parameter], owned: Collection[str]) -> None:
         """Drops the values of layers that are not `owned`, but for the parameters in `final`. Nothing is placed after it."""
         for layer in self.model.layers:
             if layer.name not in owned:
@@ -132,7 +132,7 @@ class HostModel:
         hint = "write to it in the factory, or return sley_core.api.model.Model(layers, init_weights)"
         raise PlanError("model-init", message, path=MODEL, hint=hint)
 
-    def _note_held(self, modules: Mapping[str, nn.Module]) -> None:
+    def _record_unreadable(self, modules: Mapping[str, nn.Module]) -> None:
         """Checks what the layers `modules` refer to, and notes in the model's layers what must not be read."""
         for name, module in modules.items():
             check_parameters(name, module)
@@ -162,7 +162,7 @@ def _plain(seed: int) -> Iterator[None]:
         torch._C._set_deterministic_algorithms(was, warn_only=warns)
 
 
-def _check_same(layer: Layer, module: nn.Module) -> None:
+def _check_structure(layer: Layer, module: nn.Module) -> None:
     """Raises PlanError "model-differs" if `module` has other modules, parameters, buffers or shapes than `layer`, on meta."""
     first, second = (dict(_described(layer.name, one)) for one in (layer.module, module))
     for name in [*first, *(name for name in second if name not in first)]:
@@ -211,7 +211,7 @@ def _named(layers: Sequence[tuple[str, bool]]) -> str:
     return ", ".join(name if is_module else f"{name} (a builder)" for name, is_module in layers)
 
 
-def _take_modes(before: nn.Module, module: nn.Module) -> None:
+def _copy_modes(before: nn.Module, module: nn.Module) -> None:
     """Puts `module` and those in it into the modes of `before`, by `train()`, which a module may override."""
     module.train()
     for old, new in zip(before.modules(), module.modules(), strict=True):

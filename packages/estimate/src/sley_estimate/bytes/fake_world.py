@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sley_core.comm.backends import Direct, Done, installed_transports
+from sley_core.comm.backends import CompletedWork, MessageTransport, installed_transports
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, HostStream, storage_id
 from sley_core.comm.device import Device
 from sley_core.comm.group import Exchange
@@ -195,7 +195,7 @@ class FakeDevice(Device):
         return self.copies.memory(num_bytes)
 
 
-class FakeWork(Done):
+class FakeWork(CompletedWork):
     """A complete exchange that counts as pending until the rank waits for it, since ranks wait at once for complete exchanges.
 
     on_wait: a function called at the wait. reduce: allocates the memory for summing the peers' parts. It is called at the wait
@@ -290,7 +290,7 @@ class StepSimulation(Simulation):
                 members,
                 name,
                 self._report_exchange,
-                Direct(members, name, lane).num_scratch_rows if is_direct else lambda num_rows: 0,
+                MessageTransport(members, name, lane).num_scratch_rows if is_direct else lambda num_rows: 0,
                 scratch,
             )
             for name, lane in lanes.items()

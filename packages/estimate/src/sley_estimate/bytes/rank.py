@@ -31,7 +31,7 @@ from sley_core.comm.world import World
 from sley_core.engine.stage import Lists
 from sley_core.errors import RunError, SleyError
 from sley_core.memory.state import PARTS
-from sley_core.model.tensors import counted, standing_for
+from sley_core.model.tensors import assume_device_type, counted
 from sley_core.plan.plan import Plan
 from sley_core.process import disable_gc
 from sley_core.run import Run
@@ -180,7 +180,7 @@ def fake_run(
     tensors = FakeTensors(ledger, result_cache or OpResultCache(), has_scratch=not is_cuda)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
     limit = time_limit(plan.limits.estimate_timeout_s)
-    kind = standing_for("cuda") if is_cuda else nullcontext()
+    kind = assume_device_type("cuda") if is_cuda else nullcontext()
     world = World.fake(rank, size, device, StepSimulation(tensors, "cuda" if is_cuda else "cpu"))
     with disable_gc(), limit, tensors.patch_torch(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
         progress.follow(run)

@@ -352,7 +352,7 @@ def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], 
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         seconds = []
         value: Value | None = None
-        with world.device.random_state_kept():
+        with world.device.preserve_random_state():
             bench = LayerBench(plan, world.device, draft(dataset.info), dataset, dtype)
             for layer in bench.model.layers:
                 times, value = bench.time(layer, value)

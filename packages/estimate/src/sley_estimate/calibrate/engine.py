@@ -94,7 +94,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
     """
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
-    with ExitStack() as stack, device.random_state_kept():
+    with ExitStack() as stack, device.preserve_random_state():
         world = stack.enter_context(World.alone(device))
         kinds = product(WEIGHT_COUNTS, MICRO_COUNTS)
         runs = {kind: stack.enter_context(assemble(_plan(device, precision, *kind), world)) for kind in kinds}

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
-from sley_core.comm.backends import Done
+from sley_core.comm.backends import CompletedWork
 from sley_core.comm.device import Device, Span
 from sley_core.comm.group import Exchange, Group
-from sley_core.comm.transport import Transport, Work, put
+from sley_core.comm.transport import Transport, Work, copy_shard
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -204,7 +204,7 @@ class VariantBench:
         if plan.sequence is not None and plan.parallel.sp > 1:
             attention = plan.sequence.build(echo_group("sp", echo, plan.parallel.sp))
         value: Value | None = None
-        with self.device.random_state_kept():
+        with self.device.preserve_random_state():
             gradients, working = DTYPES[plan.precision.gradients], weight_dtypes(plan)[0]
             bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
             for layer, key in zip(model.layers, keys, strict=True):
@@ -257,7 +257,7 @@ class EchoTransport(Transport):
         def repeat() -> None:
             for output, shard in zip(outputs, shards, strict=True):
                 for row in output.detach().view(self._size, *shard.shape):
-                    put(shard.detach(), row)
+                    copy_shard(shard.detach(), row)
 
         return self._time_copy(repeat)
 
@@ -266,7 +266,7 @@ class EchoTransport(Transport):
         return self._time_copy(lambda: [rows.mul_(self._size) for rows in own])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return self._time_copy(lambda: put(sent.detach(), received.detach()))
+        return self._time_copy(lambda: copy_shard(sent.detach(), received.detach()))
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._time_copy(lambda: tensor.detach().mul_(self._size))
@@ -291,13 +291,13 @@ class EchoTransport(Transport):
         sent = self._sent.get((lane, tensor.numel(), tensor.dtype))
         if sent is None:
             raise MissingRankError(f"waits for a message ({what}) like which it has sent none itself")
-        self._time_copy(lambda: put(sent.view(tensor.shape), tensor.detach()))
+        self._time_copy(lambda: copy_shard(sent.view(tensor.shape), tensor.detach()))
 
     def _time_copy(self, copy: Callable[[], object]) -> Work:
         start = self._device.moment()
         copy()
         self._spans.append((start, self._device.moment()))
-        return Done()
+        return CompletedWork()
 
 
 class _SingleRankLanes(dict[str, Any]):

@@ -8,8 +8,8 @@ attention     torch's fused operator; without memory     one kernel each way; th
 RMSNorm       its formula; keeps the input in fp32       one kernel each way; keeps the input and a number per row
 dropout       keeps a mask in the input's dtype          one kernel each way; keeps one byte per element
 
-From torch's sources (aten/src/ATen/native/cuda, transformers/cuda). `standing_for("cuda")` changes masks of documents and the
-loss.
+From torch's sources (aten/src/ATen/native/cuda, transformers/cuda). `assume_device_type("cuda")` changes masks of documents and
+the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from sley_core.model.tensors import standing_for
+from sley_core.model.tensors import assume_device_type
 
 PhaseName = Literal["forward", "recompute", "backward", "input_gradient", "weight_gradient"]
 """The phase of an operator. A whole backward is `backward`; a split one is `input_gradient` and later `weight_gradient`.
@@ -236,7 +236,7 @@ RecordOperator = Callable[[Operator], None]  # records a kernel that torch does 
 @contextmanager
 def imitate_cuda(record: RecordOperator | None = None) -> Iterator[None]:
     """Makes layers and the loss save the same tensors as on CUDA within the block."""
-    with standing_for("cuda"), FusedKernels(record):
+    with assume_device_type("cuda"), FusedKernels(record):
         yield
 
 

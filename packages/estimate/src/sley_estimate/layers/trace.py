@@ -25,7 +25,7 @@ from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plai
 from sley_core.engine.execute import InFlight, describe, gradient_edges
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
-from sley_core.model.attention import computed_from
+from sley_core.model.attention import cached_values
 from sley_core.model.layers import ForwardPatch, Layer, Model
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss
@@ -110,7 +110,7 @@ def _record_layer(
     """Runs a forward and a whole or split backward. Returns the recorder of the operators, and the output."""
     recorder, queue = OperatorRecorder(), WeightQueue()
     in_flight, args, named = start_call(layer, value, fields)
-    shared = [leaf for field in named.values() for leaf in tree_leaves([computed_from(field)]) if isinstance(leaf, Tensor)]
+    shared = [leaf for field in named.values() for leaf in tree_leaves([cached_values(field)]) if isinstance(leaf, Tensor)]
     recorder.shared.update(map(storage_id, shared))
     for parameter in layer.module.parameters():
         if parameter.requires_grad:

@@ -73,7 +73,7 @@ def save_plain_steps(run: Run, num_steps: int, folder: Path, habits: list[Habit]
 def _loop_of(run: Run, habits: list[Habit]) -> HabitLoop:
     """Builds new layers with the plan's factory, and returns a loop with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
-    with run.world.device.random_state_kept():
+    with run.world.device.preserve_random_state():
         model = as_model(plan.model.build(run.samples.dataset.info)).build(plan.run.seed)
     for layer in model.layers:
         layer.module.to(run.world.device.torch_device)
