@@ -93,7 +93,7 @@ def test_packed_documents_do_not_influence_one_another() -> None:
 
 
 def test_no_mask_is_built_without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_mask", lambda *_: pytest.fail("a mask where is_causal is enough"))
+    monkeypatch.setattr(attention, "_compute_mask", lambda *_: pytest.fail("a mask where is_causal is enough"))
     run(real(llama()), drawn(2, 24))
 
 
