@@ -241,16 +241,16 @@ def watched(tables: Tables, folder: Path) -> tuple[Recorded, dict[str, dict[str,
 
     def prepare(run: Any) -> None:
         if name == "memory.host":
-            policy, may_leave = run.caller.policy, run.caller.policy._may_leave
+            policy, is_movable = run.caller.policy, run.caller.policy._is_movable
 
             def noted(tensor: Any, fixed: Any) -> bool:
                 nonlocal is_leased
                 spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for _, held in run.parts.pool.held()]
-                leaves: bool = may_leave(tensor, fixed)
+                leaves: bool = is_movable(tensor, fixed)
                 is_leased |= leaves and any(first <= tensor.data_ptr() < last for first, last in spans)
                 return leaves
 
-            policy._may_leave = noted
+            policy._is_movable = noted
 
         def count(row: Any) -> None:
             counts.update(run.counts)

@@ -228,12 +228,12 @@ def test_what_only_other_ranks_can_answer_is_told_with_the_table_that_asks(atten
 @pytest.mark.usefixtures("seen")
 def test_what_an_exchange_copies_is_not_among_the_seconds_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates count it with the exchange, which is timed by itself; it was counted with the layer too."""
-    put, copies = timed_layers.put, []
+    copy_shard, copies = timed_layers.copy_shard, []
 
     def slowly(shard: torch.Tensor, place: torch.Tensor) -> None:
         copies.append(shard)
         time.sleep(0.02)
-        put(shard, place)
+        copy_shard(shard, place)
 
     monkeypatch.setattr(timed_layers, "copy_shard", slowly)
     block = timed("gathers")[1]

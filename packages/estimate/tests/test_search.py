@@ -124,7 +124,7 @@ def test_an_axis_that_is_kept_has_the_plans_value():
     layouts = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).all_layouts())
     assert {layout[:4] for layout in layouts} == {(1, 1, 1, 2)}
     assert {layout.activations.name for layout in layouts} == {"core.keep"}
-    with pytest.raises(UsageError, match="no axis `tp`"):
+    with pytest.raises(UsageError, match="unknown axis `tp`"):
         Layouts(plan, 4, choices, keep=["tp"])
 
 
