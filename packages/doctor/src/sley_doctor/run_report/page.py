@@ -1,11 +1,13 @@
-"""Renders the report page from the records of runs and the template `page.html.jinja`.
+"""Renders the report page from the records of runs and the template `page.html.jinja`, with charts drawn by matplotlib.
 
 A section without content states the reason.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import matplotlib as mpl
 import tomli
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, format_path
@@ -22,7 +27,6 @@ from sley_core.metrics.jsonl import rows
 from sley_core.plan.write import format_value, iterate_values
 from sley_doctor.reports.fault_report import AttemptReports, read_reports
 from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord, read_records
-from sley_doctor.run_report.charts import MAX_RUNS, Curve, draw_chart, line_style
 from sley_doctor.slow.blocks import Block, median
 from sley_doctor.slow.judge import judge
 from sley_doctor.slow.words import MIN_SHOWN_S, describe_cause, describe_no_cause, longest_waits, remedy
@@ -250,3 +254,79 @@ def _format_number(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+INCHES = (6.0, 3.0)
+
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+LINES = ("solid", "dashed")
+"""A run's colour and line style depend on its index; with more than MAX_RUNS runs, two would look the same."""
+
+MAX_RUNS = len(COLOURS) * len(LINES)
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: small, and searchable
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "path.simplify": True,
+}
+_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+"""Metadata to leave out: it would make two pages of one run differ, or contain URLs."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Holds the points of one run. run: the run's index in the report. steps: step numbers, ascending, from 1. values: one
+    value per step; None, a gap in the line, for a value that was not finite.
+    """
+
+    run: int
+    steps: Sequence[int]
+    values: Sequence[float | None]
+
+
+def draw_chart(name: str, unit: str, curves: Sequence[Curve], max_points: int) -> str:
+    """Returns an `<svg>` element with all curves, each reduced to at most `max_points` points. name: the metric's name, unique
+    on the page, since ids within the SVG are made from it. unit: the label of the vertical axis.
+    """
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        for curve in curves:
+            steps, values = thin_out(curve.steps, curve.values, max_points)
+            numbers = [math.nan if value is None else value for value in values]
+            colour, line = line_style(curve.run)
+            axes.plot(steps, numbers, color=colour, linestyle=line, linewidth=1.2, marker="." if len(steps) < 30 else None)
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def line_style(run: int) -> tuple[str, str]:
+    """Returns the colour and the line style of run number `run`, below MAX_RUNS, as CSS and matplotlib name them."""
+    return COLOURS[run % len(COLOURS)], LINES[run // len(COLOURS)]
+
+
+def thin_out(
+    steps: Sequence[int], values: Sequence[float | None], max_points: int
+) -> tuple[Sequence[int], Sequence[float | None]]:
+    """Returns at most `max_points` (6 or more) of the points: from each interval of steps the lowest and the highest value, and
+    a gap if there is one, so that no peak is lost.
+    """
+    if len(steps) <= max_points:
+        return steps, values
+    size = math.ceil(len(steps) / (max_points // 3))
+    indices: list[int] = []
+    for start in range(0, len(steps), size):
+        interval = range(start, min(start + size, len(steps)))
+        finite = [(value, index) for index in interval if (value := values[index]) is not None]
+        gaps = [index for index in interval if values[index] is None]
+        indices += sorted({index for _, index in (min(finite), max(finite))} | set(gaps[:1]) if finite else gaps[:1])
+    return [steps[index] for index in indices], [values[index] for index in indices]
