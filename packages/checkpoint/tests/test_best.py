@@ -15,7 +15,7 @@ from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
 
 LOSSES = (3.0, 2.0, 2.5, 1.5, 1.75, 1.5, 1.625, 1.0)
-"""Of the evaluations after each step, in place of those of the model."""
+"""The losses of the evaluations after each step; they replace the model's."""
 
 
 def plan(**changes: Any) -> Tables:

@@ -26,13 +26,13 @@ Row = Mapping[str, float | int]
 
 SUMMARY = "summary.json"
 NUM_LAST = 20
-"""Over how many of the last steps the mean loss is taken: one step's loss says more of its batch than of the model."""
+"""The number of last steps in the mean loss; a single step's loss depends mostly on its batch."""
 
 LONG_S = 300.0
-"""How long the steps of a run without checkpoints may take unsaid."""
+"""Seconds of steps from which a run without checkpoints prints a note."""
 
 TIMED_S = 1.0
-"""Seconds of steps from which the time of all is told."""
+"""Seconds of steps after which the duration of the whole run is estimated."""
 
 MIB = 1 << 20
 JSONL = "core.jsonl"

@@ -68,8 +68,10 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class DataContext:
-    """What a dataset is built for: the run's seed, and which part of the data is wanted. num_samples: how many the run takes in
-    all its steps, over all ranks; None if that is not known.
+    """Describes the use of a dataset.
+
+    seed: the run's seed. split: the part of the data to read. num_samples: the number of samples in all steps of the run, over
+    all ranks; None if it is not known.
     """
 
     seed: int = 0

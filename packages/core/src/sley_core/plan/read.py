@@ -292,7 +292,7 @@ def merge_bases(document: Document, read: Callable[[str], Document], chain: tupl
         if first.code not in _UNREADABLE:
             raise
         raise _extends_error(
-            document, "extends-missing", f"what it extends is not there: {first.message}", first.hint
+            document, "extends-missing", f"the base plan does not exist: {first.message}", first.hint
         ) from None
     return _merge_documents(document, merge_bases(_resolve_source_folder(base), read, (*chain, _real_path(path))))
 
