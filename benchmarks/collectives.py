@@ -26,7 +26,7 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     topology = Topology.of(size, wp=size)
     limit = timedelta(seconds=60)
     group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit)["wp"]
-    near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, attaches=True)["wp"]
+    near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, cross_memory=True)["wp"]
     rows = (mebibytes << 18) // size // 1024
     whole, shard = torch.zeros(size * rows, 1024), torch.zeros(rows, 1024)
     scratch = torch.zeros(group.transport(REDUCE).num_scratch_rows(rows), 1024)
@@ -42,14 +42,14 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 
     kinds: dict[str, dict[str, Callable[[], object]]] = {
         "gather": {
-            "gloo's": lambda: own.all_gather_single(whole, shard, group=group.lane("gather")),
-            "gloo's again": lambda: own.all_gather_single(whole, shard, group=group.lane("gather")),
+            "gloo's": lambda: own.all_gather_single(whole, shard, group=group.channel("gather")),
+            "gloo's again": lambda: own.all_gather_single(whole, shard, group=group.channel("gather")),
             "direct": lambda: gather(group),
             "memory": lambda: gather(near),
         },
         "reduce": {
-            "gloo's": lambda: own.reduce_scatter_single(shard, whole, group=group.lane("reduce")),
-            "gloo's again": lambda: own.reduce_scatter_single(shard, whole, group=group.lane("reduce")),
+            "gloo's": lambda: own.reduce_scatter_single(shard, whole, group=group.channel("reduce")),
+            "gloo's again": lambda: own.reduce_scatter_single(shard, whole, group=group.channel("reduce")),
             "direct": lambda: reduce(group),
             "memory": lambda: reduce(near),
         },

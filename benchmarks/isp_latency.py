@@ -103,7 +103,7 @@ class _LateGathers(Published):
 
 
 class _LateTransport(Transport):
-    """The transport of a lane, whose gathers and reductions go over `wire`."""
+    """The transport of a channel, whose gathers and reductions go over `wire`."""
 
     def __init__(self, transport: Transport, wire: Wire) -> None:
         self.transport = transport
@@ -135,7 +135,7 @@ def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int,
     )
     contestant = Sley(tables, backward_only=True)
     transports = contestant.run.groups["wp"].transports
-    wires = [Wire(lane) for lane in transports]
+    wires = [Wire(channel) for channel in transports]
     for wire in wires:
         transports[wire.operation] = _LateTransport(transports[wire.operation], wire)
     batch = contestant.batch()

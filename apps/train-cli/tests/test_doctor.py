@@ -100,7 +100,7 @@ class Fault(NamedTuple):
 
 
 def drawn(draw: random.Random) -> Fault:
-    """A fault that can be one: the group of all ranks has no lane for gathers."""
+    """A fault that can be one: the group of all ranks has no channel for gathers."""
     while True:
         layout = draw.choice(list(LAYOUTS))
         world, _, of_kinds = LAYOUTS[layout]

@@ -210,7 +210,7 @@ class Program:
         run = assemble(self.plan, self.world)
         masters = run.stepper.update.masters
         if isinstance(self.world.device, DrawnDevice) and masters.home:
-            for _, master in masters.held():
+            for _, master in masters.named_tensors():
                 self.world.device.keeps_on_host(master)
         return run
 

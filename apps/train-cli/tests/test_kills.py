@@ -162,7 +162,7 @@ def end(folder: Path) -> End:
     keys = ("step", "loss", "grad_norm", "lr")
     found = newest(run / "checkpoints")
     assert found.path is not None, list(run.iterdir())
-    assert not found.passed_over, found.passed_over
+    assert not found.damaged_checkpoints, found.damaged_checkpoints
     saved = read(found.path)
     return End([{key: json.loads(line)[key] for key in keys} for line in lines], {name: saved[name] for name in saved})
 

@@ -245,7 +245,7 @@ def watched(tables: Tables, folder: Path) -> tuple[Recorded, dict[str, dict[str,
 
             def noted(tensor: Any, fixed: Any) -> bool:
                 nonlocal is_leased
-                spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for _, held in run.parts.pool.held()]
+                spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for _, held in run.parts.pool.named_tensors()]
                 leaves: bool = is_movable(tensor, fixed)
                 is_leased |= leaves and any(first <= tensor.data_ptr() < last for first, last in spans)
                 return leaves

@@ -44,7 +44,7 @@ def test_show_as_json(cli: Cli, plan: Path) -> None:
     assert values["run.steps"] == {"path": "run.steps", "value": 4, "origin": {"file": "plan.toml", "line": 5, "column": 1}}
     assert shown["world"] == 2
     assert shown["ranks"][1]["dp"] == 1
-    assert {"axis": "control", "lane": "main", "backend": "gloo", "ranks": [0, 1]} in shown["groups"]
+    assert {"axis": "control", "channel": "main", "backend": "gloo", "ranks": [0, 1]} in shown["groups"]
     assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer", "tolerance": 0.0}]
 
 
@@ -64,7 +64,7 @@ def test_show_says_which_handler_is_not_exact(cli: Cli, plan: Path, install: Cal
         def sley_gradient_handlers():
             tolerance = lambda config: 0.125 if config.coarse else 0.0
             return [GradientHandlerRecord(
-                name="sum", config=Config, build="nowhere:Nothing", role="reducer", tolerance_of=tolerance)]
+                name="sum", config=Config, build="nowhere:Nothing", role="reducer", compute_tolerance=tolerance)]
         """,
     )
     plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "odd.sum"\n', "utf-8")

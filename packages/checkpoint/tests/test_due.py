@@ -224,7 +224,7 @@ def test_a_program_that_writes_to_a_weight_while_it_is_copied_is_told(texts, tmp
         (piece, *_), *_ = background.writer.files
         with torch.no_grad():
             run.registry.params[0].parameter.add_(1)
-        background.stage()
+        background.copy_unwritten_state()
         with pytest.raises(RunError, match="the program wrote to"):
             next(background._chunks(piece))
         background.failure = "as asked"

@@ -96,12 +96,12 @@ def test_each_damage_is_named_and_the_one_before_is_loaded(two, tmp_path, file, 
         assert DAMAGES[file, how] in damage.description
     found = newest(tmp_path / "all")
     assert found.path == str(old)
-    assert [path for path, _ in found.passed_over] == [str(new)]
+    assert [path for path, _ in found.damaged_checkpoints] == [str(new)]
     with assemble(plan_from_dict(PLAN, two), World.alone("cpu")) as run:
         restored = run.load_checkpoint(tmp_path / "all")
         assert restored is not None
         assert (restored.path, restored.step, run.num_steps_done) == (str(old), 2, 2)
-        assert [path for path, _ in restored.passed_over] == [str(new)]
+        assert [path for path, _ in restored.damaged_checkpoints] == [str(new)]
         with pytest.raises(RunError, match=r"checkpoint-damaged|no-checkpoint"):
             run.load_checkpoint(new)
         assert run.num_steps_done == 2
@@ -231,7 +231,7 @@ def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, a
     assert code == -signal.SIGKILL, told
     found = newest(tmp_path / "checkpoints")
     assert found.path is not None
-    assert (read(found.path).step, found.passed_over) == (1, [])
+    assert (read(found.path).step, found.damaged_checkpoints) == (1, [])
     whole = stretch(PLAN, 3, folder=tmp_path)
     with assemble(plan_from_dict(PLAN, tmp_path), World.alone("cpu"), folder=tmp_path) as run:
         run.load_checkpoint("auto")

@@ -28,7 +28,7 @@ LIMIT = timedelta(seconds=30)
 
 def groups(limit: timedelta = LIMIT, **axes: int) -> Groups:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return make_groups(Topology.of(size, **axes), rank, backend="gloo", timeout=limit, attaches=True)
+    return make_groups(Topology.of(size, **axes), rank, backend="gloo", timeout=limit, cross_memory=True)
 
 
 def wp(limit: timedelta = LIMIT) -> Any:
@@ -181,7 +181,7 @@ def test_copies_of_unknown_processes_and_addresses_fail(ranks):
 
 
 def transports_without(missing: str) -> list[str]:
-    """Returns the transports of this rank's lanes if the last rank lacks a capability."""
+    """Returns the transports of this rank's channels if the last rank lacks a capability."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         if missing == "the right to read":
             connection.read = lambda *_: -1
@@ -221,7 +221,7 @@ def errors_after_the_peers_end() -> list[str]:
         with pytest.raises(RunError) as raised:
             call()
         codes.append(raised.value.diagnostics[0].code)
-    dist.barrier(group=group.lane(GATHER))
+    dist.barrier(group=group.channel(GATHER))
     assert list(memory.inbox.words) == before, "nobody wrote"
     return codes
 
@@ -253,7 +253,7 @@ def run_many_exchanges() -> list[list[float]]:
     for exchange in exchanges:
         exchange.wait()
         exchange.wait_sent()
-    num_open = [len(group.transport(lane).rows._open_offers) for lane in (GATHER, REDUCE)]
+    num_open = [len(group.transport(channel).rows._open_offers) for channel in (GATHER, REDUCE)]
     return [*(result.tolist() for result in results), num_open]
 
 
@@ -318,11 +318,11 @@ def poll_first_sum() -> list[bool]:
     tensor = torch.ones(10)
     results = []
     if group.coord == 1:
-        dist.barrier(group=group.lane())
+        dist.barrier(group=group.channel())
     work = sums.all_reduce(tensor, what="ones")
     if group.coord == 0:
         results = [work.test()]
-        dist.barrier(group=group.lane())
+        dist.barrier(group=group.channel())
     work.wait_sent()
     return [*results, work.test(), bool((tensor == 2).all())]
 
@@ -338,7 +338,7 @@ def poll_second_sum() -> list[bool]:
     sums = group.transport()
     ones, twos = torch.ones(5), torch.full((5,), 2.0)
     first, second = sums.all_reduce(ones, what="ones"), sums.all_reduce(twos, what="twos")
-    dist.barrier(group=group.lane())
+    dist.barrier(group=group.channel())
     results = [second.test()]
     first.wait_sent()
     second.wait_sent()

@@ -111,7 +111,7 @@ def test_auto_begins_a_run_that_has_done_nothing_and_refuses_another(texts, tmp_
     with bare(texts, tmp_path) as run:
         with pytest.raises(UsageError, match=r"never-anew.*rows up to step 3"):
             run.load_checkpoint("auto")
-        assert run.load_checkpoint("auto", anew=True) is None
+        assert run.load_checkpoint("auto", allow_fresh_start=True) is None
         run.step()
 
 
@@ -131,4 +131,4 @@ def test_auto_asks_for_what_read_the_checkpoints_of_the_run(texts, tmp_path):
         run.step()
         run.save_checkpoint()
     with bare(texts, tmp_path) as run, pytest.raises(PluginError, match="packages/checkpoint"):
-        run.load_checkpoint("auto", anew=True)
+        run.load_checkpoint("auto", allow_fresh_start=True)

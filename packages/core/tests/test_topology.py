@@ -22,7 +22,7 @@ from sley_core.errors import PluginError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
-from sley_core.topology import AXES, LANES, GroupEntry, Topology
+from sley_core.topology import AXES, CHANNELS, GroupEntry, Topology
 from sley_testing.plans import small_plan
 
 
@@ -80,19 +80,19 @@ def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology
 
 @settings(deadline=None)
 @given(topologies())
-def test_the_table_has_every_lane_of_every_group_once_and_one_order(topology: Topology) -> None:
+def test_the_table_has_every_channel_of_every_group_once_and_one_order(topology: Topology) -> None:
     table = list(topology.groups())
     assert table == list(Topology(topology.world, topology.pp, topology.sp, topology.wp).groups())
     assert len(set(table)) == len({entry.label for entry in table}) == len(table)
     assert table[0] == GroupEntry("control", "main", tuple(range(topology.world)), backend="gloo")
     expected = {
-        (axis, lane, ranks)
+        (axis, channel, ranks)
         for axis in AXES
         for ranks in groups_of(topology, axis)
-        for lane in LANES.get(axis, ("main",))
+        for channel in CHANNELS.get(axis, ("main",))
         if len(ranks) > 1 or axis == "control"
     }
-    assert {(entry.axis, entry.lane, entry.ranks) for entry in table} == expected
+    assert {(entry.axis, entry.channel, entry.ranks) for entry in table} == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_hundred_thousand_ranks_take_a_moment() -> None:
     table = list(topology.groups())
     seconds = time.perf_counter() - start
     members = Counter(entry.axis for entry in table for _ in entry.ranks)
-    assert members == {axis: 100_000 * len(LANES.get(axis, ("main",))) for axis in AXES}
+    assert members == {axis: 100_000 * len(CHANNELS.get(axis, ("main",))) for axis in AXES}
     assert seconds < 5, f"the group table took {seconds:.1f} s"
 
 
@@ -162,9 +162,9 @@ def summed(monkeypatched: str, folder: Path, timeout_s: float = 5.0) -> Any:
                 for axis in ("ends", "pairs"):
                     one = torch.ones(1)
                     group = run.groups[axis]
-                    one_lane = replace(group, lanes=dict.fromkeys(["main"], next(iter(group.lanes.values()), None)))
-                    one_lane.all_reduce(one, what="ones").wait()
-                    found[axis] = (group.ranks, sorted(group.lanes), float(one))
+                    one_channel = replace(group, channels=dict.fromkeys(["main"], next(iter(group.channels.values()), None)))
+                    one_channel.all_reduce(one, what="ones").wait()
+                    found[axis] = (group.ranks, sorted(group.channels), float(one))
                 return found
         except RunError as error:
             return error.diagnostics[0].code
@@ -192,7 +192,7 @@ def test_ranks_that_list_other_groups_are_told(ranks, texts):
         ([ProcessGroupRecord("tie[0,1]", ((0, 1),))], "core's own"),
         ([ProcessGroupRecord("a", ((0, 1),)), ProcessGroupRecord("a", ((2, 3),))], "'a' is there twice"),
         ([ProcessGroupRecord("a", ((1, 0),))], "do not ascend"),
-        ([ProcessGroupRecord("a", ((0, 1),), ())], "has no lane"),
+        ([ProcessGroupRecord("a", ((0, 1),), ())], "has no channel"),
         ([ProcessGroupRecord("a", ((0, 1), (1, 2)))], "has a rank twice"),
         ([ProcessGroupRecord("a", ((3, 4),))], "not among the 4"),
         ([("a", ((0, 1),))], "is no ProcessGroupRecord"),

@@ -21,7 +21,7 @@ from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, best_fit
 from sley_data.chat_template import ChatTemplate
 from sley_data.check import check_chat
 from sley_data.config import ChatConfig
-from sley_data.conversations import read_conversations, trained_on
+from sley_data.conversations import describe_overlap, read_conversations
 from sley_data.datasets import ChatDataset
 
 
@@ -144,8 +144,8 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
     assert 10 < len(held_out) < 80
     texts = [{each.messages[0]["content"] for each in some} for some in (train, held_out)]
     assert not texts[0] & texts[1]
-    assert trained_on(config, config) == ""
-    assert "trained on" in trained_on(config.model_copy(update={"held_out": 0.0}), config)
+    assert describe_overlap(config, config) == ""
+    assert "trained on" in describe_overlap(config.model_copy(update={"held_out": 0.0}), config)
 
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])

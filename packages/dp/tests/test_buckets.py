@@ -103,7 +103,7 @@ def test_a_layout_reuses_the_memory_of_the_previous_layout(ranks, small, own):
 def orders(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         (handler,) = run.stepper.handlers
-        assert handler.kept() == {}, "no order is known before a step"
+        assert handler.saved_state() == {}, "no order is known before a step"
         run.step()
         run.step()
         return [param.name for param in run.store.completion_order], [param.name for param in run.store.params]

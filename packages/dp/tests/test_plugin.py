@@ -57,7 +57,7 @@ def test_plans_name_their_reducer_and_its_tolerance(small):
         plan = plan_from_dict(small(handler))
         assert check_plan(plan, 2) == []
         (component,) = plan.gradient_handlers
-        assert component.record.tolerance_with(component.config) == tolerance
+        assert component.record.tolerance_for(component.config) == tolerance
     default = plan_from_dict(small(gradient_handlers=None, parallel={"dp": 2}))
     assert [handler.name for handler in default.gradient_handlers] == ["core.each"], "an installed package changes no plan"
     assert set(sley_estimate_hints()) == {"dp.bucketed", "dp.sharded"}, "a search tries both"

@@ -31,8 +31,8 @@ def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, st
         by_collectives = tables.pop("collectives", False)
         with running(tables, folder) as run:
             wp = run.groups["wp"]
-            for name, lane in wp.lanes.items() if by_collectives else ():
-                wp.transports[name] = CollectiveTransport(wp, name, lane, wp.log, is_coalesced=False)
+            for name, channel in wp.channels.items() if by_collectives else ():
+                wp.transports[name] = CollectiveTransport(wp, name, channel, wp.log, is_coalesced=False)
             before = [param.parameter.detach().clone() for param in run.registry]
             with pytest.raises(RunError) as caught:
                 (run.evaluate if by_collectives else run.step)()

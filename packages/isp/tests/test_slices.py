@@ -61,7 +61,7 @@ def test_wrapped_and_named_attentions(ranks, own):
         (with_options(wrapped=True), {}),
         (PLAN, NAMED),
         (with_options(places=False), NAMED | {"positions": False}),
-        (beside("features"), {"apart": ["mixer.inner"]}),
+        (beside("features"), {"unchecked_layers": ["mixer.inner"]}),
     ]
     references = recorded([tables for tables, _ in cases], own)
     found = ranks(2, 120)(recorded, [split(tables, **sequence) for tables, sequence in cases], own)
@@ -99,7 +99,7 @@ MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "m
         (split(changed(PLAN, model__factory="attentive:mixed")), "sequence-attention"),  # torch's hides its projections
         (split(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
         (split(with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
-        (split(beside("patch"), apart=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
+        (split(beside("patch"), unchecked_layers=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
         *((split(beside(kind)), "sequence-mixing") for kind in MIXING),
     ],
 )
@@ -120,7 +120,7 @@ def test_first_steps_that_are_refused(ranks, own):
     cases = dict.fromkeys(MIXED, "sequence-mixing") | dict.fromkeys(APART, "")
     plans = [asked(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
     plans += [changed(asked("shifted", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
-    plans += [asked("shifted", True, apart=["beside"])]
+    plans += [asked("shifted", True, unchecked_layers=["beside"])]
     plans += [split(with_options(heads=3, hidden=12), **NAMED)]
     expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-heads"]
     by_rank = ranks(2, 120)(recorded, plans, own)

@@ -112,7 +112,7 @@ def test_a_step_that_fails_leaves_nothing(own: Path, texts: Path, policy: dict[s
             assert lent() == 0
         assert run.counts[policy["use"]].get("host_allocations") == made
     if policy is HOST:
-        assert (run.caller.policy.arena.num_bytes, list(run.caller.policy.held())) == (0, []), "the run is closed"
+        assert (run.caller.policy.arena.num_bytes, list(run.caller.policy.named_tensors())) == (0, []), "the run is closed"
 
 
 # -- on the host -------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_what_leaves_is_gone_from_the_device_and_comes_back(own: Path, texts: Pa
         tables = small_plan(model=MODEL | {"options": {"num_blocks": 4}}, activations=policy, batch__global_size=2)
         with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
             run.step()
-            on_host = [tensor for _, tensor in getattr(run.caller.policy, "held", list)()]
+            on_host = [tensor for _, tensor in getattr(run.caller.policy, "named_tensors", list)()]
             with Storages() as storages:
                 whole = run.stepper.executor.loss.loss
                 seen: list[int] = []

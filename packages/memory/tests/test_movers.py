@@ -238,7 +238,7 @@ def test_other_lengths_in_every_step_do_not_add_up_and_nothing_is_freed_within_a
         assert lends.num_bytes >= before
     assert lends.num_bytes <= 3 * lends.max_lent_bytes + 8 * PAGESIZE
     assert lends.trim() > 0
-    assert (lends.num_bytes, lends.num_lent_bytes, list(lends.held())) == (0, 0, [])
+    assert (lends.num_bytes, lends.num_lent_bytes, list(lends.named_tensors())) == (0, 0, [])
 
 
 def test_a_budget_of_page_locked_memory_is_kept_with_one_warning() -> None:

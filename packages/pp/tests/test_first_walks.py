@@ -21,7 +21,7 @@ BODY_BYTES = 2 * 24 * 16 * 8
 """Of a micro-batch's boundary: samples, tokens, channels of fp64."""
 
 Sent = tuple[str, str, int]
-"""Axis, lane and bytes of a message."""
+"""Axis, channel and bytes of a message."""
 
 
 def record_messages(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
@@ -30,9 +30,9 @@ def record_messages(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
     sent: list[Sent] = []
     send = Group.send
 
-    def send_and_record(group: Group, tensor: torch.Tensor, lane: str, peer: int, *, what: str) -> Any:
-        sent.append((group.axis, lane, tensor.nbytes))
-        return send(group, tensor, lane, peer, what=what)
+    def send_and_record(group: Group, tensor: torch.Tensor, channel: str, peer: int, *, what: str) -> Any:
+        sent.append((group.axis, channel, tensor.nbytes))
+        return send(group, tensor, channel, peer, what=what)
 
     Group.send = send_and_record  # type: ignore[method-assign]
     found = []
@@ -47,13 +47,13 @@ def record_messages(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
 def test_tensors_use_the_host_until_the_first_walk_of_a_phase_is_complete(ranks: Callable[..., Any], texts: Path) -> None:
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, evaluation={"every": 9, "steps": 1})
     for stage, (evaluated, first, second, again) in enumerate(ranks(2)(record_messages, tables, texts)):
-        lane = ("up", "down")[stage]
+        channel = ("up", "down")[stage]
         bodies = [[one for one in walk if one[2] == BODY_BYTES] for walk in (evaluated, first, second, again)]
         assert {axis for axis, _, _ in (*bodies[0], *bodies[1])} == {"control"}
-        assert {one[:2] for one in (*bodies[2], *bodies[3])} <= {("pp", lane)}
+        assert {one[:2] for one in (*bodies[2], *bodies[3])} <= {("pp", channel)}
         assert len(bodies[1]) == len(bodies[2]) == 4
         firsts = [[one for one in walk if one[2] == 1] for walk in (evaluated, first, second, again)]
-        assert firsts == [[("pp", lane, 1)], [], [], []], "one byte connects two stages, once"
+        assert firsts == [[("pp", channel, 1)], [], [], []], "one byte connects two stages, once"
 
 
 def buffers(tables: dict[str, Any], folder: Path) -> list[int]:

@@ -92,4 +92,4 @@ def test_a_message_is_cached_until_the_pool_frees_its_buffer() -> None:
     del message
     assert pool.trim() >= message_bytes(LAYOUT, separate_header=False)
     assert gone() is None
-    assert (pool.num_bytes, list(pool.held())) == (0, [])
+    assert (pool.num_bytes, list(pool.named_tensors())) == (0, [])

@@ -157,7 +157,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("Counts", "trim_frees_only_unleased_memory", "trim reports .* freed bytes, but the pool holds .* less"),
         ("Frees", "trim_frees_only_unleased_memory", "trim freed the memory of a leased buffer"),
         ("Keeps", "trimmed_memory_is_released", "after trim 9 of 9 buffers still have their memory"),
-        ("Silent", "held_includes_leased_buffers", r"`held` lacks the leased buffer of \(\) torch.float32"),
+        ("Silent", "held_includes_leased_buffers", r"`named_tensors` lacks the leased buffer of \(\) torch.float32"),
         ("Again", "ended_lease_cannot_alias_another_buffer", "a lease that is used twice returns a buffer of another lease"),
     ],
     "learning_rate": [

@@ -25,7 +25,7 @@ from train_cli.progress import SUMMARY
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import CheckpointFiles, Restored
+    from sley_core.protocols import CheckpointFiles, RestoreResult
     from sley_core.run import Run
     from sley_core.run_state.pieces import SavedRun
 
@@ -284,13 +284,13 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
         if run.groups["control"].gather_objects(has_started, what="where the run has started")[0]:
             resume = AUTO
     # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
-    anew = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
-    restored = run.load_checkpoint(resume, anew=anew)
+    allow_fresh_start = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
+    restored = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
     return ["there is no checkpoint yet: the run starts at step 1"] if restored is None else list(_report(run, restored))
 
 
-def _report(run: Run, restored: Restored) -> Iterator[str]:
-    for path, damages in restored.passed_over:
+def _report(run: Run, restored: RestoreResult) -> Iterator[str]:
+    for path, damages in restored.damaged_checkpoints:
         yield f"skipped {path}: {', '.join(map(str, damages))}"
     yield f"continuing after step {restored.step} of {run.plan.run.steps}, from {restored.path}"
     yield from restored.notes

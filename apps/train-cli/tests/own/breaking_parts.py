@@ -94,7 +94,7 @@ class Fault:
         self._front_sends()
 
     def exchange(self, what: str, call: Call, args: tuple[Any, ...], *, elsewhere: Call, skipped: Any) -> Any:
-        """Does wrong in place of `call(*args, what=what)`. elsewhere: the same call on another group or lane."""
+        """Does wrong in place of `call(*args, what=what)`. elsewhere: the same call on another group or channel."""
         match self.kind:
             case "skipped":
                 return skipped
@@ -133,11 +133,13 @@ class Fault:
 
         plain = Group.send
 
-        def call(group: Group, tensor: Tensor, lane: str, peer: int, *, what: str) -> Any:
+        def call(group: Group, tensor: Tensor, channel: str, peer: int, *, what: str) -> Any:
             if not what.startswith("what stage") or "walks" in what or not self.is_due("send"):
-                return plain(group, tensor, lane, peer, what=what)
+                return plain(group, tensor, channel, peer, what=what)
             HIT.write_text(json.dumps({"what": what}), "utf-8")
-            own, other = (partial(plain, group, lane=to, peer=peer) for to in (lane, {"up": "down", "down": "up"}[lane]))
+            own, other = (
+                partial(plain, group, channel=to, peer=peer) for to in (channel, {"up": "down", "down": "up"}[channel])
+            )
             return self.exchange(what, own, (tensor.reshape(-1),), elsewhere=other, skipped=Pending())
 
         Group.send = call  # type: ignore[method-assign, assignment]

@@ -133,19 +133,19 @@ def fault_in(seconds: float) -> None:
 class LateSends:
     """A communicator from which messages leave some time after they were handed over, in their order."""
 
-    def __init__(self, lane: Any, seconds: float) -> None:
-        self.lane, self.seconds = lane, seconds
+    def __init__(self, channel: Any, seconds: float) -> None:
+        self.channel, self.seconds = channel, seconds
         self.worker = ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.lane, name)
+        return getattr(self.channel, name)
 
     def send(self, *message: Any) -> Any:
         return LateWork(self.worker.submit(self._send, time.perf_counter() + self.seconds, message))
 
     def _send(self, due: float, message: tuple[Any, ...]) -> Any:
         time.sleep(max(0.0, due - time.perf_counter()))
-        return self.lane.send(*message)
+        return self.channel.send(*message)
 
 
 class LateWork:
@@ -173,15 +173,15 @@ class LateResult:
         return False
 
 
-_PLAIN_LANE, _PLAIN_INIT = Group.lane, GroupWork.__init__
+_PLAIN_CHANNEL, _PLAIN_INIT = Group.channel, GroupWork.__init__
 
 
 def _prepare_link(slow: Slow) -> None:
     """Puts itself in front of messages that this rank sends, and of sums of gradients; or takes itself away."""
     late: dict[int, LateSends] = {}
 
-    def lane(self: Group, name: str = "main") -> Any:
-        found = _PLAIN_LANE(self, name)
+    def channel(self: Group, name: str = "main") -> Any:
+        found = _PLAIN_CHANNEL(self, name)
         if self.axis != "pp" or not slow.is_own:
             return found
         if id(found) not in late:
@@ -193,5 +193,5 @@ def _prepare_link(slow: Slow) -> None:
             received = [LateResult(one, slow.seconds) for one in received]
         _PLAIN_INIT(self, received, sent, turn, *args, **options)
 
-    Group.lane = lane if slow.kind == "link" else _PLAIN_LANE  # type: ignore[method-assign]
+    Group.channel = channel if slow.kind == "link" else _PLAIN_CHANNEL  # type: ignore[method-assign]
     GroupWork.__init__ = init if slow.kind == "link" else _PLAIN_INIT  # type: ignore[method-assign]

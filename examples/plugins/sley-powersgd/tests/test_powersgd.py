@@ -100,7 +100,7 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
     torch.cuda.is_available = lambda: False  # else torch's hook synchronizes a device that CPU tensors do not have
     group = stage_group()
     ours, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), bucket_of(SHAPES, dtype)
-    theirs = PowerSGDState(group.lane(), rank, 2, use_error_feedback=error_feedback, orthogonalization_epsilon=1e-30)
+    theirs = PowerSGDState(group.channel(), rank, 2, use_error_feedback=error_feedback, orthogonalization_epsilon=1e-30)
     theirs.iter = 2
     pairs = []
     for step in range(num_steps):

@@ -52,7 +52,7 @@ def summed_and_kept(handlers: list[dict[str, Any]]) -> tuple[dict[str, Tensor], 
             run.step()
             sums = {name: sums.get(name, 0.0) + value for name, value in gradients(run).items()}
         (handler,) = run.stepper.handlers
-        return sums, {name: value.clone() for name, value in getattr(handler, "kept", dict)().items()}
+        return sums, {name: value.clone() for name, value in getattr(handler, "saved_state", dict)().items()}
 
 
 def test_nothing_is_lost(ranks: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ def sent_and_kept(tables: dict[str, Any], folder: Path) -> tuple[float, int]:
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         (handler,) = run.stepper.handlers
-        kept = sum(error.numel() for error in handler.kept().values())
+        kept = sum(error.numel() for error in handler.saved_state().values())
         return run.counts["topk.reducer"]["sent_bytes_per_step"], kept
 
 

@@ -26,7 +26,7 @@ from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shortened
 from sley_core.errors import RunError, SleyError, UsageError, cause
-from sley_core.protocols import Checkpointer, Restored
+from sley_core.protocols import Checkpointer, RestoreResult
 
 if TYPE_CHECKING:
     from sley_checkpoint.config import AnyLayoutConfig
@@ -51,7 +51,7 @@ class AnyLayout(Checkpointer):
         self._is_written = False
         self._preparation = SavePreparation(state)
         self._control = state.parts.groups["control"]
-        state.parts.events.gradients_done.append(self.stage)
+        state.parts.events.gradients_done.append(self.copy_unwritten_state)
 
     def counts(self) -> Mapping[str, float]:
         """Returns the numbers of complete and failed saves, and the seconds that training waited for saves."""
@@ -104,10 +104,10 @@ class AnyLayout(Checkpointer):
         is_voter = self.state.parts.world.rank == 0
         return is_voter and minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 
-    def ask(self) -> None:
+    def request_save(self) -> None:
         self._is_save_requested = True
 
-    def save_due(self, step: int) -> None:
+    def start_save(self, step: int) -> None:
         """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it.
 
         If the save fails, adds a note, counts the failure, and the run continues.
@@ -123,7 +123,7 @@ class AnyLayout(Checkpointer):
                 writer = self._prepare(Destination(self._run_folder(), True), step)
                 self._background_writer = BackgroundWriter(writer, self._host)
 
-    def train_done(self, step: int, *, was_stopped: bool) -> None:
+    def finish_training(self, step: int, *, was_stopped: bool) -> None:
         """Finishes the save in progress, and saves the run after its last step or, with `on_interrupt`, after an early stop.
 
         All ranks call it after their last step. If the run has done all its steps, a failed save only adds a note.
@@ -162,10 +162,10 @@ class AnyLayout(Checkpointer):
             self._record_failure(cause(error), consequence)
         self._counts["seconds_blocked"] += time.perf_counter() - start
 
-    def stage(self) -> None:
+    def copy_unwritten_state(self) -> None:
         """Makes the update wait for the copies of a save in progress."""
         if self._background_writer is not None:
-            self._background_writer.stage()
+            self._background_writer.copy_unwritten_state()
 
     def finish(self) -> None:
         """Waits for the save in progress on all ranks, and records its success or failure. All ranks call it."""
@@ -186,7 +186,7 @@ class AnyLayout(Checkpointer):
         """Finishes the save in progress, or cancels it if the other ranks do not answer. Does not communicate."""
         background, self._background_writer = self._background_writer, None
         if background is not None:
-            background.stage()
+            background.copy_unwritten_state()
             background.wait_or_cancel()
             if background.failure:
                 self._record_failure(background.failure)
@@ -212,7 +212,7 @@ class AnyLayout(Checkpointer):
         self._counts["failed"] += 1
         self.state.notes.append(f"{failure}; {consequence}")
 
-    def load(self, path: str | Path, *, anew: bool = False) -> Restored | None:
+    def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it.
 
         path: "auto" loads this run's newest checkpoint, and returns None if the run has none.
@@ -224,7 +224,9 @@ class AnyLayout(Checkpointer):
         load_path = None if is_auto else absolute_path(path)
         # Half the limit, so that a rank names the file that it cannot read before the others stop waiting for the rank.
         with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
-            checkpoint, passed_over, origin, notes = choose_checkpoint(self.state, load_path, reads, anew=anew)
+            checkpoint, damaged_checkpoints, origin, notes = choose_checkpoint(
+                self.state, load_path, reads, allow_fresh_start=allow_fresh_start
+            )
             if checkpoint is None:
                 return None
             # A run folder knows the run's checkpoints; without one, the run name must match.
@@ -235,7 +237,7 @@ class AnyLayout(Checkpointer):
                 raise RunError("checkpoint-mismatch", message, hint=hint)
             notes += self.state.restore(checkpoint)
         self._saved_step, self._is_written, self._save_time = checkpoint.step, True, time.monotonic()
-        return Restored(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, passed_over)
+        return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
     def _run_folder(self) -> str:
         if self.folder is None:
@@ -276,21 +278,21 @@ DamagedCheckpoint = tuple[str, list[Damage]]
 
 
 class Selection(NamedTuple):
-    """Holds the checkpoint that all ranks load, or None if there is none. passed_over: newer, damaged checkpoints. origin: the
-    checkpoint from which the attempt started. notes: messages for the user.
+    """Holds the checkpoint that all ranks load, or None if there is none. damaged_checkpoints: newer, damaged checkpoints.
+    origin: the checkpoint from which the attempt started. notes: messages for the user.
     """
 
     checkpoint: Checkpoint | None
-    passed_over: list[DamagedCheckpoint]
+    damaged_checkpoints: list[DamagedCheckpoint]
     origin: str
     notes: list[str]
 
 
-def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> Selection:
+def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads, *, allow_fresh_start: bool) -> Selection:
     """Returns the checkpoint to load. All ranks call it, and each verifies a share of the files through `reads`.
 
-    path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. anew: whether a run
-    without a checkpoint may repeat its steps. Only the arguments of rank 0 count.
+    path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
+    whether a run without a checkpoint may repeat its steps. Only the arguments of rank 0 count.
 
     Raises the same error on all ranks. UsageError `never-anew`: the run would repeat its own work. RunError
     `checkpoint-damaged`: all checkpoints are damaged. RunError `no-checkpoint`: there is none at `path`. RunError
@@ -298,14 +300,14 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
     """
     world, control = state.parts.world, state.parts.groups["control"]
     # All ranks join; rank 0 lists the checkpoints.
-    candidates = _list_candidates(state, path, reads, anew=anew) if world.rank == 0 else {}
+    candidates = _list_candidates(state, path, reads, allow_fresh_start=allow_fresh_start) if world.rank == 0 else {}
     candidates = control.gather_objects(candidates, what="the list of checkpoints")[0]
     if candidates["problem"]:
         code, message, hint = candidates["problem"]
         error_type = UsageError if code == "never-anew" else RunError
         raise error_type(code, message, hint=hint)
     origin, notes = candidates["origin"], candidates["notes"]
-    passed_over: list[DamagedCheckpoint] = []
+    damaged_checkpoints: list[DamagedCheckpoint] = []
     for candidate in candidates["paths"]:
         folder = TimedFolder(open_folder(candidate), reads)
         index, report = _examine_share(folder, world.rank, world.size)
@@ -321,10 +323,10 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
             if len(set(tokens)) > 1:
                 message = f"ranks see different checkpoints in {folder.text}"
                 raise RunError("checkpoint-load", message, hint="use a folder that all ranks share")
-            return Selection(Checkpoint(folder, index), passed_over, origin, notes)
-        passed_over.append((folder.text, damages))
-    if passed_over:
-        newest, damages = passed_over[0]
+            return Selection(Checkpoint(folder, index), damaged_checkpoints, origin, notes)
+        damaged_checkpoints.append((folder.text, damages))
+    if damaged_checkpoints:
+        newest, damages = damaged_checkpoints[0]
         message = f"the checkpoint {newest} is damaged: {', '.join(map(str, damages[:MAX_SHOWN_DAMAGES]))}"
         raise RunError("checkpoint-damaged", message, hint="use another folder: this one has no intact older checkpoint")
     if path is not None:
@@ -343,14 +345,14 @@ def _examine_share(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[Chec
         return None, [[], None, error.diagnostics[0].message]
 
 
-def _list_candidates(state: TrainingState, path: str | None, reads: TimedReads, *, anew: bool) -> dict[str, Any]:
+def _list_candidates(state: TrainingState, path: str | None, reads: TimedReads, *, allow_fresh_start: bool) -> dict[str, Any]:
     """Returns the paths of the candidates in the order in which to try them, notes, the attempt's origin, and the code, message
     and hint of an error, as `_candidate_message` does.
     """
     folder = TimedFolder(open_folder(state.folder or "" if path is None else path), reads)
     try:
         if path is None:
-            return _resumable_checkpoints(state, folder, anew=anew)
+            return _resumable_checkpoints(state, folder, allow_fresh_start=allow_fresh_start)
         paths = [folder.text] if INDEX in folder.names() else _child_paths(folder, complete_checkpoints(folder))
         return _candidate_message(paths)
     except StalledError as error:
@@ -369,7 +371,7 @@ def _candidate_message(
     return {"paths": list(paths), "origin": origin, "notes": list(notes), "problem": problem}
 
 
-def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, anew: bool) -> dict[str, Any]:
+def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, allow_fresh_start: bool) -> dict[str, Any]:
     """Returns the checkpoints that this run's own steps reached, from new to old, and then the origin of its attempt.
 
     Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
@@ -390,8 +392,8 @@ def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, anew: b
     origin = attempt.origin if attempt is not None else ""
     if origin and attempt is not None and attempt.saved < 0 and origin not in paths:
         paths.append(origin)
-    if not paths and not (anew and attempt is not None and attempt.saved < 0):
-        state.attempt.refuse_to_begin_anew(folder.text, foreign_names)
+    if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
+        state.attempt.refuse_fresh_start(folder.text, foreign_names)
     message = f"not used, since other attempts wrote them: {shortened(foreign_names)} in {folder.text}"
     return _candidate_message(paths, origin, [message] if foreign_names else [])
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sley_checkpoint.folders import STAGING_PREFIX, ReadableFolder, StalledError, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, StoredTensor, header_size, parse_header, read_index
 from sley_core.api.files import TensorKind
-from sley_core.api.state import BY_NAME, WEIGHTS, Rectangle, Saved, bytes_of
+from sley_core.api.state import BY_NAME, WEIGHTS, CheckpointReader, Rectangle, bytes_of
 from sley_core.errors import RunError, cause
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -203,7 +203,7 @@ class NewestCheckpoint(NamedTuple):
     """Holds the path of the newest intact checkpoint, or None, and the paths and damages of newer, damaged checkpoints."""
 
     path: str | None
-    passed_over: list[tuple[str, list[Damage]]]
+    damaged_checkpoints: list[tuple[str, list[Damage]]]
 
 
 def verify(path: str | Path) -> list[Damage]:
@@ -220,13 +220,13 @@ def verify(path: str | Path) -> list[Damage]:
 def newest(path: str | Path) -> NewestCheckpoint:
     """Returns the newest intact checkpoint in `path`, a folder of checkpoints. Reads all files of each candidate."""
     folder = open_folder(path)
-    passed_over: list[tuple[str, list[Damage]]] = []
+    damaged_checkpoints: list[tuple[str, list[Damage]]] = []
     for name in complete_checkpoints(folder):
         damages = find_damages(folder.child(name))
         if not damages:
-            return NewestCheckpoint(folder.child(name).text, passed_over)
-        passed_over.append((folder.child(name).text, damages))
-    return NewestCheckpoint(None, passed_over)
+            return NewestCheckpoint(folder.child(name).text, damaged_checkpoints)
+        damaged_checkpoints.append((folder.child(name).text, damages))
+    return NewestCheckpoint(None, damaged_checkpoints)
 
 
 def complete_checkpoints(folder: ReadableFolder) -> list[str]:
@@ -337,14 +337,14 @@ class Files:
     def is_whole(self, path: str) -> bool:
         return not find_damages(open_folder(path))
 
-    def open(self, path: str) -> Saved | None:
+    def open(self, path: str) -> CheckpointReader | None:
         folder = open_folder(path)
         if INDEX not in folder.names():
             if not complete_checkpoints(folder):
                 return None
             result = newest(path)
             if result.path is None:
-                message = f"no checkpoint in {folder.text} is intact: {result.passed_over[0][1][0]}"
+                message = f"no checkpoint in {folder.text} is intact: {result.damaged_checkpoints[0][1][0]}"
                 raise RunError("checkpoint-damaged", message)
             path = result.path
         elif damages := verify(path):

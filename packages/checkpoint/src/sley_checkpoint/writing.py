@@ -202,7 +202,7 @@ class HostCopies:
 
 class BackgroundWriter:
     """Runs `writer` in a thread, from host copies of the tensors. The constructor starts the copies; training may change the
-    tensors in an update after `stage`.
+    tensors in an update after `copy_unwritten_state`.
 
     failure: the error message, after `wait`; "" if the checkpoint is complete.
     """
@@ -226,7 +226,7 @@ class BackgroundWriter:
         self._thread = Thread(target=self._run, name="sley-checkpoint", daemon=True)
         self._thread.start()
 
-    def stage(self) -> None:
+    def copy_unwritten_state(self) -> None:
         """Makes later work on the device wait for the copies."""
         self._event.hold_device()
         self._check_versions()

@@ -151,14 +151,14 @@ class Connection:
         self._process_polls: dict[int, select.poll] = {}
 
     @classmethod
-    def open(cls, members: Members, num_rings: int, lane: dist.ProcessGroup, timeout_s: float) -> Connection | None:
-        """Connects `members`, or returns None on all of them if any pair cannot connect. A collective over `lane`.
+    def open(cls, members: Members, num_rings: int, channel: dist.ProcessGroup, timeout_s: float) -> Connection | None:
+        """Connects `members`, or returns None on all of them if any pair cannot connect. A collective over `channel`.
 
         timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
-        # Both gathers are over the lane's members, in the order of the table of groups.
-        values = gather_values(connection._addresses[0], lane)
+        # Both gathers are over the channel's members, in the order of the table of groups.
+        values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}
         # Opens the descriptors before it reads the tokens, so that a token proves the identity of the descriptor's process.
@@ -168,7 +168,7 @@ class Connection:
             and connection._open_descriptors()
             and all(map(connection._can_reach, connection.peers))
         )
-        return connection if all(gather_values(is_connected, lane)) else None
+        return connection if all(gather_values(is_connected, channel)) else None
 
     def read(self, peer: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan], label: str) -> None:
         """Copies the spans `remote` of the memory of the peer at coordinate `peer` to `local`, which are equally long.

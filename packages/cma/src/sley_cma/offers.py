@@ -21,13 +21,13 @@ _Table = ctypes.Array[ctypes.c_int64]
 class Offers:
     """Manages the offers of the members of `connection` in ring `ring` of their inboxes, numbered from 1.
 
-    lane: the name of the lane, for errors. The tensors of an offer are contiguous, and must not be written before `wait_read`
-    returns.
+    channel: the name of the channel, for errors. The tensors of an offer are contiguous, and must not be written before
+    `wait_read` returns.
     """
 
-    def __init__(self, connection: Connection, lane: str, ring: int) -> None:
+    def __init__(self, connection: Connection, channel: str, ring: int) -> None:
         self.connection = connection
-        self._queue = f"{connection.members.axis} {lane} {ring}"
+        self._queue = f"{connection.members.axis} {channel} {ring}"
         self._progress = connection.members.progress
         self.peers = connection.peers
         self.coord = connection.coord

@@ -15,13 +15,13 @@ from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_r
 from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
 
 RINGS = 4
-"""The number of rings of a lane: exchanges of rows, published shards, and two for sums. Each ring has its own order, so
+"""The number of rings of a channel: exchanges of rows, published shards, and two for sums. Each ring has its own order, so
 published shards may stay for a whole step without blocking exchanges.
 """
 
 
 class CmaTransport(Transport):
-    """Exchanges host tensors over `connection`. name, index: the name and the index of the lane, each with RINGS rings."""
+    """Exchanges host tensors over `connection`. name, index: the name and the index of the channel, each with RINGS rings."""
 
     def __init__(self, connection: Connection, name: str, index: int) -> None:
         self.members = connection.members
@@ -47,18 +47,18 @@ class CmaTransport(Transport):
         return Sum(self.sums, tensor, Mark.of("all-reduce", f"{what} over {self.members}", [tensor], contents))
 
 
-def connect(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
-    """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `lanes`.
+def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
+    """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `channels`.
 
     Returns {} on all ranks if a rank cannot read a peer's memory. A collective over `members`.
 
     timeout_s: the time limit of every wait.
     """
-    # Over the first lane's members, in the order of the table of groups.
-    connection = Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
+    # Over the first channel's members, in the order of the table of groups.
+    connection = Connection.open(members, RINGS * len(channels), next(iter(channels.values())), timeout_s)
     if connection is None:
         return {}
-    return {name: CmaTransport(connection, name, index) for index, name in enumerate(lanes)}
+    return {name: CmaTransport(connection, name, index) for index, name in enumerate(channels)}
 
 
 class SumQueue:

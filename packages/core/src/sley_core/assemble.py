@@ -97,12 +97,12 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             shards = _initialize_weights(plan, world, model, stage, shards)
         else:
             announced, has_values = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0]), False
-        apart: Sequence[str] | None = None
+        unchecked_layers: Sequence[str] | None = None
         if plan.sequence is not None and topology.sp > 1:
             attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
             attention.attach(model.layers)
             undo.callback(attention.detach)
-            apart = attention.apart
+            unchecked_layers = attention.unchecked_layers
         registry = ParameterRegistry(stage.chunks, stage.stages, shards)
         if simulation is not None:
             shard_on_meta(stage.layers, shards)
@@ -113,7 +113,9 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             if managers:  # before all ranks agree on the names of such numbers
                 moved = [part for one in plan.offload for part in cast("OffloadManagerRecord", one.record).parts(one.config)]
                 OffloadMetrics(parts.numbers, groups["all"].size, managers, moved)
-            stepper = build_stepper(plan, parts, model, stage, dataset.info, communicator, undo, apart, checks=has_values)
+            stepper = build_stepper(
+                plan, parts, model, stage, dataset.info, communicator, undo, unchecked_layers, checks=has_values
+            )
             samples = build_samples(plan, parts, model, dataset, stepper, has_feed=has_values)
             memory = build_run_memory(parts, stepper, managers, undo)
         if has_values:
@@ -180,8 +182,8 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
     rank, if ranks have different plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
-    attaches = plan.parallel.cross_memory_attach
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, attaches=attaches)
+    cross_memory = plan.parallel.cross_memory_attach
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, cross_memory=cross_memory)
     if world.simulation is not None:
         return groups
     try:
@@ -220,8 +222,8 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
                 raise PluginError("plugin-failed", message, hint="report this to the plugin's authors")
             taken[record.axis] = plugin
             for ranks in record.ranks:
-                for lane in record.lanes:
-                    yield GroupEntry(record.axis, lane, tuple(ranks), attaches=record.attaches)
+                for channel in record.channels:
+                    yield GroupEntry(record.axis, channel, tuple(ranks), cross_memory=record.cross_memory)
 
 
 def _group_fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
@@ -234,8 +236,8 @@ def _group_fault(record: object, topology: Topology, taken: dict[str, Plugin]) -
     if record.axis in taken:
         return f"{named} is there twice, once from `{taken[record.axis].name}`"
     members = [rank for ranks in record.ranks for rank in ranks]
-    if not record.lanes or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
-        return f"{named} has no lane, or ranks that do not ascend"
+    if not record.channels or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
+        return f"{named} has no channel, or ranks that do not ascend"
     if len(members) != len(set(members)) or not set(members) <= set(range(topology.world)):
         return f"{named} has a rank twice, or one that is not among the {topology.world} of the world"
     return ""

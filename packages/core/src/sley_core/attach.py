@@ -46,11 +46,11 @@ from sley_core.protocols import (
     ActivationPolicy,
     Counts,
     GradientHandler,
-    Keeps,
     MetricsWriter,
-    Rewinds,
+    RewindableWriter,
     SchedulerHook,
     StageLink,
+    Stateful,
     WeightCommunicator,
 )
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
@@ -78,14 +78,14 @@ def build_stepper(
     info: DataInfo,
     communicator: WeightCommunicator | None,
     undo: ExitStack,
-    apart: Sequence[str] | None = None,
+    unchecked_layers: Sequence[str] | None = None,
     *,
     checks: bool,
 ) -> Stepper:
     """Attaches all plugins' objects to `parts`, and returns the stepper of this rank; `undo` detaches them.
 
-    apart: patterns of names of layers that are not asked whether they mix positions; None if none is. checks: whether what the
-    model's code does is checked by the values of tensors.
+    unchecked_layers: patterns of names of layers that are not asked whether they mix positions; None if none is. checks:
+    whether what the model's code does is checked by the values of tensors.
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -98,7 +98,7 @@ def build_stepper(
         undo.callback(handler.detach)
     # A hook, or a handler that does not support shards, may read weights at any time.
     records = [handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)]
-    parts.weights.is_eager = bool(hooks) or not all(one.takes_shards or one.result == "shard" for one in records)
+    parts.weights.is_eager = bool(hooks) or not all(one.accepts_shards or one.result == "shard" for one in records)
     link: StageLink | None = None
     if plan.link is not None and topology.pp > 1:
         link = plan.link.build()
@@ -134,8 +134,8 @@ def build_stepper(
         step_progress,
         plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
-        PositionProbe(fields, (info.sequence or 0) // topology.sp, apart)
-        if checks and is_sliced and apart is not None
+        PositionProbe(fields, (info.sequence or 0) // topology.sp, unchecked_layers)
+        if checks and is_sliced and unchecked_layers is not None
         else None,
     )
     executor = Executor(
@@ -284,7 +284,7 @@ class RunOutputs:
     def rewind(self, step: int) -> None:
         """Drops the rows of the steps after `step`, which will run again."""
         for writer in self.writers:
-            if isinstance(writer, Rewinds):
+            if isinstance(writer, RewindableWriter):
                 writer.rewind(step)
 
 
@@ -388,7 +388,7 @@ def build_training_state(
     keepers = {
         f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
         for component, part in components_with_objects(plan, stepper)
-        if isinstance(part, Keeps)
+        if isinstance(part, Stateful)
     }
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers)
     own = plan.checkpoint.config.folder if plan.checkpoint else None
@@ -421,7 +421,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     def held_by(objects: Iterable[object]) -> NamedTensors:
         for holder in objects:
             if isinstance(holder, Holds):
-                yield from holder.held()
+                yield from holder.named_tensors()
 
     def messages() -> NamedTensors:
         yield from held_by([crossing.link])
@@ -440,11 +440,11 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     sources: dict[Part, Callable[[], NamedTensors]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
         "buffers": buffers,
-        "masters": update.masters.held,
+        "masters": update.masters.named_tensors,
         "optimizer_states": states,
-        "gradients": parts.store.held,
+        "gradients": parts.store.named_tensors,
         "handlers": lambda: held_by(stepper.handlers),
-        "pools": parts.pool.held,
+        "pools": parts.pool.named_tensors,
         "messages": messages,
     }
     device = parts.world.device

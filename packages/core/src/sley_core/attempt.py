@@ -230,7 +230,7 @@ class RunAttempt:
         self.current, self._is_begun = resume_attempt(before, lineage, step, given, path), False
         return min(step, common), note
 
-    def refuse_to_begin_anew(self, where: str, others: Sequence[str] = ()) -> None:
+    def refuse_fresh_start(self, where: str, others: Sequence[str] = ()) -> None:
         """Raises UsageError "never-anew" if the run has done work that a first step would begin again.
 
         where: its folder of checkpoints, in which there are none of this run. others: names of those of other attempts.

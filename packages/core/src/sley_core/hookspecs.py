@@ -1,11 +1,11 @@
-"""The hooks of Sley. They assemble a run; none is called in the step loop.
+"""The hooks of Sley, which assemble a run. The step loop calls none of them.
 
-Every hook is called on every rank, before the first step and without communication, except the three notifications at the end.
-Hooks return records; core indexes them by kind and name, and follows the plan's order, never the order of discovery or
-registration.
+Core calls every hook on every rank before the first step, except the three notifications at the end. A hook must not
+communicate unless its documentation allows it. Hooks return records, which core indexes by type and name. The order of a run's
+parts is the plan's order; the order of discovery or registration does not matter.
 
-Compatibility: a new hook or a new trailing argument is a minor version (pluggy passes only the arguments that an implementation
-names). Before a minor version removes one, an earlier version warns.
+Compatibility: a minor version may add a hook or a trailing argument, because pluggy passes only the arguments that an
+implementation declares. A version that removes a hook or an argument follows one that warns.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's function as the implementation of the hook of its name."""
 
 
-class Notified(Protocol):
-    """The run of a notification: what a listener may read, and `stop`."""
+class RunView(Protocol):
+    """The part of a run that a notification may read, and `stop`."""
 
     plan: Plan
     world: World
@@ -45,15 +45,15 @@ class Notified(Protocol):
     num_steps_done: int
 
     def stop(self) -> None:
-        """Asks all ranks to stop after the step in progress."""
+        """Asks all ranks to stop after the current step."""
 
 
 @hookspec
 def sley_records() -> Iterable[records.Record]:  # type: ignore[empty-body]
-    """Offers records that a plan's tables name by `use`: models, datasets, losses, optimizers, schedules, pools and so on.
+    """Returns the records that a plan's tables can name by `use`, such as models, datasets, losses, optimizers and schedules.
 
-    A record's class is its kind: `DatasetRecord` is for `[data]`, `LossRecord` for `[loss]`. Gradient handlers and scheduler
-    hooks may be among them, or come from the two hooks below.
+    The class of a record selects the table: `DatasetRecord` is for `[data]`, `LossRecord` for `[loss]`. Return gradient
+    handlers and scheduler hooks here or from the two hooks below.
 
     Called: when the plan is resolved
     Ranks: all
@@ -72,7 +72,7 @@ def sley_records() -> Iterable[records.Record]:  # type: ignore[empty-body]
 
 @hookspec
 def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type: ignore[empty-body]
-    """Offers gradient handlers that a `[[gradient_handlers]]` table can name.
+    """Returns the gradient handlers that a `[[gradient_handlers]]` table can name.
 
     `build(config) -> GradientHandler`.
 
@@ -94,7 +94,7 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
 
 @hookspec
 def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
-    """Offers scheduler hooks: objects that are called before and after every action.
+    """Returns scheduler hooks, which observe every action before and after it runs.
 
     `build(config, parts: Parts) -> SchedulerHook`.
 
@@ -112,11 +112,12 @@ def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ig
 
 @hookspec
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
-    """Lists extra process groups as lists of ranks. Core makes them on all ranks in plan order; plugins never call `new_group`.
+    """Returns extra process groups as lists of ranks. Core creates the groups on all ranks, in plan order; plugins must not
+    call `torch.distributed.new_group`.
 
-    `parts.groups[name]` is this rank's group; a rank that is in no list has a group of itself alone.
+    `parts.groups[axis]` is this rank's group. A rank that is in no list has a group that contains only itself.
 
-    Called: when the topology is known and the model is built on meta
+    Called: after the topology is known and the model is built on meta
     Ranks: all, with equal results
     May communicate: no
     Returns: records, or nothing
@@ -131,9 +132,10 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.Proc
 
 @hookspec
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]:  # type: ignore[empty-body]
-    """Reports what is wrong with the whole resolved plan. The plan is read-only; the hook must not import torch.
+    """Reports problems of the resolved plan, such as tables that do not fit each other. Must not change the plan or import
+    torch.
 
-    Called: after every table is valid
+    Called: after all tables are validated
     Ranks: all
     May communicate: no
     Returns: problems, or nothing
@@ -142,13 +144,13 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
         @hookimpl
         def sley_check_plan(plan, topology):
             if plan.batch.micro_size % 2:
-                yield Problem(("batch", "micro_size"), "an even number is needed", hint="try 2")
+                yield Problem(("batch", "micro_size"), "the microbatch size must be even", hint="use 2")
     """
 
 
 @hookspec
-def sley_run_started(run: Notified) -> None:
-    """Announces that the run is assembled and about to take its first step.
+def sley_run_started(run: RunView) -> None:
+    """Called when the run is assembled, before its first step.
 
     Called: once, before the first step of `Run.train` or `Run.step`
     Ranks: all
@@ -163,8 +165,8 @@ def sley_run_started(run: Notified) -> None:
 
 
 @hookspec
-def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
-    """Announces that an optimizer step is done; `row` is what the metrics writers receive.
+def sley_step_finished(run: RunView, row: Mapping[str, float | int]) -> None:
+    """Called after each optimizer step; `row` is the row that the metrics writers receive.
 
     Called: once per optimizer step
     Ranks: all
@@ -180,12 +182,12 @@ def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
 
 
 @hookspec
-def sley_run_finished(run: Notified, outcome: str) -> None:
-    """Announces the end of the run: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
+def sley_run_finished(run: RunView, outcome: str) -> None:
+    """Called when the run ends; `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
 
-    Called: once, when a run that has taken steps is closed, before groups are torn down
+    Called: once, when a run that has taken steps is closed, before its process groups are destroyed
     Ranks: all that are alive
-    May communicate: no, since others may have failed
+    May communicate: no, since other ranks may have failed
     Returns: nothing
     Since: core 0.1
     Example:

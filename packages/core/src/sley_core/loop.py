@@ -171,7 +171,7 @@ class Loop:
         """Returns a context manager within which weights are those to evaluate and to save (`Update.evaluated`)."""
         update = self.stepper.update
         if update.traits.has_modes:
-            self._checkpointer.stage()
+            self._checkpointer.copy_unwritten_state()
         with update.evaluated():
             yield
 
@@ -207,7 +207,7 @@ class Loop:
             )
         self.was_stopped = result.wants_stop
         if result.wants_save:
-            self._checkpointer.ask()
+            self._checkpointer.request_save()
         row: Row = {"step": pending.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.lr}
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
@@ -222,7 +222,7 @@ class Loop:
             if self._is_evaluation_due(pending.number):
                 row |= self._evaluate_sets()
                 if self.best is not None and self.best.add(pending.number, row):
-                    self._checkpointer.ask()
+                    self._checkpointer.request_save()
                 self._restart_timer()
         finally:  # the step was taken, whatever became of its evaluation
             for writer in self.outputs.writers:
@@ -245,7 +245,7 @@ class Loop:
         """Saves the run if a save is due on all ranks. No step is in flight then."""
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
-            self._checkpointer.save_due(self.num_steps_done)
+            self._checkpointer.start_save(self.num_steps_done)
             self._restart_timer()
 
     def _restart_timer(self) -> None:

@@ -60,7 +60,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=GradientNormsConfig,
             build=f"{home}.handlers:GradientNorms",
             role="observer",
-            takes_shards=True,
+            accepts_shards=True,
         ),
     ]
 

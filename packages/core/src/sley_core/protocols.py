@@ -1,6 +1,6 @@
 """The interfaces of a run's live objects. Hooks assemble the objects once; the step loop calls their methods directly.
 
-Plugins write classes with these methods; a class that inherits from a protocol gets its empty methods as defaults.
+Plugins write classes with these methods. A class that inherits from a protocol gets the protocol's empty methods as defaults.
 """
 
 from __future__ import annotations
@@ -22,160 +22,160 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param
     from sley_core.engine.step_state import MicroStep, Phase, StepState
     from sley_core.model.layers import Layer
-    from sley_core.run_state.pieces import Saved, SavedRun
-
+    from sley_core.run_state.pieces import CheckpointReader, SavedRun
 
 Collective = Literal["gather", "reduce", "sum", "swap"]
 """All-gather, reduce-scatter, all-reduce, all-to-all."""
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between stages; named by the plan's table `[link]`, or by the schedule's record.
+    """Moves outputs and their gradients between pipeline stages. The plan's table `[link]` or the schedule's record names it.
 
-         prepare ──> begin ──> post | send | take ... ──> drain ─┐
-                       ^                                         │
-                       └─────────────────────────────────────────┘
+         prepare ──> begin ──> post_receive | send | receive ... ──> drain ─┐
+                       ^                                                    │
+                       └────────────────────────────────────────────────────┘
 
-    key: everything that determines the shapes at a boundary; equal on both ends for the same micro-batch. A tuple, whose first
-    is the phase.
-    `testing/link_contract.py` tests all of this, and the tests of a link inherit it.
+    A `key` is a tuple that determines the shapes at a boundary; its first item is the phase. Both ends use equal keys for the
+    same microbatch. `testing/link_contract.py` tests these rules; a link's own tests inherit from it.
     """
 
     def prepare(self, parts: Parts) -> None:
-        """Called once, when the groups exist; messages use the lanes `up` and `down` of the group `pp`."""
+        """Called once, after the groups are created. Messages use the channels `up` and `down` of the group `pp`."""
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Starts the exchanges of one list of actions, over micro-batches with these `keys`; called by a step or an evaluation.
+        """Starts the exchanges of one list of actions; called at the start of a step or an evaluation.
 
-        peers: the neighbouring stages, which begin the same list. If one begins another list, `take` or `drain` raises RunError
-        `stages-differ` on both ends.
+        keys: the key of each microbatch. peers: the neighbouring stages, which begin the same list. If a peer begins a
+        different list, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
 
-    def post(self, transfer: Transfer, key: Hashable) -> None:
-        """Announces the receive `transfer`, which `take` will complete. Does not block. In each direction both ends
-        call `post` and `send` in the same order.
+    def post_receive(self, transfer: Transfer, key: Hashable) -> None:
+        """Posts a receive that `receive` completes later. Does not block. In each direction both ends call `post_receive` and
+        `send` in the same order.
         """
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
-        """Starts to send `tensors`, laid out as `description` says. Sends their present values: the caller reuses their memory
-        as soon as this returns. Outputs arrive with the marks of `Description.with_overlaps`.
+        """Starts to send `tensors`, whose layout is `description`.
+
+        The caller may reuse the tensors' memory as soon as this returns. Received outputs carry the marks of
+        `Description.with_overlaps`.
         """
 
-    def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
-        """Waits for a posted `transfer` and returns its description and tensors.
+    def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
+        """Waits for the posted `transfer` and returns its description and tensors.
 
-        The link must not write to their memory while the tensors, views of them or anything that autograd saved of them are
-        alive.
+        The link must not overwrite the tensors' memory while the tensors, their views or autograd's saved tensors are alive.
         """
         ...
 
     def drain(self) -> None:
-        """Waits until everything is sent, and ends what `begin` started."""
+        """Waits until all sends are complete, and ends the exchanges that `begin` started."""
 
-    def abort(self, why: str) -> None:
-        """Discards all exchanges in flight after a failure, without waiting for peers."""
+    def abort(self, reason: str) -> None:
+        """Discards all exchanges in progress after a failure, without waiting for peers."""
 
 
 class WeightCommunicator(Protocol):
     """Gathers sharded weights just before they are used, and reduces their gradients over `wp` afterwards.
 
-         prepare ──> shard_dim* ──> attach ──> begin ──> during(action)* ─┐
-                                                 ^                        │
-                                                 └────────────────────────┘
+         prepare ──> shard_dim* ──> attach ──> begin ──> wrap_action(action)* ─┐
+                                                 ^                             │
+                                                 └─────────────────────────────┘
 
-    Core shards the parameters, along the dim that `shard_dim` returns. Before it gathers or reads any weight of a layer, the
-    communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters frozen
-    or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`, which must discard
-    everything that was in flight. `sley_testing.weight_contract` tests all of this.
+    Core shards each parameter along the dim that `shard_dim` returns. The communicator must call `parts.waits.wait_for` of a
+    layer before it gathers or reads any of the layer's weights. New values of shards, and changes of `requires_grad`, that
+    are made between two steps take effect in the next step. After a failed step, `begin` is called next and must discard all
+    exchanges in progress. `sley_testing.weight_contract` tests these rules.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Receives all layers of the model, on meta, before anything is sharded. This rank's layers have other modules, of the
-        same names, in `attach`. Raises PlanError for a model that it does not support.
+        """Receives all layers of the model, on meta, before any parameter is sharded.
+
+        `attach` later receives different modules with the same names. Raises PlanError if the model is not supported.
         """
 
-    def shard_dim(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
-        """Returns the dim along which to shard a parameter, or None to keep it unsharded.
+    def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
+        """Returns the dim along which to shard a parameter, or None to keep the parameter unsharded.
 
-        places: every (module, attribute) that holds the parameter. Called on meta; the answer must be the same on all ranks.
-        Shards are padded with zeros; the communicator gives the store a gradient of a shard's shape, summed over `wp`.
+        locations: every (module, attribute name) that holds the parameter. Called on meta; the result must be the same on all
+        ranks. Shards are padded with zeros. The communicator adds gradients of a shard's shape, summed over `wp`, to the
+        store.
         """
         ...
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when weights are sharded and handlers attached. If it raises, it must leave modules unchanged."""
+        """Called once, after weights are sharded and handlers attached. Must leave all modules unchanged if it raises."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Called before a step or an evaluation runs `actions`, in this order."""
 
-    def during(self, action: Action) -> AbstractContextManager[None]:
-        """Returns a context manager that surrounds `action`. When a chunk's last gradient action ends, the store must have all
-        gradients of the chunk's weights.
+    def wrap_action(self, action: Action) -> AbstractContextManager[None]:
+        """Returns a context manager in which `action` runs. When the last gradient action of a chunk ends, the store must hold
+        all gradients of the chunk's weights.
         """
         ...
 
     def detach(self) -> None:
-        """Called when the run closes, or was not assembled. Restores modules as before `attach`; stand-ins of shards stay."""
+        """Called when the run closes or its assembly fails. Restores the modules, except that stand-ins of shards stay."""
 
 
 class SequenceCommunicator(Protocol):
-    """Makes attention work on full sequences although every rank of `sp` holds only a slice.
+    """Makes attention see full sequences although each rank of `sp` holds only a slice.
 
-    It must refuse by name, on all ranks alike, an attention that it does not support over slices.
-    `sley_testing.attention_contract` says what it must support.
+    The communicator must raise an error that names an unsupported attention, on all ranks.
+    `sley_testing.attention_contract` lists the attentions that must be supported.
     """
 
-    apart: Sequence[str] | None = None
-    """Patterns of names of layers that are not asked whether they mix positions in another way; None: none is asked. Only an
-    attention that calls each attention through `sley_core.api.model.attended` may have any.
+    unchecked_layers: Sequence[str] | None = None
+    """Name patterns of layers that are not checked for mixing positions outside attention; None turns the check off. The check
+    requires that the communicator calls every attention through `sley_core.api.model.attended`.
     """
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Changes every attention in `layers`, the model's layers; called before the parameter registry is made, when this
-        rank's layers have their first values and the others are on meta.
+        """Wraps every attention in `layers`, the layers of the whole model.
 
-        Parameter names must not change. Raises PlanError, and changes nothing, if it finds no attention that it knows.
+        Called before the parameter registry is built. This rank's layers have their first values; the other layers are on
+        meta. Parameter names must not change. Raises PlanError, and changes nothing, if there is no known attention.
         """
 
     def detach(self) -> None:
-        """Called when the run closes, or could not be assembled. Restores every attention for full sequences."""
+        """Called when the run closes or its assembly fails. Restores every attention."""
 
 
 class MemoryPool(Protocol):
-    """Lends buffers to every user that names it. A lease is a context manager; its buffer is not lent again before it ends."""
+    """Lends buffers to the parts of a run that name the pool. A buffer is not lent again before its lease ends."""
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Lends a buffer with undefined contents, [*shape] of `dtype` on `device`, within the block."""
+        """Lends a buffer [*shape] of `dtype` on `device` within the block. The contents are undefined."""
         ...
 
     def trim(self) -> int:
-        """Frees every buffer that is not lent; returns the number of bytes freed."""
+        """Frees every buffer that is not lent; returns the number of freed bytes."""
         ...
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields name and tensor of everything that it holds, lent or not: the memory that it keeps between two steps."""
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yields the name and tensor of every buffer of the pool, lent or not."""
         return ()
 
 
 class GradientHandler(Protocol):
-    """Works on accumulated gradients, between backward and the optimizer step. Installs no autograd hooks.
+    """Processes accumulated gradients between backward and the optimizer step. Must not install autograd hooks.
 
          attach ──> begin_step ──> gradient_ready* ──> chunk_done* ──> finish_step ──> weights_updated ─┐
                        ^                                                                                │
                        └────────────────────────────────────────────────────────────────────────────────┘
 
-    The store calls `gradient_ready` once per parameter and step, in one order that is the same on all ranks of the parameter's
-    reduce group, so a collective may be started there. A failed step is followed directly by the next `begin_step`,
-    which must discard everything that was in flight.
+    The store calls `gradient_ready` once per parameter and step, in an order that is the same on all ranks of the parameter's
+    reduce group, so `gradient_ready` may start a collective. After a failed step, `begin_step` is called next and must discard
+    all exchanges in progress.
 
-    With `[precision] loss_scale`, as fp16 needs, gradients are those of the scaled loss in all of these methods: they
-    are unscaled after `finish_step`, and clipped after that. A handler whose result is not linear in the gradients
-    refuses such plans (`sley_check_plan`). `parts.numbers.add` in `attach` adds a number to every metrics row; it must
-    be unscaled.
+    With `[precision] loss_scale`, as fp16 needs, all of these methods see gradients of the scaled loss. The run unscales the
+    gradients after `finish_step` and then clips them. A handler whose result is not linear in the gradients must reject such
+    plans in `sley_check_plan`. `parts.numbers.add`, called in `attach`, adds an unscaled number to every metrics row.
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when the parameter registry and the groups are complete. A reducer lays out the store's buffers here."""
+        """Called once, after the parameter registry and the groups are complete. A reducer plans the store's buffers here."""
 
     def begin_step(self, step: StepState) -> None:
         """Called before the first forward of an optimizer step."""
@@ -184,26 +184,26 @@ class GradientHandler(Protocol):
         """Called when the accumulated gradient of `param` on this rank is complete; its reduction may start."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """Called after the last gradient action of `chunk`. Its parameters have been reported ready, except those that come in
-        the order after an incomplete parameter of another chunk.
+        """Called after the last gradient action of `chunk`. `gradient_ready` has been called for the chunk's parameters, except
+        those that follow an incomplete parameter of another chunk in the common order.
         """
 
     def finish_step(self, step: StepState) -> None:
-        """Called after the last action: when it returns, `store.gradient(param)` must hold this handler's result."""
+        """Called after the last action. On return, `store.gradient(param)` must hold this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
         """Called after the optimizer step."""
 
     def detach(self) -> None:
-        """Called when the run closes, or when it could not be assembled."""
+        """Called when the run closes or its assembly fails."""
 
 
 class SchedulerHook(Protocol):
-    """Is called before and after every action, with the tensors that enter or leave it.
+    """Observes every action before and after it runs, with its input and output tensors.
 
-    The weight half of a split backward (action W) calls `before_backward` and `after_backward` in phase `weights`, with
-    None for the tensors. A layer that is recomputed within a backward calls `before_forward` in phase `recompute`, with
-    its name in `micro.layer`.
+    The weight half of a split backward (action W) calls `before_backward` and `after_backward` in phase `weights`, with None
+    for the tensors. The recomputation of a layer within a backward calls `before_forward` in phase `recompute`, with the layer
+    name in `micro.layer`.
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None: ...
@@ -215,107 +215,110 @@ class SchedulerHook(Protocol):
 
 
 class Loss(Protocol):
-    """Computes a loss in two functions, so that the scale of a gradient does not depend on the layout.
+    """Computes a sum and a weight, so that the scale of a gradient does not depend on the layout.
 
-    A step's gradient is the sum of d(loss)/dw over all its samples, divided once by the weight of the global batch. The run
-    refuses a weight that depends on the output, because it is not known before the first backward; a weight that is not the sum
-    of its micro-batches' weights, as for a mean; and a loss with parameters, which belong in the last layer.
+    A step's gradient is the sum of d(loss)/dw over all samples, divided once by the weight of the global batch. The run rejects
+    three kinds of losses. The weight must not depend on the output, because it is needed before the first backward. The weight
+    of a batch must be the sum of its microbatches' weights. The loss must not have parameters; put them into the last layer.
 
-    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device. It may have
-    `attach(parts)`, called once like a handler's, to add numbers to metrics rows. `loss` runs in evaluations too, without
-    gradients; and, on a shallow copy of the loss, for the samples of each source where a micro-batch of a mixture has several.
+    An optional attribute `fields` names the batch fields that the loss reads; only these are moved to the device. An optional
+    method `attach(parts)` is called once, as for a handler, and may add numbers to metrics rows. Evaluations call `loss`
+    without gradients. If a microbatch mixes several data sources, a shallow copy of the loss is called for each source.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the weight of these samples, from the batch alone, on the host (cross-entropy: the labels not ignored)."""
+        """Returns the weight of these samples, computed on the host (for cross-entropy, the number of labels not ignored)."""
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the **sum** of the loss over these samples: a scalar tensor."""
+        """Returns the **sum** of the loss over these samples, a scalar tensor."""
         ...
 
 
 @runtime_checkable
 class SplitLogits(Protocol):
-    """Holds vocabulary-parallel logits: the last layer returns it in place of logits if ranks share the classes.
+    """Vocabulary-parallel logits, which the last layer returns in place of logits if the ranks split the classes.
 
-    A weight communicator makes it. Only a loss whose record declares `split_logits` receives one.
+    A weight communicator creates them. Only a loss whose record declares `split_logits` receives them.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape that this rank's unsharded logits would have: [..., classes]."""
+        """The shape of this rank's logits over all classes, [..., classes]."""
         ...
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], in fp32 at least; options as in
-        `core.cross_entropy`.
+        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider.
 
-        Communicates: a collective of the ranks that share the classes. The gradient of the result must be the same on
-        all of them, as it is when it comes from the division by the weight of the global batch.
+        The options are those of `core.cross_entropy`. This is a collective of the ranks that split the classes. The incoming
+        gradient must be the same on these ranks, as it is after the division by the weight of the global batch.
         """
         ...
 
     def logits(self) -> Tensor:
-        """Returns this rank's whole logits, [..., classes], without a graph: a collective of ranks that share the classes."""
+        """Returns this rank's logits over all classes, [..., classes], without a graph. A collective of the ranks that split
+        the classes.
+        """
         ...
 
 
 class ActivationPolicy(Protocol):
-    """Decides what a layer saves between its forward and its backward; evaluations bypass it. attach ──> (begin ──> call*)*"""
+    """Decides which tensors a layer saves for its backward; evaluations bypass the policy. attach ──> (begin ──> call*)*"""
 
     def attach(self, parts: Parts) -> None:
-        """Called once, before the first step. Not called when layers are timed for a partition: `call` then has no run."""
+        """Called once, before the first step. Not called when a partitioner times layers: `call` then runs without a run."""
         return
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Called before a step or an evaluation runs `actions`; must discard what a failed step left."""
+        """Called before a step or an evaluation runs `actions`. Must discard the saved tensors of a failed step."""
         return
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns `layer(*args, **fields)`, with this policy's choice of what autograd saves. micro: step, chunk, micro-batch
-        and phase of the call.
+        """Returns `layer(*args, **fields)`; the policy chooses which tensors autograd saves.
+
+        micro: the step, chunk, microbatch and phase of the call.
         """
         ...
 
     def detach(self) -> None:
-        """Called when the run closes, or could not be assembled."""
+        """Called when the run closes or its assembly fails."""
         return
 
 
 @runtime_checkable
 class Counts(Protocol):
-    """Reports numbers. Any live object of a run may have it: a gradient handler, the weight communicator, the stage link, a
-    scheduler hook, a policy, a pool.
+    """Reports statistics. A gradient handler, weight communicator, stage link, scheduler hook, policy or pool may implement it.
 
-    `Run.counts` asks each after the last step; `summary.json` keeps the numbers of rank 0, and `train-cli run -v` prints them.
-    Objects that communicate report `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
+    `Run.counts` collects the numbers after the last step. `summary.json` contains those of rank 0, and `train-cli run -v`
+    prints them. Objects that communicate report `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
     """
 
     def counts(self) -> Mapping[str, float]:
-        """Returns numbers by name, with the unit in it (`gathered_bytes_per_step`), at any time; does not communicate."""
+        """Returns numbers by name; the name contains the unit (`gathered_bytes_per_step`). Must not communicate."""
         ...
 
 
 @runtime_checkable
-class Keeps(Protocol):
-    """Saves state in checkpoints. Any live object of a run has it that keeps something between steps on which the bits of later
-    steps depend: a gradient handler, the weight communicator, the stage link, a scheduler hook, a policy.
+class Stateful(Protocol):
+    """Saves state in checkpoints. A gradient handler, weight communicator, stage link, scheduler hook or policy must implement
+    it if later steps depend on state that the object keeps between steps.
 
-    A checkpoint stores it for each rank, and restores it if the layout is the same.
+    A checkpoint stores the state of each rank. The run restores the state only in the same layout.
     """
 
-    def kept(self) -> Mapping[str, Tensor]:
-        """Returns what this rank keeps, by name, as live tensors. Called between two steps; does not communicate."""
+    def saved_state(self) -> Mapping[str, Tensor]:
+        """Returns this rank's state by name, as live tensors. Called between two steps; must not communicate."""
         ...
 
-    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Restores what `kept` returned, on the host; an empty mapping starts anew. On all ranks, between two steps."""
+    def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores the result of `saved_state`, whose tensors are on the host; an empty mapping resets the state. Called on all
+        ranks, between two steps.
+        """
         ...
 
 
@@ -328,113 +331,122 @@ class MetricsWriter(Protocol):
 
 
 @runtime_checkable
-class Rewinds(Protocol):
-    """Marks a metrics writer whose output a resumed run can continue."""
+class RewindableWriter(Protocol):
+    """A metrics writer whose output a resumed run can continue."""
 
     def rewind(self, step: int) -> None:
-        """Drops the rows of all steps after `step`, which will be taken again."""
+        """Removes the rows of all steps after `step`, which the resumed run repeats."""
 
 
-class Restored(NamedTuple):
-    """Says what `Run.load_checkpoint` has loaded. path: of the checkpoint. step: how many optimizer steps were done. lineage:
-    the attempts that took its steps (`SavedRun.lineage`). notes: for the user. passed_over: newer checkpoints that are damaged,
-    each with its damages.
+class RestoreResult(NamedTuple):
+    """The result of `Run.load_checkpoint`.
+
+    path: the path of the checkpoint. step: the number of completed optimizer steps. lineage: the attempts that ran these steps
+    (`SavedRun.lineage`). notes: messages for the user. damaged_checkpoints: newer checkpoints that were skipped, each with its
+    damages.
     """
 
     path: str
     step: int
     lineage: Lineage
     notes: list[str]
-    passed_over: Sequence[tuple[str, Sequence[object]]] = ()
+    damaged_checkpoints: Sequence[tuple[str, Sequence[object]]] = ()
 
 
 class Checkpointer(Protocol):
-    """Saves and restores a run, on each of its ranks; named by the plan's table `[checkpoint]`. All ranks call each method
-    alike, between two steps, but for `stage`, `counts` and `close`.
+    """Saves and restores a run, on each of its ranks. The plan's table `[checkpoint]` names it. All ranks call each method
+    together, between two steps, except `copy_unwritten_state`, `counts` and `close`.
 
-         probe ──> (is_due ──> save_due)* ──> train_done ──> close            save, load: whenever the program asks
+         probe ──> (is_due ──> start_save)* ──> finish_training ──> close        save, load: whenever the program asks
 
-    `save` and `load` are needed; the defaults of the others never save by themselves.
+    A checkpointer must implement `save` and `load`; with the other methods' defaults a run never saves by itself.
     """
 
     def save(self, path: str | Path | None, step: int) -> str:
         """Writes a checkpoint of the run after `step` steps; returns its path or URL once it is complete on all ranks.
 
-        path: where; None for the next one in the run's folder of checkpoints (`TrainingState.folder`). Calls
-        `TrainingState.attempt.begin(step)` before it saves, and `TrainingState.attempt.saved(step)` after it saved there.
-        Raises RunError "checkpoint-failed" on all ranks alike if it cannot be written.
+        path: None selects the next path in the run's checkpoint folder (`TrainingState.folder`). For such a save, the method
+        calls `TrainingState.attempt.begin(step)` before it saves and `TrainingState.attempt.saved(step)` afterwards. Raises
+        RunError "checkpoint-failed" on all ranks if the checkpoint cannot be written.
         """
         ...
 
-    def load(self, path: str | Path, *, anew: bool) -> Restored | None:
-        """Restores the run by `TrainingState.restore`, and returns what was loaded; None for "auto" if the run may begin.
+    def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
+        """Restores the run by `TrainingState.restore` and describes the checkpoint; returns None if "auto" finds no checkpoint.
 
-        path: a checkpoint, or a folder of several, of which the newest whole one is loaded; "auto" for the newest that this run
-        wrote. anew: whether "auto" may return None although the run has taken steps; otherwise that raises
-        (`RunAttempt.refuse_to_begin_anew`). Raises on all ranks alike, with nothing changed: RunError "no-checkpoint",
-        "checkpoint-damaged", and what `TrainingState.restore` raises.
+        path: a checkpoint; a folder of checkpoints, whose newest intact one is loaded; or "auto", for the newest checkpoint of
+        this run. allow_fresh_start: whether "auto" may return None although the run has already trained; if not,
+        `RunAttempt.refuse_fresh_start` raises. Raises RunError "no-checkpoint", "checkpoint-damaged" or the errors of
+        `TrainingState.restore` on all ranks, with nothing changed.
         """
         ...
 
     def probe(self) -> None:
-        """Called before the first step of `Run.train`. Raises RunError on all ranks alike if the saves to come would fail."""
+        """Called before the first step of `Run.train`. Raises RunError on all ranks if later saves would fail."""
         return
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after `step`, the same on all ranks."""
+        """Returns whether to save after `step`; the same on all ranks."""
         return False
 
     def wants_save(self) -> bool:
-        """Returns this rank's vote for a save after the step in progress. Where any rank votes, all are told by `ask`."""
+        """Returns whether this rank votes for a save after the current step. A single vote causes `request_save` on all
+        ranks.
+        """
         return False
 
-    def ask(self) -> None:
-        """Called once ranks have voted for a save: the next `is_due` says so."""
+    def request_save(self) -> None:
+        """Called after ranks have voted for a save. The next `is_due` must return True."""
         return
 
-    def save_due(self, step: int) -> None:
-        """Starts the save that is due, and may end it later. A failure is a note of `TrainingState`: the run goes on."""
+    def start_save(self, step: int) -> None:
+        """Starts the save that is due; the save may finish later. A failure becomes a note in `TrainingState`, and the run
+        continues.
+        """
         self.save(None, step)
 
-    def train_done(self, step: int, *, was_stopped: bool) -> None:
-        """Called after the last step of `Run.train`: ends the save in progress, and saves the run. was_stopped: whether ranks
-        have asked to stop before the plan's last step.
+    def finish_training(self, step: int, *, was_stopped: bool) -> None:
+        """Called after the last step of `Run.train`. Finishes the save in progress and saves the run.
+
+        was_stopped: whether a rank has asked to stop before the plan's last step.
         """
         return
 
-    def stage(self) -> None:
-        """Called before weights, masters or optimizer states change or move: copies what a save in progress has not read yet.
-        Does not communicate.
+    def copy_unwritten_state(self) -> None:
+        """Called before weights, master weights or optimizer states change or move. Copies the tensors that the save in
+        progress has not read yet. Must not communicate.
         """
         return
 
     def counts(self) -> Mapping[str, float]:
-        """Returns numbers by name, as `Counts` does."""
+        """Returns numbers by name, as `Counts.counts` does."""
         return {}
 
     def close(self) -> None:
-        """Ends the save in progress, as far as the other ranks still answer. Does not communicate."""
+        """Finishes the save in progress, as far as the other ranks still answer. Must not communicate."""
         return
 
 
 class CheckpointFiles(Protocol):
-    """Reads checkpoints without a run, for the command line: which there are, and their weights. Paths may be URLs."""
+    """Reads checkpoints without a run, for the command line. Paths may be URLs."""
 
     def names(self, folder: str) -> list[str]:
-        """Returns the names of the complete checkpoints in a folder of several, the newest first."""
+        """Returns the names of the complete checkpoints in `folder`, newest first."""
         ...
 
     def describe(self, path: str) -> SavedRun | None:
-        """Returns the description of the checkpoint at `path`; None if there is none. Raises RunError "checkpoint-damaged"."""
+        """Returns the description of the checkpoint at `path`, or None if there is none. Raises RunError
+        "checkpoint-damaged".
+        """
         ...
 
     def is_whole(self, path: str) -> bool:
-        """Returns whether the checkpoint at `path` is as it was written. Reads all of it."""
+        """Returns whether the checkpoint at `path` is intact. Reads all of its files."""
         ...
 
-    def open(self, path: str) -> Saved | None:
-        """Returns the checkpoint at `path`, or the newest whole one of several there; None for a folder that has none.
+    def open(self, path: str) -> CheckpointReader | None:
+        """Returns the checkpoint at `path`. If `path` is a folder of checkpoints, returns the newest intact one, or None.
 
-        Reads all of it once, and raises RunError "checkpoint-damaged" if it is not as it was written.
+        Reads all files once. Raises RunError "checkpoint-damaged" if a file has changed since it was written.
         """
         ...

@@ -1,8 +1,8 @@
-"""The results of a plugin's hooks: small frozen records that describe its parts, without building them.
+"""The records that a plugin's hooks return: small frozen descriptions of its parts.
 
-A record names a thing (`each` of plugin `core` is `core.each` in a plan), the model of its table, and where the live object
-comes from: `build` is a `"module:attribute"` string that is imported only when a plan uses the record. So listing records does
-not import torch.
+A record has a name, the pydantic model of its table, and a string `"module:attribute"` that names the code. A plan names the
+record `each` of the plugin `core` as `core.each`. The code is imported only when a plan uses the record, so listing records
+does not import torch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Role = Literal["reducer", "tie", "transform", "observer"]
 Scope = Literal["elementwise", "per_matrix", "global"]
 
 
-def named(name: str) -> Any:
-    """Returns the object `"module:attribute"`; imports the module."""
+def import_object(name: str) -> Any:
+    """Imports the module of `"module:attribute"` and returns the attribute."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A part that a plan can name.
+    """Describes a part that a plan can name.
 
-    name: unique among the plugin's records of the same class.
-    config: the pydantic model of its table, without the key `use`.
-    build: `"module:attribute"`; the record's class gives its arguments.
+    name: a name that is unique among the plugin's records of the same class.
+    config: the pydantic model of the part's table, without the key `use`.
+    build: `"module:attribute"` of the builder. Each subclass documents the builder's arguments.
     """
 
     name: str
@@ -38,48 +38,47 @@ class Record:
     build: str
     summary: str = ""
 
-    def load(self, what: str | None = None) -> Any:
-        """Returns the object that the string `what` of this record names, by default `build`; imports its module.
+    def load(self, target: str | None = None) -> Any:
+        """Imports and returns the object that `target` names, by default the builder.
 
-        Raises ImportError or AttributeError as Python does; the loader adds the plugin's name.
+        Raises ImportError or AttributeError; the loader adds the plugin's name.
         """
-        return named(what or self.build)
+        return import_object(target or self.build)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord(Record):
-    """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, made on meta.
+    """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, built on meta.
 
-    exports: by format of `train-cli export`, beside "safetensors": `"module:attribute"` of
-        `export(plan, source, out, max_file_bytes) -> list[str]`, which writes the weights of `source` (`api.files.Tensors`)
-        into the new folder `out` and returns the names of its files.
-    names_are_own: whether the weights have no other names than those of their layers, so that an export need not make the
-        model.
+    exports: the exporters by format of `train-cli export`, in addition to "safetensors". Each is `"module:attribute"` of
+        `export(plan, source, out, max_file_bytes) -> list[str]`, which writes the weights of `source`
+        (`api.files.TensorReader`) into the new folder `out` and returns the file names.
+    uses_layer_names: whether every weight is named after its layer, so that an export does not need to build the model.
     """
 
     exports: Mapping[str, str] = field(default_factory=dict)
-    names_are_own: bool = False
+    uses_layer_names: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
     """`build(config, context: DataContext) -> Dataset` (see `api.data`).
 
-    Each of the others is `"module:attribute"` of a function, or None:
+    Each other field is `"module:attribute"` of a function, or None:
 
-    check: `check(config, *, evaluates, vocab_size) -> Iterable[Problem]` finds faults of the table and its files
-        before any process starts, without torch. evaluates: whether held-out data is needed. vocab_size: that of the
-        model, None if it is not known.
-    text_ids: `text_ids(config, tokenizer: Path | None) -> api.data.TextIds` converts text to token ids and back, for `train-cli
-        sample`. tokenizer: is used in place of the table's.
-    trained_on: `trained_on(own, evaluated) -> str` says in words which held-out data of the table `evaluated` a run on the
-        table `own` is trained on; "" if it is none.
+    check: `check(config, *, evaluates, vocab_size) -> Iterable[Problem]` reports errors in the table and its files before any
+        process starts, without torch. evaluates: whether the plan needs held-out data. vocab_size: the vocabulary size of the
+        model, or None if it is unknown.
+    text_ids: `text_ids(config, tokenizer: Path | None) -> api.data.TextIds` converts text to token ids and back, for
+        `train-cli sample`. tokenizer: the path of a tokenizer that replaces the table's.
+    describe_overlap: `describe_overlap(training, evaluated) -> str` describes the held-out data of the table `evaluated` on
+        which a run with the table `training` is trained; "" if there is none.
     rows: `rows(config, split) -> api.data.DataRows` reads a split without torch, for `train-cli data show`.
     """
 
     check: str | None = None
     text_ids: str | None = None
-    trained_on: str | None = None
+    describe_overlap: str | None = None
     rows: str | None = None
 
 
@@ -87,8 +86,8 @@ class DatasetRecord(Record):
 class LossRecord(Record):
     """`build(config) -> Loss` (see `protocols.Loss`).
 
-    split_logits: whether its `loss` also accepts `protocols.SplitLogits`, for ranks that share the classes.
-    sequence: "whole" for a loss that needs whole sequences where ranks have slices of them; they are gathered for it.
+    split_logits: whether the loss also accepts `protocols.SplitLogits`, from ranks that split the classes.
+    sequence: "whole" for a loss that needs whole sequences. If ranks hold slices, the run gathers them for the loss.
     """
 
     split_logits: bool = False
@@ -99,26 +98,27 @@ class LossRecord(Record):
 class OptimizerRecord(Record):
     """`build(config, groups, device) -> torch.optim.Optimizer`.
 
-    scope: the gradients that an element's update depends on: its own, its parameter's or all; `check` compares it with how the
-    layout cuts the weights.
+    scope: the gradients on which the update of one element depends: its own gradient, those of its parameter, or all. The
+    plan check compares the scope with the way in which the layout shards the weights.
     """
 
     scope: Scope = "elementwise"
 
 
 class LRScheduleRecord(Record):
-    """`build(config, num_steps) -> Callable[[int], float]`: the factor on every group's `lr` at step 0, 1, ..."""
+    """`build(config, num_steps) -> Callable[[int], float]`: the factor of every group's `lr` at step 0, 1, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionerRecord(Record):
     """`build(config) -> (costs, num_chunks) -> boundaries`.
 
-    timer: `"module:attribute"` of a function `timer(plan, world, draft, dtype) -> list[float]` that measures the seconds of a
-        forward and backward of each layer, equal on all ranks of `world`. `draft(info) -> Model` makes the model on meta;
-        `dtype` is that of the working weights. The result is then called with these seconds, in place of each layer's number
-        of parameters. The config has a key `layer_costs`, None by default: only then does the run call the timer; it writes
-        the seconds into the plan in its folder.
+    The costs are the numbers of parameters of the layers, or seconds if the partitioner has a timer.
+
+    timer: `"module:attribute"` of `timer(plan, world, draft, dtype) -> list[float]`. The timer measures the seconds of a
+        forward and backward of each layer and returns equal results on all ranks of `world`. `draft(info) -> Model` builds
+        the model on meta; `dtype` is the dtype of the working weights. The config must have a key `layer_costs`, by default
+        None. The run calls the timer only if `layer_costs` is None, and writes the seconds into the plan in its folder.
     """
 
     timer: str | None = None
@@ -128,10 +128,12 @@ class PartitionerRecord(Record):
 class ScheduleRecord(Record):
     """`build(config) -> Schedule` (see `sley_core.actions.action`).
 
-    What a plan uses with it if the plan does not say, each by a record's name (`"pp.link"`), of this plugin or of another:
-    link: the stage link; None takes the only one that the plan's plugins have.
-    partition: the partitioner; None also takes the only one.
-    ties: the gradient handler that sums the gradients of parameters on several stages; None takes none.
+    The fields name the default parts of a plan that uses this schedule. Each is the full name of a record (`"pp.link"`), of
+    this plugin or another one:
+
+    link: the stage link. None selects the only link of the plan's plugins.
+    partition: the partitioner. None selects the only partitioner of the plan's plugins.
+    ties: the gradient handler that sums the gradients of parameters shared by several stages. None selects none.
     """
 
     link: str | None = None
@@ -147,32 +149,33 @@ class StageLinkRecord(Record):
 class GradientHandlerRecord(Record):
     """`build(config) -> GradientHandler`.
 
-    role: a reducer sums over the reduce group, a tie over the holders of a shared parameter, a transform changes gradients, an
-        observer only reads them.
-    result: of a reducer on this rank, the full sum or a shard of it.
-    exact: whether the result is the exact sum; else `tolerance` is the relative error that its contract test allows.
-    tolerance_of: computes the tolerance from the table, if it depends on that; 0.0 if the result is then the exact sum.
-    takes_shards: whether it also works after a reducer whose result is a shard. It then reads `store.part` instead of
-        `store.gradient`, and calls `parts.weights.settle` before it reads a weight, part of which may still be in flight.
-    fixed_order: whether a plan may ask for a fixed order of sums: a reducer's come from `parts.store.reduction.sums`, others
-        need no order.
-    before, after: roles that this handler must precede or follow in the plan's list.
+    role: a reducer sums gradients over the reduce group, a tie over the ranks that hold a shared parameter. A transform
+        changes gradients; an observer only reads them.
+    result: for a reducer, whether each rank receives the full sum or a shard of it.
+    accepts_shards: whether the handler also works after a reducer whose result is a shard. Such a handler reads `store.part`
+        instead of `store.gradient`, and calls `parts.weights.settle` before it reads a weight, because a gather of the weight
+        may still be in progress.
+    exact: whether the result is the exact sum. If not, `tolerance` is the relative error that the contract test allows.
+    compute_tolerance: computes the tolerance from the table; 0.0 means that the result is the exact sum.
+    fixed_order: whether the handler supports plans that require a fixed order of summation. A reducer then uses
+        `parts.store.reduction.sums`; other handlers need no special order.
+    before, after: the roles that this handler must precede or follow in the plan's list.
     """
 
     role: Role
     result: Literal["full", "shard"] = "full"
-    takes_shards: bool = False
+    accepts_shards: bool = False
     exact: bool = True
     tolerance: float = 0.0
-    tolerance_of: Callable[[Any], float] | None = None
+    compute_tolerance: Callable[[Any], float] | None = None
     fixed_order: bool = False
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 
-    def tolerance_with(self, config: Table) -> float:
-        """Returns the relative error that is allowed with the table `config`; 0.0 for a result that is the exact sum."""
-        if self.tolerance_of is not None:
-            return self.tolerance_of(config)
+    def tolerance_for(self, config: Table) -> float:
+        """Returns the relative error that the table `config` allows; 0.0 means that the result is the exact sum."""
+        if self.compute_tolerance is not None:
+            return self.compute_tolerance(config)
         return 0.0 if self.exact else self.tolerance
 
 
@@ -184,15 +187,15 @@ class SchedulerHookRecord(Record):
 class WeightCommunicatorRecord(Record):
     """`build(config) -> WeightCommunicator`.
 
-    fixed_order: whether a plan may ask for a fixed order of sums: it then passes the gradient of each of the micro-batches
-        `parts.store.reduction.concurrent_micros(group)` to `store.add_micros`.
+    fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradient
+        of each microbatch in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`.
     """
 
     fixed_order: bool = False
 
 
 class SequenceAttentionRecord(Record):
-    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples."""
+    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold slices of the same samples."""
 
 
 class MemoryPoolRecord(Record):
@@ -203,9 +206,10 @@ class MemoryPoolRecord(Record):
 class OffloadManagerRecord(Record):
     """`build(config) -> OffloadManager`.
 
-    parts: the parts of a run's memory that it moves with the table `config`; two managers of a plan must not share any.
-    scope: the widest optimizer scope (`OptimizerRecord.scope`) that its way of stepping supports.
-    steps_on_host: whether masters and optimizer states are created on the host, where it steps them, through
+    parts: returns the parts of the run's memory that the manager offloads with the table `config`. Two managers of a plan must
+        not share a part.
+    scope: returns the widest optimizer scope (`OptimizerRecord.scope`) that the manager supports.
+    steps_on_host: whether the manager keeps master weights and optimizer states on the host and steps them there, through
         `parts.events.step_in_buckets`.
     """
 
@@ -219,7 +223,7 @@ class ActivationPolicyRecord(Record):
 
 
 def steps_on_host(record: Record | None) -> bool:
-    """Returns whether `record` is of an offload manager under which the optimizer steps on the host."""
+    """Returns whether `record` describes an offload manager that steps the optimizer on the host."""
     return isinstance(record, OffloadManagerRecord) and record.steps_on_host
 
 
@@ -229,13 +233,13 @@ class MetricsWriterRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerRecord(Record):
-    """`build(config, state: TrainingState) -> Checkpointer` (`sley_core.api.state`). config: None for a run whose plan has no
-    table `[checkpoint]`: it saves and loads only when a program asks.
+    """`build(config, state: TrainingState) -> Checkpointer` (see `api.state`). `config` is None if the plan has no table
+    `[checkpoint]`; such a run saves and loads only when a program asks for it.
 
-    files: `"module:attribute"` of a class of `protocols.CheckpointFiles`, by which the command line resumes, exports and
-    samples; None if only runs can read its checkpoints.
-    keeps_best: whether it keeps the newest checkpoint whose description `is_best`, beside those that it keeps anyway, for
-    `[evaluation] keep_best`.
+    files: `"module:attribute"` of a class that implements `protocols.CheckpointFiles`. The command line uses it to resume,
+        export and sample. None: only runs can read the checkpoints.
+    keeps_best: whether the checkpointer also keeps the newest checkpoint whose description has `is_best`, as
+        `[evaluation] keep_best` requires.
     """
 
     files: str | None = None
@@ -244,41 +248,43 @@ class CheckpointerRecord(Record):
 
 @dataclass(frozen=True)
 class ProcessGroupRecord:
-    """An extra group: core makes it on all ranks, in plan order, and provides it as `run.groups[axis]`.
+    """An extra axis of process groups. Core creates them on all ranks, in plan order, as `run.groups[axis]`.
 
-    attaches: whether its transports may read the memory of ranks on the same host (`[parallel] cross_memory_attach`).
+    ranks: the global ranks of each group, ascending.
+    channels: the names of the communicators over these ranks. Exchanges on one channel do not wait for those on another.
+    cross_memory: whether transports may read the memory of ranks on the same host (`[parallel] cross_memory_attach`).
     """
 
     axis: str
     ranks: tuple[tuple[int, ...], ...]
-    lanes: tuple[str, ...] = ("main",)
-    attaches: bool = False
+    channels: tuple[str, ...] = ("main",)
+    cross_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportRecord:
-    """A transport for CPU ranks in place of gloo's messages. An entry point of the group `sley.transports` names it; a package
-    that brings one is found by being installed, and used by plans that leave `[parallel] cross_memory_attach` on.
+    """A transport for CPU ranks that replaces gloo's messages. An entry point of the group `sley.transports` names the record.
+    Every installed transport is used, unless a plan turns `[parallel] cross_memory_attach` off.
 
-    connect: `"module:attribute"` of `connect(members, lanes, timeout_s) -> dict[str, Transport]`, a collective of the group
-        `members`: a transport by name for each of `lanes` (torch's process groups by name), or {} on all ranks alike where
-        they cannot reach each other so. timeout_s: of every wait.
-    scratch: `"module:attribute"` of `scratch(own) -> object`, which takes the memory that summing the peers' parts of `own`
-        takes, for estimates; None if that is none.
+    connect: `"module:attribute"` of `connect(members, channels, timeout_s) -> dict[str, Transport]`, a collective of the group
+        `members`. `channels` maps names to torch process groups. The result has a transport for each channel, or is {} on all
+        ranks if the ranks cannot connect. timeout_s: the time limit of each wait.
+    scratch: `"module:attribute"` of `scratch(own) -> object`, which allocates the scratch memory needed to sum the peers' parts
+        of the tensor `own`; memory estimates call it. None: no scratch memory is needed.
     """
 
     name: str
     connect: str
     scratch: str | None = None
 
-    def load(self, what: str) -> Any:
-        """Returns the object that the string `what` of this record names; imports its module."""
-        return named(what)
+    def load(self, target: str) -> Any:
+        """Imports and returns the object that `target`, one of this record's strings, names."""
+        return import_object(target)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Reports one problem of a plan, yielded by `sley_check_plan`; core adds file, line and column."""
+    """A problem of a plan, as `sley_check_plan` yields it; core adds the file, line and column."""
 
     path: tuple[str | int, ...]
     message: str

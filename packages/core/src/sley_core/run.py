@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sley_core.engine.stepper import Stepper
     from sley_core.memory.state import Part
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import Restored
+    from sley_core.protocols import RestoreResult
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -128,7 +128,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                         self._save_if_due()
                     self._emit_pending()
                     self.parts.weights.settle()
-                self._checkpointer.train_done(self.num_steps_done, was_stopped=self.was_stopped)
+                self._checkpointer.finish_training(self.num_steps_done, was_stopped=self.was_stopped)
         return self._outcome
 
     @overload
@@ -258,7 +258,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._finish_pending()
         self._check_between_steps("loading weights")
         self.memory.require("loading weights", TO_LOAD)
-        self._checkpointer.stage()
+        self._checkpointer.copy_unwritten_state()
         return self._load_weights(state, strict=strict)
 
     @on_stream
@@ -311,15 +311,15 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self._checkpointer.save(path, self.num_steps_done)
 
     @on_stream
-    def load_checkpoint(self, path: str | Path, *, anew: bool = False) -> Restored | None:
+    def load_checkpoint(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Resumes from a checkpoint, in this layout or another, and returns a description of it; None for "auto" if there is
         none yet.
 
         All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
         the data and the number of steps done; rows that are not of the checkpoint's own steps are dropped from the metrics.
         path: a checkpoint; or a folder of several, of which the newest intact one is loaded; or "auto" for the newest that this
-        run wrote, or else the one from which it began. anew: whether "auto" may drop the rows of a run that has saved no
-        checkpoint, so that it begins again.
+        run wrote, or else the one from which it began. allow_fresh_start: whether "auto" may drop the rows of a run that has
+        saved no checkpoint, so that it begins again.
 
         Raises on all ranks alike, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
         for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
@@ -328,7 +328,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._finish_pending()
         self._check_between_steps("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        restored, num_rows = self._checkpointer.load(path, anew=anew), 0
+        restored, num_rows = self._checkpointer.load(path, allow_fresh_start=allow_fresh_start), 0
         if restored is not None:
             named = "" if str(path) == AUTO else str(path)
             num_rows, note = self._state.attempt.resume(restored.lineage, restored.step, named, restored.path)
@@ -419,7 +419,7 @@ class Run(Loop, AbstractContextManager["Run"]):
             what = "step" if stepper.left_in_flight else "evaluation"
             message = f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave"
             raise StateError("step-failed", message, hint="take a step first, which ends them, or close the run")
-        self._checkpointer.stage()
+        self._checkpointer.copy_unwritten_state()
 
     def _check_between_steps(self, what: str) -> None:
         """Raises StateError `within-step` if calls within `accumulate` wait for the rest of their step."""

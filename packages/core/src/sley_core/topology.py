@@ -24,10 +24,10 @@ AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
 GATHER = "gather"
 REDUCE = "reduce"
 
-LANES = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The lanes of an axis: a receive posted ahead must not block a later send, nor a gather a reduction."""
+CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
+"""The channels of an axis: a receive posted ahead must not block a later send, nor a gather a reduction."""
 
-DEFAULT_LANE = "main"
+DEFAULT_CHANNEL = "main"
 
 TIE = "tie["
 """Prefix of the name of a tie's axis; only the ranks that hold the tied parameter have such a group."""
@@ -47,21 +47,21 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order.
+    """One communicator of the global table: `axis` and `channel` name it, `ranks` are its members in ascending order.
 
-    attaches: whether members may read each other's memory (cross-memory attach), for an axis that a plugin lists.
+    cross_memory: whether members may read each other's memory (cross-memory attach), for an axis that a plugin lists.
     """
 
     axis: str
-    lane: str
+    channel: str
     ranks: tuple[int, ...]
     backend: str = "device"
-    attaches: bool = False
+    cross_memory: bool = False
 
     @property
     def label(self) -> str:
-        lane = "" if self.lane == DEFAULT_LANE else f".{self.lane}"
-        return f"{self.axis}{lane}[{_format_ranks(self.ranks)}]"
+        channel = "" if self.channel == DEFAULT_CHANNEL else f".{self.channel}"
+        return f"{self.axis}{channel}[{_format_ranks(self.ranks)}]"
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Topology:
                 continue
             for ranks in self.partition(axis):
                 backend = "gloo" if axis == "control" else "device"
-                for lane in LANES.get(axis, (DEFAULT_LANE,)):
-                    yield GroupEntry(axis, lane, ranks, backend)
+                for channel in CHANNELS.get(axis, (DEFAULT_CHANNEL,)):
+                    yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> Iterator[tuple[int, ...]]:
         """Yields every group of `axis`, each once, by its first rank, ascending. stage: only those of ranks of this stage."""

@@ -19,7 +19,7 @@ from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import RankWait, describe_circle, find_circle
 from sley_core.comm.marks import Mark, checksum
 from sley_core.errors import RunError
-from sley_core.topology import DEFAULT_LANE, GATHER, REDUCE, Topology
+from sley_core.topology import DEFAULT_CHANNEL, GATHER, REDUCE, Topology
 from sley_testing.collectives import can_read_peers
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
@@ -32,7 +32,7 @@ Act = Callable[[Groups], object]
 def make(memory: bool = True, limit_s: float = 20.0, **sizes: int) -> Groups:
     topology = Topology.of(int(os.environ["WORLD_SIZE"]), **sizes)
     limit = timedelta(seconds=limit_s)
-    return make_groups(topology, int(os.environ["RANK"]), backend="gloo", timeout=limit, attaches=memory)
+    return make_groups(topology, int(os.environ["RANK"]), backend="gloo", timeout=limit, cross_memory=memory)
 
 
 def reduced(group: Any, rows: int, what: str = "gradients", contents: int = 0) -> Any:
@@ -45,8 +45,10 @@ def gathered(group: Any, rows: int, what: str = "weights") -> Any:
     return group.transport(GATHER).all_gather([torch.empty(2 * rows)], [torch.ones(rows)], what=what)
 
 
-def swapped(group: Any, width: int, lane: str = GATHER, dtype: torch.dtype = torch.float32) -> Any:
-    return group.transport(lane).all_to_all(torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), what="rows")
+def swapped(group: Any, width: int, channel: str = GATHER, dtype: torch.dtype = torch.float32) -> Any:
+    return group.transport(channel).all_to_all(
+        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), what="rows"
+    )
 
 
 def gather(groups: Groups) -> None:
@@ -211,10 +213,10 @@ def test_sums_of_other_lengths_and_contents(ranks):
 
 
 def others() -> list[str]:
-    """A swap on the lane of a group that has one only; shares of other shards."""
+    """A swap on the channel of a group that has one only; shares of other shards."""
     rank = int(os.environ["RANK"])
     said = []
-    for start in (lambda: swapped(make(sp=2)["sp"], 2 + rank, DEFAULT_LANE).wait(), lambda: shared(rank)):
+    for start in (lambda: swapped(make(sp=2)["sp"], 2 + rank, DEFAULT_CHANNEL).wait(), lambda: shared(rank)):
         with pytest.raises(RunError) as caught:
             start()
         said.append(caught.value.diagnostics[0].code)
@@ -229,7 +231,7 @@ def shared(rank: int) -> None:
 
 
 @reads
-def test_a_lane_without_memory_and_shares(ranks):
+def test_a_channel_without_memory_and_shares(ranks):
     assert ranks(2)(others) == [["ranks-differ"] * 2] * 2
 
 

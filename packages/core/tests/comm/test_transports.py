@@ -24,15 +24,15 @@ def value(rank, number, shape, dtype):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def groups_of(attaches, **sizes):
+def groups_of(cross_memory, **sizes):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology.of(size, **(sizes or {"wp": size}))
-    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30), attaches=attaches)
+    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30), cross_memory=cross_memory)
 
 
-def exchange(dtype, attaches):
+def exchange(dtype, cross_memory):
     """What a gather, a reduction and a swap of all shapes gave on this rank, all under way at once, and what was called."""
-    group = groups_of(attaches)["wp"]
+    group = groups_of(cross_memory)["wp"]
     rank, size = group.coord, group.size
     by_gather, by_reduce = group.transport(GATHER), group.transport(REDUCE)
     wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
@@ -52,9 +52,9 @@ def exchange(dtype, attaches):
     return wholes, own, received, list(calls)
 
 
-def out_of_order(attaches):
+def out_of_order(cross_memory):
     """Every verb, its handle used in an odd order and more than once; what came of those that were awaited."""
-    groups = groups_of(attaches)
+    groups = groups_of(cross_memory)
     rank, size = groups["wp"].coord, groups["wp"].size
     transport, sums = groups["wp"].transport(REDUCE), groups["stage"].transport()
     found = []
@@ -87,21 +87,21 @@ def out_of_order(attaches):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
-def test_handles_that_are_used_late_and_twice(ranks, size, attaches):
+@pytest.mark.parametrize("cross_memory", [pytest.param(True, marks=reads), False])
+def test_handles_that_are_used_late_and_twice(ranks, size, cross_memory):
     """Each call includes what it needs of those before it, and comes to nothing the second time."""
     total = float(sum(range(1, size + 1)))
     each = [1.0 + rank for rank in range(size)]
     gathered = [one for one in each for _ in range(2)]
     results = [[total] * 2, each, [total] * 3]
-    for found, left in ranks(size)(out_of_order, attaches):
+    for found, left in ranks(size)(out_of_order, cross_memory):
         assert found == [results, results, [gathered, *results], gathered]
         assert not any(left), "closed groups hold no communicator"
 
 
-def kinds(attaches):
+def kinds(cross_memory):
     """The transports of this rank's groups."""
-    groups = groups_of(attaches, sp=2, wp=2)
+    groups = groups_of(cross_memory, sp=2, wp=2)
     return {axis: [type(one).__name__ for one in group.transports.values()] for axis, group in groups.items()}
 
 
@@ -119,10 +119,10 @@ def test_each_group_has_the_transport_that_fits(ranks):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
-def test_rows_of_many_tensors(ranks, size, dtype, attaches):
+@pytest.mark.parametrize("cross_memory", [pytest.param(True, marks=reads), False])
+def test_rows_of_many_tensors(ranks, size, dtype, cross_memory):
     """By reading each other's memory, and by messages: the same bits."""
-    found = ranks(size)(exchange, dtype, attaches)
+    found = ranks(size)(exchange, dtype, cross_memory)
     for rank, (wholes, own, received, calls) in enumerate(found):
         for number, shape in enumerate(SHAPES):
             assert torch.equal(wholes[number], torch.cat([value(other, number, shape, dtype) for other in range(size)]))
@@ -136,7 +136,7 @@ def test_rows_of_many_tensors(ranks, size, dtype, attaches):
         assert torch.equal(received, torch.stack(swapped))
         # By messages: of each exchange a header and each of its tensors to each of the others, and from each.
         num_messages = 2 * sum(1 + num_tensors for num_tensors in (len(SHAPES), len(SHAPES), 1)) * (size - 1)
-        assert len(calls) == (0 if size == 1 else 3 if attaches else num_messages)
+        assert len(calls) == (0 if size == 1 else 3 if cross_memory else num_messages)
     if size == 2:
         assert_same_sequence([calls for *_, calls in found])
 
@@ -148,9 +148,9 @@ def together(dtype, device, coalesced):
     """
     with World.join(device) as world:
         group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
-        lane = group.lane(REDUCE)
-        is_coalesced = can_coalesce(lane) if coalesced is None else coalesced
-        transport = CollectiveTransport(group, REDUCE, lane, group.log, is_coalesced=is_coalesced)
+        channel = group.channel(REDUCE)
+        is_coalesced = can_coalesce(channel) if coalesced is None else coalesced
+        transport = CollectiveTransport(group, REDUCE, channel, group.log, is_coalesced=is_coalesced)
         place = world.device.torch_device
         wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]

@@ -16,12 +16,12 @@ from sley_core.comm import startup
 from sley_core.comm.groups import make_communicator
 from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
+from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
 
 
 def members():
     """Ranks 2 and 3, and 1 and 2, have a group more, rank 0 has none."""
-    extra = [GroupEntry(f"tie{list(pair)}", DEFAULT_LANE, pair) for pair in ((1, 2), (2, 3))]
+    extra = [GroupEntry(f"tie{list(pair)}", DEFAULT_CHANNEL, pair) for pair in ((1, 2), (2, 3))]
     sums = {}
     with World.join("cpu", timeout_s=20) as world:
         for _ in range(2):  # a program may assemble twice
@@ -32,7 +32,7 @@ def members():
                 groups[axis].all_reduce(value, what="a test").wait()
                 sums[axis] = sums.get(axis, 0.0) + value.item()
         inside = dist.is_initialized()
-        names = {axis: (group.size, group.coord, sorted(group.lanes)) for axis, group in groups.items()}
+        names = {axis: (group.size, group.coord, sorted(group.channels)) for axis, group in groups.items()}
     return world.rank, world.size, names, inside, dist.is_initialized(), sums
 
 
@@ -125,16 +125,16 @@ def threads_before_and_after():
         groups = world.groups(Topology.of(2), 20)
         groups["dp"].all_reduce(torch.ones(3), what="the test").wait()
         before = gloo_threads()
-    return before, gloo_threads(), groups["dp"].lanes
+    return before, gloo_threads(), groups["dp"].channels
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
 def test_no_thread_of_a_communicator_outlives_its_world(ranks):
     """One that did could free a tensor in an interpreter that is ending, which aborts the process."""
-    for before, after, lanes in ranks(2, init=False)(threads_before_and_after):
+    for before, after, channels in ranks(2, init=False)(threads_before_and_after):
         assert len(before) >= 2
         assert after == []
-        assert lanes == {}
+        assert channels == {}
 
 
 def leave_with_an_error(path):
@@ -173,7 +173,7 @@ def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicato
     with World.fake(0, 4):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         monkeypatch.setattr("sley_core.comm.groups.dist.new_group", new_group)
-        make_communicator(GroupEntry("some", DEFAULT_LANE, (1, 2)), 0, backend, timedelta(seconds=1))
+        make_communicator(GroupEntry("some", DEFAULT_CHANNEL, (1, 2)), 0, backend, timedelta(seconds=1))
         assert seen == [bound]
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
         dist.group.WORLD.bound_device_id = None

@@ -105,7 +105,7 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
 
 class Pool:
     def __init__(self, config):
-        self.held = lambda: [("all", torch.zeros(8))]
+        self.named_tensors = lambda: [("all", torch.zeros(8))]
 
 
 def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error():
@@ -114,7 +114,7 @@ def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error()
     pools = Pools({"large": SimpleNamespace(build=lambda: Pool(None))}, lambda name: plan.build_named("memory_pools", name))
     assert pools("large") is pools("large")
     assert pools("own.sized") is pools("own.sized") is not pools("large")
-    assert [name for name, _ in pools.held()] == ["large.all", "own.sized.all"]
+    assert [name for name, _ in pools.named_tensors()] == ["large.all", "own.sized.all"]
     with pytest.raises(PlanError, match="did you mean `large`"):
         pools("larg")
 

@@ -276,9 +276,9 @@ def test_a_gradient_in_pieces_with_others_between_is_refused(texts):
         run.store.begin_step()
         param = run.registry["blocks.0.attention.query.weight"]
         piece = torch.ones(param.shape)
-        run.store.add_micros(param, {0: piece, 1: piece}, param.layers[0])
+        run.store.add_microbatches(param, {0: piece, 1: piece}, param.layers[0])
         with pytest.raises(RunError) as caught:
-            run.store.add_micros(param, {0: piece}, param.layers[0])
+            run.store.add_microbatches(param, {0: piece}, param.layers[0])
     assert caught.value.diagnostics[0].code == "canonical-again"
 
 

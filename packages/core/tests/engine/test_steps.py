@@ -95,7 +95,7 @@ def test_every_rank_of_a_large_world_is_assembled_without_memory_for_a_parameter
             assert all(buffer.data.is_meta for buffer in run.store.buffers)
             assert run.rows == slice(256 // size * rank, 256 // size * (rank + 1))
             assert run.groups["stage"].ranks == tuple(range(size))
-            tables.add(tuple((axis, group.size, tuple(group.lanes)) for axis, group in run.groups.items()))
+            tables.add(tuple((axis, group.size, tuple(group.channels)) for axis, group in run.groups.items()))
     assert len(tables) == 1
     assert not torch.distributed.is_initialized()
     with World.fake(0, 3) as world, pytest.raises(Exception, match="256 is no multiple of 3 x 2"):

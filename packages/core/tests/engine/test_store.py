@@ -321,7 +321,7 @@ def test_a_layout_of_a_store_without_memory_has_none(store_of):
     wanted = harness.step(losses)
     harness.store.free()
     harness.store.lay_out(harness.planner)
-    assert not [view for _, view in harness.store.held() if view.untyped_storage().nbytes()]
+    assert not [view for _, view in harness.store.named_tensors() if view.untyped_storage().nbytes()]
     with pytest.raises(RunError, match=r"run\.store\.begin_step\(\)"):
         harness.store.add(harness.registry["l0.weight"], wanted["l0.weight"])
     harness.store.build()

@@ -80,7 +80,7 @@ def test_a_buffer_whose_lease_is_lost_is_not_lent_again_and_not_kept() -> None:
         buffers = [stack.enter_context(pool.lease((8,), torch.float32, CPU)) for _ in range(3)]
         assert len({buffer.data_ptr() for buffer in [lost, *buffers]}) == 4
         assert pool.num_lent == 3
-    assert (pool.num_lent, pool.num_bytes, len(list(pool.held()))) == (0, 3 * 512, 3)
+    assert (pool.num_lent, pool.num_bytes, len(list(pool.named_tensors()))) == (0, 3 * 512, 3)
 
 
 def test_many_sizes_take_twice_the_peak_at_most() -> None:

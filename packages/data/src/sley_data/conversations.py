@@ -187,7 +187,7 @@ def _text_of(part: Any, number: int) -> str:
     raise ValueError(f"has a part of type {kind!r} in message {number}; text alone is trained on")
 
 
-def trained_on(own: ChatConfig, evaluated: ChatConfig) -> str:
+def describe_overlap(own: ChatConfig, evaluated: ChatConfig) -> str:
     """Says how many held-out conversations of `evaluated` a run on `own` was trained on; returns "" if there are none."""
     if chat_files(evaluated, "held_out")[1]:
         return ""  # the evaluation reports it

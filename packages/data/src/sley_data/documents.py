@@ -161,7 +161,7 @@ def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
     return [content_of(text) for file in files for _, text in inside(file)]
 
 
-def trained_on(own: TextConfig, evaluated: TextConfig) -> str:
+def describe_overlap(own: TextConfig, evaluated: TextConfig) -> str:
     """Says how many held-out documents of `evaluated` a run on `own` was trained on; returns "" if there are none.
 
     own: the table of the run. Compares contents, for which it may read all data of the run.

@@ -17,7 +17,7 @@ def sley_records() -> list[DatasetRecord]:
             build="sley_data.datasets:TextDataset",
             check=check,
             text_ids="sley_data.tokenizer:text_ids",
-            trained_on="sley_data.documents:trained_on",
+            describe_overlap="sley_data.documents:describe_overlap",
             rows="sley_data.streams:TokenRows",
         ),
         DatasetRecord(
@@ -26,7 +26,7 @@ def sley_records() -> list[DatasetRecord]:
             build="sley_data.datasets:ChatDataset",
             check="sley_data.check:check_chat",
             text_ids="sley_data.chat_template:text_ids",
-            trained_on="sley_data.conversations:trained_on",
+            describe_overlap="sley_data.conversations:describe_overlap",
             rows="sley_data.chat:ChatRows",
         ),
         DatasetRecord(
@@ -42,6 +42,6 @@ def sley_records() -> list[DatasetRecord]:
             build="sley_data.mixture:Mixture",
             check="sley_data.sources:check_mixture",
             text_ids="sley_data.sources:text_ids",
-            trained_on="sley_data.sources:trained_on",
+            describe_overlap="sley_data.sources:describe_overlap",
         ),
     ]

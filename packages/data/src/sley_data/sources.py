@@ -139,15 +139,17 @@ def text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
     raise UsageError("no-vocabulary", "no source of the mixture has a tokenizer", hint="give it: `--tokenizer PATH`")
 
 
-def trained_on(own: MixtureConfig, evaluated: MixtureConfig) -> str:
+def describe_overlap(own: MixtureConfig, evaluated: MixtureConfig) -> str:
     """Says how many held-out documents of each source of `evaluated` a source of `own` was trained on; "" if none."""
     words = []
     for number, source in sources_of(evaluated, "held_out"):
         record = source.component.record
-        if not isinstance(record, DatasetRecord) or record.trained_on is None:
+        if not isinstance(record, DatasetRecord) or record.describe_overlap is None:
             continue
         for at, other in enumerate(own.sources):
             if other.component.name == source.component.name:
-                said = record.load(record.trained_on)(component_of(own, at).config, component_of(evaluated, number).config)
+                said = record.load(record.describe_overlap)(
+                    component_of(own, at).config, component_of(evaluated, number).config
+                )
                 words += [f"`{source.name}` in `{other.name}`: {said}"] if said else []
     return "; ".join(words)

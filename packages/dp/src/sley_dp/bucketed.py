@@ -120,7 +120,7 @@ class BucketedReducer(GradientHandler):
         """Returns the number of bytes that this rank sent for the sums of the last step."""
         return self._sent.counts()
 
-    def kept(self) -> dict[str, Tensor]:
+    def saved_state(self) -> dict[str, Tensor]:
         """Returns the order of the buckets for a checkpoint.
 
         Before the second step this is the order in which the first step completed gradients. The bits of a run depend on it,
@@ -131,7 +131,7 @@ class BucketedReducer(GradientHandler):
         name, order = ("seen", self._first_order()) if self._order is None else ("order", self._order)
         return {name: torch.tensor([param.index for param in order])}
 
-    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
+    def restore_saved_state(self, kept: Mapping[str, Tensor]) -> None:
         """Restores the order of the buckets, which a first step's order changes from the next step on.
 
         An empty mapping changes nothing.

@@ -56,7 +56,7 @@ class ShardedConfig(ReducerConfig):
 
 SUMS = "sums"
 WEIGHTS = "weights"
-"""The lanes of a shards axis. There are two, since a gather of weights may wait for a layer and must not delay a sum."""
+"""The channels of a shards axis. There are two, since a gather of weights may wait for a layer and must not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:

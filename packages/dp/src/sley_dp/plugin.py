@@ -22,7 +22,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build="sley_dp.bucketed:BucketedReducer",
             role="reducer",
             fixed_order=True,
-            tolerance_of=lambda config: config.tolerance,
+            compute_tolerance=lambda config: config.tolerance,
             summary="Flat buckets, reduced while the backward runs.",
         ),
         GradientHandlerRecord(
@@ -90,7 +90,7 @@ def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGrou
         ranks_per_copy = tuple(
             ranks[start : start + num_shards] for ranks in groups for start in range(0, len(ranks), num_shards)
         )
-        yield ProcessGroupRecord(shards_axis(axis), ranks_per_copy, (SUMS, WEIGHTS), attaches=True)
+        yield ProcessGroupRecord(shards_axis(axis), ranks_per_copy, (SUMS, WEIGHTS), cross_memory=True)
         if num_shards < topology.size_of(axis):
             ranks_per_shard = tuple(ranks[shard::num_shards] for ranks in groups for shard in range(num_shards))
-            yield ProcessGroupRecord(copies_axis(axis), ranks_per_shard, attaches=True)
+            yield ProcessGroupRecord(copies_axis(axis), ranks_per_shard, cross_memory=True)

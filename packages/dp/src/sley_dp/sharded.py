@@ -47,7 +47,7 @@ class WeightGathers:
         self.finish()
         for index, (buffer, shard) in enumerate(self.buffers):
             start, end = shard.bounds(buffer.data.numel())
-            # Over the ranks that share a copy, on a separate lane, after the same updates, in the order of `buffers`.
+            # Over the ranks that share a copy, on a separate channel, after the same updates, in the order of `buffers`.
             transport = self._groups[shard.axis].transport(WEIGHTS)
             description = f"the weights from {buffer.params[0].name} on"
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], what=description)

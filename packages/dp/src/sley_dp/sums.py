@@ -160,7 +160,7 @@ class ShardSums(Sums):
         transport = group.transport(SUMS)
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
-        # Over the ranks that share a copy, on a separate lane. They start their buckets in the same order.
+        # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
         work = transport.reduce_scatter([buffer.data], [scratch], what=describe_bucket(buffer), contents=buffer.contents)
         self._sums.append(_ShardSum(buffer, work, copies_group.transport if copies_group else None))
         if scratch.numel():

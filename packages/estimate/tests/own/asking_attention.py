@@ -85,14 +85,14 @@ class Raw(Gathers):
     """Asks torch."""
 
     def others(self, own):
-        torch.distributed.all_reduce(own.detach(), group=self.group.lane())
+        torch.distributed.all_reduce(own.detach(), group=self.group.channel())
 
 
 class Early(Raw):
     """Asks torch before the first layer is called."""
 
     def attach(self, layers):
-        self.group.lane()
+        self.group.channel()
 
 
 @hookimpl

@@ -152,7 +152,7 @@ class AllToAllAttention(SequenceCommunicator):
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
-        self.apart: Sequence[str] = config.apart
+        self.unchecked_layers: Sequence[str] = config.unchecked_layers
         self.group = group
         self._undo = ExitStack()
 
@@ -187,7 +187,7 @@ class AllToAllAttention(SequenceCommunicator):
                 hint = "use linears to project q, k and v, and a separate module to attend"
                 raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
         if self.group.size > 1:
-            check_mixing(layers, self.apart, submodules)
+            check_mixing(layers, self.unchecked_layers, submodules)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in modules):
                 message = f"the pattern `{pattern}` of `modules` matches no module of the model"
@@ -228,16 +228,16 @@ def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], in_attention:
             "sequence-mixing",
             f"`{name}` is a {type(module).__name__}, which mixes positions but would see only one slice",
             ("sequence", "use"),
-            hint="use `sp = 1`; if the module mixes other things than positions, name it in `[sequence] apart`",
+            hint="use `sp = 1`; if the module mixes other things than positions, name it in `[sequence] unchecked_layers`",
         )
         for name, module in mixing.items()
         if not any(fnmatchcase(name, pattern) for pattern in excluded)
     ]
     for pattern in excluded:
         if not any(fnmatchcase(name, pattern) for name in (*mixing, *(layer.name for layer in layers))):
-            message = f"the pattern `{pattern}` of `apart` matches no layer and no module that mixes positions"
+            message = f"the pattern `{pattern}` of `unchecked_layers` matches no layer and no module that mixes positions"
             hint = "use names that `train-cli show` prints"
-            problems.append(Diagnostic("sequence-mixing", message, ("sequence", "apart"), hint=hint))
+            problems.append(Diagnostic("sequence-mixing", message, ("sequence", "unchecked_layers"), hint=hint))
     if problems:
         raise PlanError.many(problems)
 

@@ -215,7 +215,7 @@ class Communicator(WeightCommunicator):
             self._published.publish(self.groups)
 
     @contextmanager
-    def during(self, action: Action) -> Iterator[None]:
+    def wrap_action(self, action: Action) -> Iterator[None]:
         """Runs `action` within the block. After a chunk's last gradient action, blocks until its reductions are complete."""
         self._action_index += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT

@@ -69,7 +69,7 @@ class AllToAllConfig(SequenceConfig):
     context.
     """
 
-    apart: Array[str] = ()
+    unchecked_layers: Array[str] = ()
     """Patterns of the names of convolutions, norms, pooling and recurrent modules that see one position at a time, and of
     layers that the first step does not check for mixing positions.
     """

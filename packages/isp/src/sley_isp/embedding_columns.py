@@ -149,12 +149,12 @@ class ColumnEmbeddings:
         self.token_gather.counters.add("embedding_exchanges", 0)
         return self.embeddings[-1]
 
-    def all_to_all(self, received: Tensor, tensor: Tensor, lane: str, label: str) -> Work:
-        """Starts an all-to-all of `tensor` over `wp` on `lane`, and counts it."""
+    def all_to_all(self, received: Tensor, tensor: Tensor, channel: str, label: str) -> Work:
+        """Starts an all-to-all of `tensor` over `wp` on `channel`, and counts it."""
         self.token_gather.counters.add("embedding_exchanges", 1)
         self.count_bytes(received)
         self.token_gather.counters.sent.add(tensor, self.token_gather.group, passes=1)
-        return self.token_gather.group.transport(lane).all_to_all(received, tensor, what=label)
+        return self.token_gather.group.transport(channel).all_to_all(received, tensor, what=label)
 
     def count_bytes(self, received: Tensor) -> None:
         """Counts the bytes of `received` that peers sent."""

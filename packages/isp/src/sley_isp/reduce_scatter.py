@@ -164,7 +164,7 @@ class GradientReducer:
                         self.store.add(param, rows)
                     else:
                         rows_by_micro = dict(zip(reduction.micros, rows, strict=True))
-                        self.store.add_micros(param, rows_by_micro, reduction.bucket.group.layer)
+                        self.store.add_microbatches(param, rows_by_micro, reduction.bucket.group.layer)
             finally:
                 self._release(reduction)
 
@@ -214,7 +214,7 @@ class GradientReducer:
             open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on its data
         # Over `wp`, in the order of backwards. All its ranks run the same actions on the same layers. If the data decides which
         # modules run, and a bucket is smaller than a layer, ranks detect a difference by the checksum of names.
-        micros = self.store.reduction.concurrent_micros(self.group)
+        micros = self.store.reduction.concurrent_microbatches(self.group)
         reduction = self._start_reduce_scatter(open_bucket) if micros is None else self._start_all_to_all(open_bucket, micros)
         self._reductions.append(reduction)
         self.counters.add("reductions", 1)

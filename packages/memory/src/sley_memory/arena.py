@@ -109,7 +109,7 @@ class HostArena:
                 block.moved.host_bytes -= block.memory.num_bytes
         return freed
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every block as (name, uint8 tensor on the host)."""
         yield from ((f"host.{number}", block.memory.data) for number, block in enumerate(self._blocks))
 

@@ -328,9 +328,9 @@ class HostActivations(ActivationPolicy):
             self._last.clear()
             self.arena.trim()
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Returns the blocks of host memory as (name, uint8 tensor); none before `attach`."""
-        return iter(()) if self._parts is None else self.arena.held()
+        return iter(()) if self._parts is None else self.arena.named_tensors()
 
     def counts(self) -> Mapping[str, float]:
         """Returns counts of moved, fetched and over-budget bytes and of host memory, and the host's seconds in copies."""
@@ -405,7 +405,9 @@ class HostActivations(ActivationPolicy):
             return False
         if storage_id(tensor) in self._moved:
             return True
-        return address not in self._permanent and address not in AddressRanges(buffer for _, buffer in self._parts.pool.held())
+        return address not in self._permanent and address not in AddressRanges(
+            buffer for _, buffer in self._parts.pool.named_tensors()
+        )
 
     def _fits(self, tensor: Tensor) -> bool:
         """Returns whether the storage of `tensor` fits the budget; otherwise counts its bytes."""

@@ -58,7 +58,7 @@ def _trained(
     plan = plan_from_dict(tables, folder)
     with World.join(device or "cpu") as world, assemble(plan, world) as run:
         masters = run.stepper.update.masters
-        for _, master in masters.held() if device and masters.home else ():
+        for _, master in masters.named_tensors() if device and masters.home else ():
             device.keeps_on_host(master)
         if prepare is not None:
             prepare(run)

@@ -17,14 +17,14 @@ from sley_models.config import LlamaConfig
 from sley_models.hf_config import CONFIG, IDS, read_config, to_hf_config
 
 if TYPE_CHECKING:
-    from sley_core.api.files import Tensors
+    from sley_core.api.files import TensorReader
     from sley_core.api.plan import Plan
 
 GENERATION = "generation_config.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def export_hugging_face(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> list[str]:
+def export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> list[str]:
     """Writes the weights in `source`, under registry names, as a Llama, Qwen2 or Qwen3 of transformers to the new folder `out`.
 
     Returns the names of the weight files. Raises UsageError "export-format" for options that no such model has, and RunError

@@ -22,7 +22,7 @@ def sley_records() -> list[ModelRecord]:
             config=LlamaConfig,
             build="sley_models.llama:layers",
             exports={"huggingface": "sley_models.export:export_hugging_face"},
-            names_are_own=True,
+            uses_layer_names=True,
         )
     ]
 

@@ -1,6 +1,6 @@
 """The communicators of messages between stages: one per direction, and one on the host if tensors are on a device.
 
-up    from a stage to a later one     ┐ two lanes of the group `pp`
+up    from a stage to a later one     ┐ two channels of the group `pp`
 down  from a stage to an earlier one  ┘
 host  the group `control`; for headers and announcements if tensors are on a device, which otherwise use up and down too
 
@@ -52,8 +52,11 @@ class Channels:
         self.via_host = False
         self._control = groups["control"]
         self._connected_peers: set[int] = set()
-        # The lanes of a fake world have their own backend, so there the device of the tensors tells whether gloo would be used.
-        self._is_gloo = not separate_header or any(dist.get_backend(lane) == "gloo" for lane in self.group.lanes.values())
+        # The channels of a fake world have their own backend, so there the device of the tensors tells whether gloo would be
+        # used.
+        self._is_gloo = not separate_header or any(
+            dist.get_backend(channel) == "gloo" for channel in self.group.channels.values()
+        )
         self.sent = SentBytes()
 
     @property
@@ -84,8 +87,8 @@ class Channels:
         self.sent.add_message(sum(piece.nbytes for piece in pieces))
         pending = [self.send_host(header, peer, label) for header in headers]
         if body.numel():
-            group, lane, coord = self._tensor_route(self.stage, peer, peer)
-            pending.append(group.send(body, lane, coord, what=label))
+            group, channel, coord = self._tensor_route(self.stage, peer, peer)
+            pending.append(group.send(body, channel, coord, what=label))
         return pending
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
@@ -93,28 +96,30 @@ class Channels:
         *headers, body = pieces
         pending = [self.receive_host(header, peer, label) for header in headers]
         if body.numel():
-            group, lane, coord = self._tensor_route(peer, self.stage, peer)
-            pending.append(group.receive(body, lane, coord, what=label))
+            group, channel, coord = self._tensor_route(peer, self.stage, peer)
+            pending.append(group.receive(body, channel, coord, what=label))
         return pending
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to send a host `tensor`, such as a header or an announcement, to stage `peer`."""
-        group, lane, coord = self._host_route(self.stage, peer, peer)
-        return group.send(tensor, lane, coord, what=label)
+        group, channel, coord = self._host_route(self.stage, peer, peer)
+        return group.send(tensor, channel, coord, what=label)
 
     def receive_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
-        group, lane, coord = self._host_route(peer, self.stage, peer)
-        return group.receive(tensor, lane, coord, what=label)
+        group, channel, coord = self._host_route(peer, self.stage, peer)
+        return group.receive(tensor, channel, coord, what=label)
 
     def _tensor_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns group, lane and the index of `peer` in the group, for message tensors from stage `sender` to `receiver`."""
+        """Returns group, channel and the index of `peer` in the group, for message tensors from stage `sender` to
+        `receiver`.
+        """
         if self.via_host:
             return self._host_route(sender, receiver, peer)
         return self.group, direction_of(sender, receiver), peer
 
     def _host_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns group, lane and the index of `peer` in the group, for host tensors from stage `sender` to `receiver`."""
+        """Returns group, channel and the index of `peer` in the group, for host tensors from stage `sender` to `receiver`."""
         if not self.separate_header:
             return self.group, direction_of(sender, receiver), peer
         return self._control, "main", self._control.ranks.index(self.group.ranks[peer])

@@ -81,7 +81,7 @@ class Link:
         """Starts a walk and, without blocking, sends `peers` the `keys` of its micro-batches.
 
         Drops the messages in flight of an earlier, failed walk. The peers' keys are compared before any of their messages is
-        received. If they differ, `take` or `drain` raises RunError `stages-differ` on both ends.
+        received. If they differ, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
         self._discard()
         self._has_backwards = False
@@ -109,7 +109,7 @@ class Link:
         self._gradients_to_receive[boundary] = description.gradients
         self._start_receives(direction_of(transfer.peer, self._stage))
 
-    def post(self, transfer: Transfer, key: Key) -> None:
+    def post_receive(self, transfer: Transfer, key: Key) -> None:
         """Starts the receive of `transfer`, or queues it until it and the earlier ones in its direction can start.
 
         Never blocks. Both ends must post and send in the same order in each direction.
@@ -119,7 +119,7 @@ class Link:
         self._queues[direction].append((transfer, key))
         self._start_receives(direction)
 
-    def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
+    def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """Blocks until the posted `transfer` has arrived, and returns its description and tensors.
 
         The memory is reused once no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the sender
@@ -176,7 +176,7 @@ class Link:
     @property
     def num_bytes(self) -> int:
         """The size of the pool's buffers in bytes, free buffers included."""
-        return sum(tensor.nbytes for _, tensor in self._pool.held())
+        return sum(tensor.nbytes for _, tensor in self._pool.named_tensors())
 
     def _discard(self) -> None:
         """Drops all transfers and announcements in flight, without waiting for them."""

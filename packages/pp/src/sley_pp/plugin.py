@@ -97,7 +97,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=config.SharedModulesConfig,
             build="sley_pp.shared:SharedModules",
             role="tie",
-            takes_shards=True,
+            accepts_shards=True,
             fixed_order=True,  # sums have two terms, whose order does not matter; the model's check refuses more
             after=("reducer",),
             summary="Sums the gradients of parameters that several stages hold.",

@@ -33,7 +33,7 @@ from sley_core.comm.progress import Members
 from sley_core.engine.refusals import UnregisteredParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model
-from sley_core.topology import DEFAULT_LANE, GroupEntry
+from sley_core.topology import DEFAULT_CHANNEL, GroupEntry
 from sley_testing.happens_before import replaced, tensors_of
 
 _PAIRED = ("send", "recv", "recv_any")
@@ -245,7 +245,7 @@ def _asked_for(communicator: str) -> str:
     members: Members = frame.f_locals["turn"].members
     if communicator.startswith((f"{members.axis}[", f"{members.axis}.")):
         return communicator
-    return GroupEntry(members.axis, DEFAULT_LANE, members.ranks).label
+    return GroupEntry(members.axis, DEFAULT_CHANNEL, members.ranks).label
 
 
 def _site() -> tuple[str, ...]:

@@ -190,7 +190,7 @@ class GradientHandlerContract:
         baseline = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
         results = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
         record, config = self._record()
-        tolerance = record.tolerance_with(config)
+        tolerance = record.tolerance_for(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} would accept a reducer that sums nothing"
         for expected, actual in zip(baseline, results, strict=True):
             expected_steps, actual_steps = expected.gradients, actual.gradients
@@ -250,7 +250,7 @@ class GradientHandlerContract:
     def test_canonical_sums_match_one_process(self, ranks_of_two: Ranks) -> None:
         """Expects the bits of one process if the record declares a fixed order, also after a failed step."""
         record, config = self._record()
-        if not record.fixed_order or record.role != "reducer" or record.tolerance_with(config):
+        if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")
         plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
         one_rank, two_ranks = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)

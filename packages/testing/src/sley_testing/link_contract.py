@@ -85,7 +85,7 @@ def abort_seconds(link: Table) -> float:
             stage_link.begin([("tokens", (2, 3))] * 2, [1])
             for step in steps:
                 if isinstance(step, Transfer) and step.op == "post":
-                    stage_link.post(step, ("tokens", (2, 3)))
+                    stage_link.post_receive(step, ("tokens", (2, 3)))
             stage_link.abort("the contract's failing step")
         return time.monotonic() - start
 
@@ -266,5 +266,5 @@ class Walker:
         random_generator = self._generator(position, micro, 1)
         return [torch.randn(leaf.shape, generator=random_generator, dtype=leaf.dtype) for leaf in description.leaves]
 
-    def _generator(self, position: int, micro: int, lane: int) -> torch.Generator:
-        return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro) * 2 + lane)
+    def _generator(self, position: int, micro: int, channel: int) -> torch.Generator:
+        return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro) * 2 + channel)

@@ -22,7 +22,7 @@ from sley_core.engine.shards import AXIS
 from sley_core.engine.update import states_of
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.topology import DEFAULT_LANE
+from sley_core.topology import DEFAULT_CHANNEL
 
 _SHOWN = 5
 
@@ -184,7 +184,7 @@ def _join(run: Run, whole: Tensor, axis: str) -> None:
     group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
     gathered = own.new_empty(group.size, *own.shape)
     # All ranks of the group use the registry order.
-    group.all_gather(gathered, own[None], what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
+    group.all_gather(gathered, own[None], what="parts of states", channel=next(iter(group.channels), DEFAULT_CHANNEL)).wait()
     own.copy_(gathered.sum(0))
 
 

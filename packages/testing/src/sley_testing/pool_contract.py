@@ -116,7 +116,7 @@ class MemoryPoolContract:
             )  # a variable, since pytest prints the operands of an assert
             assert has_memory, "trim freed the memory of a leased buffer"
             assert _is_filled(leased, 9), "trim changed a leased buffer"
-            assert leased_id in _storages(pool), "`held` lacks a leased buffer after trim"
+            assert leased_id in _storages(pool), "`named_tensors` lacks a leased buffer after trim"
         pool.trim()
         assert not _num_bytes(pool), f"without leases, the pool still holds {_num_bytes(pool)} bytes after trim"
 
@@ -133,15 +133,15 @@ class MemoryPoolContract:
         assert not num_alive, f"after trim {num_alive} of {len(references)} buffers still have their memory"
 
     def test_held_includes_leased_buffers(self) -> None:
-        """Checks `held`, which memory reports and offload managers use to find a run's memory."""
+        """Checks `named_tensors`, which memory reports and offload managers use to find a run's memory."""
         pool = self._pool()
         with ExitStack() as leases:
             for shape, dtype in SIZES:
                 buffer = leases.enter_context(pool.lease(shape, dtype, CPU))
                 is_held = storage_id(buffer) in _storages(pool)
-                assert is_held or not buffer.numel(), f"`held` lacks the leased buffer of {shape} {dtype}"
-            names = [name for name, _ in pool.held()]
-            assert len(set(names)) == len(names), f"`held` has duplicate names: {names}"
+                assert is_held or not buffer.numel(), f"`named_tensors` lacks the leased buffer of {shape} {dtype}"
+            names = [name for name, _ in pool.named_tensors()]
+            assert len(set(names)) == len(names), f"`named_tensors` has duplicate names: {names}"
 
     def test_counts_are_numbers(self) -> None:
         """Expects finite counts that do not change between calls."""
@@ -185,7 +185,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 def _storages(pool: MemoryPool) -> dict[int, int]:
     """Returns the bytes of each storage of the pool, by storage id."""
-    tensors: Sequence[Tensor] = [tensor for _, tensor in pool.held()]
+    tensors: Sequence[Tensor] = [tensor for _, tensor in pool.named_tensors()]
     return {storage_id(held_tensor): held_tensor.untyped_storage().nbytes() for held_tensor in tensors}
 
 

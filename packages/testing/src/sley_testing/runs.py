@@ -130,7 +130,7 @@ def gradients(run: Run) -> Tensors:
         if buffer.shard is not None:  # a collective of the buffer's ranks, in one order on all
             group = run.groups[buffer.shard.axis]
             whole = torch.empty_like(buffer.data)
-            group.all_gather(whole, buffer.own, what="parts of gradients", lane=next(iter(group.lanes))).wait()
+            group.all_gather(whole, buffer.own, what="parts of gradients", channel=next(iter(group.channels))).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
                 parts[param] = whole[start : start + view.numel()].view(view.shape)
     # The order of the registry is the same on all ranks of `wp`.

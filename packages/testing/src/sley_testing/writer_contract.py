@@ -25,7 +25,7 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.protocols import MetricsWriter, Rewinds
+from sley_core.protocols import MetricsWriter, RewindableWriter
 from sley_testing.plans import small_plan
 
 Point = tuple[int, str, float | None]
@@ -92,13 +92,13 @@ class MetricsWriterContract:
             folder = tmp_path / str(index)
             folder.mkdir()
             writer = self._writer(folder)
-            assert isinstance(writer, Rewinds), "the writer has no `rewind`: repeated steps would be written twice"
+            assert isinstance(writer, RewindableWriter), "the writer has no `rewind`: repeated steps would be written twice"
             for step in (1, 2, 3):
                 writer.write({"step": step, "loss": 1.0 / step})
             if reopens:
                 writer.close()
                 writer = self._writer(folder)
-                assert isinstance(writer, Rewinds)
+                assert isinstance(writer, RewindableWriter)
             writer.rewind(1)
             writer.write({"step": 2, "loss": 7.0})
             writer.close()

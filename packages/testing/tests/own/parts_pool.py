@@ -45,7 +45,7 @@ class Naive(MemoryPool):
         self.free.clear()
         return num_bytes
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         every = [*self.lent, *(one for kept in self.free.values() for one in kept)]
         return ((f"{number}", one) for number, one in enumerate(every))
 
@@ -111,8 +111,8 @@ class Frees(Naive):
     """Frees what is lent, too."""
 
     def trim(self) -> int:
-        num_bytes = sum(one.nbytes for _, one in self.held())
-        for _, one in self.held():
+        num_bytes = sum(one.nbytes for _, one in self.named_tensors())
+        for _, one in self.named_tensors():
             one.untyped_storage().resize_(0)
         self.free.clear()
         return num_bytes
@@ -129,7 +129,7 @@ class Keeps(Naive):
 class Silent(Naive):
     """Tells of what is free alone."""
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((f"{at}", one) for at, one in enumerate(one for kept in self.free.values() for one in kept))
 
 

@@ -18,7 +18,7 @@ def gathered(param, group):
     """The whole of which `param.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
     own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
-    group.all_gather(parts, own[None].contiguous(), what=param.name, lane="gather").wait()
+    group.all_gather(parts, own[None].contiguous(), what=param.name, channel="gather").wait()
     return param.shard.joined(parts)
 
 
@@ -26,7 +26,7 @@ def summed(param, group, gradient):
     """This rank's shard of the sum of all ranks' gradients of the whole."""
     parts = torch.stack([replace(param.shard, index=index).cut(gradient) for index in range(group.size)])
     received = torch.empty_like(parts)
-    group.all_to_all(received, parts, what=f"the gradient of {param.name}", lane="reduce").wait()
+    group.all_to_all(received, parts, what=f"the gradient of {param.name}", channel="reduce").wait()
     return received.sum(0)
 
 
@@ -75,7 +75,7 @@ class Naive(WeightCommunicator):
     def begin(self, actions, phase):
         pass
 
-    def during(self, action):
+    def wrap_action(self, action):
         return nullcontext()
 
     def detach(self):
@@ -162,7 +162,7 @@ class Hoards(Naive):
         self.last = next((action for action in reversed(actions) if action.kind.makes_gradients), None)
 
     @contextmanager
-    def during(self, action):
+    def wrap_action(self, action):
         yield
         if action == self.last:
             for param, total in self.sums.items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
-    from sley_core.weight_files.read import Tensors
+    from sley_core.weight_files.read import TensorReader
 
 
 class ExportFormat(StrEnum):
@@ -68,7 +68,7 @@ def export(
     say(f"{len(source.names)} tensors in {num_files}: {out}")
 
 
-def _source(run: str, *, best: bool) -> tuple[Plan, Tensors]:
+def _source(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     """Returns the plan and the weights of a checkpoint, or the newest or `best` weights of a run; prints their origin."""
     from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
@@ -93,7 +93,7 @@ def _source(run: str, *, best: bool) -> tuple[Plan, Tensors]:
     return plan or saved_plan, source
 
 
-def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, int], list[str]]:
+def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, TensorReader, Path, int], list[str]]:
     """Returns the model's exporter for a format. Raises UsageError "export-format" if it has none."""
     record = plan.model.record
     name = record.exports.get(form.value) if isinstance(record, ModelRecord) else None
@@ -101,11 +101,11 @@ def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, Tensors, Path, 
         hint = "use `--format safetensors`, which works for any model"
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
     module, _, attribute = name.partition(":")
-    exporter: Callable[[Plan, Tensors, Path, int], list[str]] = getattr(import_module(module), attribute)
+    exporter: Callable[[Plan, TensorReader, Path, int], list[str]] = getattr(import_module(module), attribute)
     return exporter
 
 
-def _export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> list[str]:
+def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> list[str]:
     """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
     Returns the files, and prints the module whose names they have.
 
@@ -114,7 +114,7 @@ def _export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: 
     from sley_core.weight_files.write import write_tensors
 
     record = plan.model.record
-    if isinstance(record, ModelRecord) and record.names_are_own:
+    if isinstance(record, ModelRecord) and record.uses_layer_names:
         module_names = ModuleNames({name: [name] for name in source.names}, "", [])
     else:
         module_names = state_dict_names(plan)

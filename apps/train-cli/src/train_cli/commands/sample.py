@@ -216,7 +216,7 @@ def _trained_on(own: Plan, plan: Plan) -> str:
     the evaluated data.
     """
     record = plan.data.record
-    if not isinstance(record, DatasetRecord) or record.trained_on is None or own.data.name != plan.data.name:
+    if not isinstance(record, DatasetRecord) or record.describe_overlap is None or own.data.name != plan.data.name:
         return ""
-    note: str = record.load(record.trained_on)(own.data.config, plan.data.config)
+    note: str = record.load(record.describe_overlap)(own.data.config, plan.data.config)
     return note

@@ -58,12 +58,12 @@ def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line per axis and lane with its groups, in the order of `entries`, or the first and last of many."""
+    """Yields a line per axis and channel with its groups, in the order of `entries`, or the first and last of many."""
     lines: dict[tuple[str, str], list[GroupEntry]] = {}
-    for entry in entries:  # the lanes of a group follow each other
-        lines.setdefault((entry.axis, entry.lane), []).append(entry)
-    for (axis, lane), every in lines.items():
-        name = axis if lane == "main" else f"{axis}.{lane}"
+    for entry in entries:  # the channels of a group follow each other
+        lines.setdefault((entry.axis, entry.channel), []).append(entry)
+    for (axis, channel), every in lines.items():
+        name = axis if channel == "main" else f"{axis}.{channel}"
         shown = "  ".join(each.label for each in every[:_MOST_GROUPS])
         if len(every) > _MOST_GROUPS:
             first, second, last = every[0], every[1], every[-1]
@@ -152,7 +152,7 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
         "world": topology.world,
         "ranks": [asdict(topology.coordinates(each)) for each in _ranks(topology, rank)],
         "groups": [
-            {"axis": each.axis, "lane": each.lane, "backend": each.backend, "ranks": list(each.ranks)}
+            {"axis": each.axis, "channel": each.channel, "backend": each.backend, "ranks": list(each.ranks)}
             for each in _groups(topology, rank)
         ],
         "gradient_handlers": list(_handlers(plan)),
@@ -163,7 +163,7 @@ def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yields the JSON entries of the gradient handlers. tolerance: the allowed relative error; 0 for exact handlers."""
     for handler in plan.gradient_handlers:
         assert isinstance(handler.record, GradientHandlerRecord), handler
-        tolerance = handler.record.tolerance_with(handler.config)
+        tolerance = handler.record.tolerance_for(handler.config)
         yield {"name": handler.name, "role": handler.record.role, "tolerance": tolerance}
 
 

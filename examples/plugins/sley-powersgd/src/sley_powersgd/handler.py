@@ -174,19 +174,19 @@ class PowerSGD(GradientHandler):
         """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the factor and, with feedback, the error of each compressed gradient: `<parameter>.q`, `<parameter>.error`."""
         for param, state in self.sums.states.items():
             yield f"{param.name}.q", state.q
             if state.error is not None:
                 yield f"{param.name}.error", state.error
 
-    def kept(self) -> dict[str, Tensor]:
-        """Returns what `held` yields, for checkpoints: with it a resumed run computes the same approximations."""
-        return dict(self.held())
+    def saved_state(self) -> dict[str, Tensor]:
+        """Returns what `named_tensors` yields, for checkpoints: with it a resumed run computes the same approximations."""
+        return dict(self.named_tensors())
 
-    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Restores what `kept` returned, for those parameters that had a state; the others start with a new one."""
+    def restore_saved_state(self, kept: Mapping[str, Tensor]) -> None:
+        """Restores what `saved_state` returned, for those parameters that had a state; the others start with a new one."""
         self.sums.states = {}
         for param in self._book:
             if (q := kept.get(f"{param.name}.q")) is not None:

@@ -20,6 +20,6 @@ class TopKConfig(Table):
     """Smaller gradients are summed whole: norms and biases are sensitive, and cost nothing."""
 
 
-def tolerance_of(config: TopKConfig) -> float:
+def compute_tolerance(config: TopKConfig) -> float:
     """Returns how much of a gradient may be left out, relative: the largest have their share of its square, or more."""
     return sqrt(1.0 - config.ratio)

@@ -74,16 +74,16 @@ class TopK(GradientHandler):
         """Returns the bytes that a step sends."""
         return self._sent.counts()
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the errors, for those who move memory."""
         yield from self._errors.items()
 
-    def kept(self) -> Mapping[str, Tensor]:
+    def saved_state(self) -> Mapping[str, Tensor]:
         """Returns the errors by the parameters' names, for checkpoints: with them the next sums are as if nothing had been."""
         return dict(self._errors)
 
-    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Takes what `kept` returned."""
+    def restore_saved_state(self, kept: Mapping[str, Tensor]) -> None:
+        """Takes what `saved_state` returned."""
         params = {param.name: param for param in self._book if param in self._store}
         self._errors = {
             name: error.to(params[name].parameter.device, copy=True) for name, error in kept.items() if name in params

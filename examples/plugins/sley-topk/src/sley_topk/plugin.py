@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem
-from sley_topk.config import TopKConfig, tolerance_of
+from sley_topk.config import TopKConfig, compute_tolerance
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
@@ -22,7 +22,7 @@ def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
             build="sley_topk.handler:TopK",
             role="reducer",
             exact=False,
-            tolerance_of=tolerance_of,
+            compute_tolerance=compute_tolerance,
             summary="sends the largest elements of each gradient, and what it left out later",
         )
     ]

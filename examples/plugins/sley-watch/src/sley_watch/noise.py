@@ -51,12 +51,12 @@ class Noise(GradientHandler):
         # All replicas, once per step: the mean over ranks of a small batch's squared norm, (R g)^2.
         self._group.all_reduce(self._own, what="the squared gradients of small batches").wait()
 
-    def kept(self) -> Mapping[str, Tensor]:
+    def saved_state(self) -> Mapping[str, Tensor]:
         """Returns the averages, which the next step's scale depends on."""
         return {"averages": self._averages}
 
-    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Takes what `kept` returned, or begins anew."""
+    def restore_saved_state(self, kept: Mapping[str, Tensor]) -> None:
+        """Takes what `saved_state` returned, or begins anew."""
         self._averages = kept["averages"].clone() if kept else torch.zeros_like(self._averages)
 
     def _scale(self) -> float:

@@ -4,7 +4,7 @@ from sley_core.weight_files.read import FLOATS as FLOATS
 from sley_core.weight_files.read import RANDOM_SETTINGS as RANDOM_SETTINGS
 from sley_core.weight_files.read import TOKENIZER as TOKENIZER
 from sley_core.weight_files.read import TensorKind as TensorKind
-from sley_core.weight_files.read import Tensors as Tensors
+from sley_core.weight_files.read import TensorReader as TensorReader
 from sley_core.weight_files.read import WeightFiles as WeightFiles
 from sley_core.weight_files.read import read_tensor as read_tensor
 from sley_core.weight_files.read import without_settings as without_settings

@@ -4,8 +4,8 @@ from sley_core.attempt import Attempt as Attempt
 from sley_core.attempt import Lineage as Lineage
 from sley_core.attempt import shortened as shortened
 from sley_core.run_state.pieces import WEIGHTS as WEIGHTS
+from sley_core.run_state.pieces import CheckpointReader as CheckpointReader
 from sley_core.run_state.pieces import Rectangle as Rectangle
-from sley_core.run_state.pieces import Saved as Saved
 from sley_core.run_state.pieces import SavedRun as SavedRun
 from sley_core.run_state.pieces import TensorPiece as TensorPiece
 from sley_core.run_state.pieces import WholeTensors as WholeTensors

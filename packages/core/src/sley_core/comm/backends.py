@@ -28,15 +28,17 @@ _GATHER, _REDUCE = (
 
 
 class CollectiveTransport(Transport):
-    """Exchanges tensors by the collectives of the communicator `lane`.
+    """Exchanges tensors by the collectives of the communicator `channel`.
 
-    name: the name of the lane. log: the exchange log of the group. is_coalesced: whether one call takes several tensors.
+    name: the name of the channel. log: the exchange log of the group. is_coalesced: whether one call takes several tensors.
     """
 
-    def __init__(self, members: Members, name: str, lane: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool) -> None:
+    def __init__(
+        self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool
+    ) -> None:
         self.members = members
         self._name = name
-        self._lane = lane
+        self._channel = channel
         self._log = log
         self._is_coalesced = is_coalesced
 
@@ -57,19 +59,19 @@ class CollectiveTransport(Transport):
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         self._log.add(self._name, Mark.of("all-to-all", what, [sent], contents))
         turn = begin_turn("all-to-all", self.members, what, self._name, sent.nbytes)
-        work = run_guarded(lambda: dist.all_to_all_single(received, sent, group=self._lane, async_op=True), turn)
+        work = run_guarded(lambda: dist.all_to_all_single(received, sent, group=self._channel, async_op=True), turn)
         return GroupWork([work], [], turn)
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return start_all_reduce(tensor, self.members, self._name, self._lane, what)
+        return start_all_reduce(tensor, self.members, self._name, self._channel, what)
 
     def _start_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
         """Starts to gather the ranks' `shards` into `wholes`; returns the works to wait for."""
         if self._is_coalesced:
-            return [getattr(self._lane, _GATHER)(list(wholes), list(shards))]
+            return [getattr(self._channel, _GATHER)(list(wholes), list(shards))]
         parts = [list(whole.view(self.members.size, *shard.shape)) for whole, shard in zip(wholes, shards, strict=True)]
         pairs = zip(parts, shards, strict=True)
-        return [dist.all_gather(rows, shard, group=self._lane, async_op=True) for rows, shard in pairs]
+        return [dist.all_gather(rows, shard, group=self._channel, async_op=True) for rows, shard in pairs]
 
     def _start_reduce(self, own_rows: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Any]:
         """Starts to sum `own_rows`, this rank's rows of each of `wholes`, in place. The other rows are undefined afterwards.
@@ -78,21 +80,21 @@ class CollectiveTransport(Transport):
         reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
         """
         if self._is_coalesced:
-            return [getattr(self._lane, _REDUCE)(list(own_rows), list(wholes))]
-        return [dist.all_reduce(whole, group=self._lane, async_op=True) for whole in wholes]
+            return [getattr(self._channel, _REDUCE)(list(own_rows), list(wholes))]
+        return [dist.all_reduce(whole, group=self._channel, async_op=True) for whole in wholes]
 
 
-def can_coalesce(lane: dist.ProcessGroup) -> bool:
+def can_coalesce(channel: dist.ProcessGroup) -> bool:
     """Returns whether the backend accepts several tensors in one call on each of its devices.
 
     gloo does not: its coalesced gather hands a device's addresses to the host, and its coalesced reduce-scatter is one
     all-reduce per tensor, each of a copy.
     """
-    return bool(dist.get_backend(lane) != "gloo")
+    return bool(dist.get_backend(channel) != "gloo")
 
 
 class MessageTransport(Transport):
-    """Sends messages over the gloo communicator `lane`, named `name`. Tensors must be on the host.
+    """Sends messages over the gloo communicator `channel`, named `name`. Tensors must be on the host.
 
         header to every peer ──> compare the peers' headers ──> their parts, received straight into the outputs
         parts to every peer  ─────────────────────────────>
@@ -102,10 +104,10 @@ class MessageTransport(Transport):
     process. Headers have a tag of their own and arrive in the order in which exchanges begin.
     """
 
-    def __init__(self, members: Members, name: str, lane: dist.ProcessGroup) -> None:
+    def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
         self.members = members
         self._name = name
-        self._lane = lane
+        self._channel = channel
         self._peers = members.peers
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
@@ -144,7 +146,7 @@ class MessageTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         """Starts gloo's own ring, which is faster than messages to every peer. The ranks' marks are not compared."""
-        return start_all_reduce(tensor, self.members, self._name, self._lane, what)
+        return start_all_reduce(tensor, self.members, self._name, self._channel, what)
 
     def _start_messages(
         self,
@@ -165,13 +167,13 @@ class MessageTransport(Transport):
 
         def start() -> Headers:
             """Starts the header, then the receives and sends of each row; returns the headers."""
-            headers = Headers(self.members, self._lane, mark)
+            headers = Headers(self.members, self._channel, mark)
             sent.extend(headers.sent)
             for output_row, input_row in zip(outputs, inputs, strict=True):
                 for output, peer in zip(output_row, self._peers, strict=True):
-                    received.append(self._lane.recv([output], peer, mark.number))
+                    received.append(self._channel.recv([output], peer, mark.number))
                 for input_part, peer in zip(input_row, self._peers, strict=True):
-                    sent.append(self._lane.send([input_part], peer, mark.number))
+                    sent.append(self._channel.send([input_part], peer, mark.number))
             return headers
 
         turn = begin_turn(operation, self.members, mark.what, self._name, mark.num_bytes)
@@ -223,18 +225,18 @@ def sends_from_host(backend: str, device: torch.device) -> bool:
 
 
 def choose_transports(
-    members: Members, lanes: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
+    members: Members, channels: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
 ) -> dict[str, Transport]:
-    """Returns the transport of each of `lanes` for tensors on `device`: messages, or the backend's collectives.
+    """Returns the transport of each of `channels` for tensors on `device`: messages, or the backend's collectives.
 
     log: records the backend's collectives, which carry no mark. Ranks compare their logs before a step ends.
     """
     transports: dict[str, Transport] = {}
-    for name, lane in lanes.items():
-        if sends_from_host(dist.get_backend(lane), device):
-            transports[name] = MessageTransport(members, name, lane)
+    for name, channel in channels.items():
+        if sends_from_host(dist.get_backend(channel), device):
+            transports[name] = MessageTransport(members, name, channel)
         else:
-            transports[name] = CollectiveTransport(members, name, lane, log, is_coalesced=can_coalesce(lane))
+            transports[name] = CollectiveTransport(members, name, channel, log, is_coalesced=can_coalesce(channel))
     return transports
 
 
@@ -251,24 +253,24 @@ def installed_transports() -> tuple[TransportRecord, ...]:
     return tuple(records)
 
 
-def common_transports(members: Members, lane: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
+def common_transports(members: Members, channel: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
     """Returns the transports that are installed on every rank. This is a collective, as connecting is."""
     local = installed_transports()
-    gather = partial(gather_values, [record.name for record in local], lane)
+    gather = partial(gather_values, [record.name for record in local], channel)
     installed = [set(names) for names in run_guarded(gather, begin_turn("comparing", members, "installed transports"))]
     return tuple(record for record in local if all(record.name in names for names in installed))
 
 
 def connect_transports(
-    members: Members, lanes: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
+    members: Members, channels: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
 ) -> dict[str, Transport]:
     """Connects `members` by the first of `records` that can connect them, for tensors on the host.
 
-    Returns a transport for each of `lanes`, or {} on all ranks. All members call it with equal records. timeout_s: the limit of
-    each wait.
+    Returns a transport for each of `channels`, or {} on all ranks. All members call it with equal records. timeout_s: the limit
+    of each wait.
     """
     for record in records:
-        connect = partial(record.load(record.connect), members, lanes, timeout_s)
+        connect = partial(record.load(record.connect), members, channels, timeout_s)
         transports: dict[str, Transport] = run_guarded(connect, begin_turn("opening", members, record.name))
         if transports:
             return transports

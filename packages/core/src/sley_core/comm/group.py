@@ -16,7 +16,7 @@ from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members
 from sley_core.comm.startup import gather_values
 from sley_core.comm.transport import Transport
-from sley_core.topology import DEFAULT_LANE
+from sley_core.topology import DEFAULT_CHANNEL
 
 Op = Literal["sum", "max", "min"]
 
@@ -90,8 +90,8 @@ class HostReceive(Pending):
 class Imitate(Protocol):
     """Simulates the exchanges of a group whose other members do not exist."""
 
-    def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, lane: str, what: str, /) -> Callable[[], None]:
-        """Simulates an exchange of `tensor` on `lane`, which fills `result`; both may be the same tensor.
+    def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, what: str, /) -> Callable[[], None]:
+        """Simulates an exchange of `tensor` on `channel`, which fills `result`; both may be the same tensor.
 
         Returns a function to call when the rank waits for it. what: the description of the exchange in errors.
         """
@@ -99,16 +99,16 @@ class Imitate(Protocol):
 
 @dataclass(frozen=True)
 class Group(Members):
-    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per lane.
+    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per channel.
 
     A group of one rank has no communicator, and every collective on it is the identity. log: records the exchanges without
     marks. imitate: simulates exchanges if the other ranks do not exist.
 
-    In the collectives below tensors are contiguous, all members make the same calls on one lane in one order, and `what`
+    In the collectives below tensors are contiguous, all members make the same calls on one channel in one order, and `what`
     describes the content, for errors.
     """
 
-    lanes: dict[str, dist.ProcessGroup]
+    channels: dict[str, dist.ProcessGroup]
     transports: dict[str, Transport] = field(default_factory=dict)
     log: ExchangeLog = field(default_factory=ExchangeLog)
     imitate: Imitate | None = field(default=None, compare=False, repr=False)
@@ -118,18 +118,24 @@ class Group(Members):
         """Returns whether other ranks of this group exist, with which this one can exchange values."""
         return self.size > 1 and self.imitate is None
 
-    def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
-        """Returns the communicator of lane `name`; a group of one rank has none."""
-        return self.lanes[name]
+    def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
+        """Returns the communicator of channel `name`; a group of one rank has none."""
+        return self.channels[name]
 
-    def transport(self, lane: str = DEFAULT_LANE) -> Transport:
-        """Returns the transport of `lane`. Call this at each use: closed groups have no transports."""
-        return SingleRankTransport() if self.size == 1 else self.transports[lane]
+    def transport(self, channel: str = DEFAULT_CHANNEL) -> Transport:
+        """Returns the transport of `channel`. Call this at each use: closed groups have no transports."""
+        return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, what: str) -> Pending:
         """Starts an all-reduce of `tensor` in place; returns its handle."""
         return self._start(
-            op, "all-reduce", tensor, tensor, DEFAULT_LANE, what, lambda lane: dist.all_reduce(tensor, OPS[op], lane, True)
+            op,
+            "all-reduce",
+            tensor,
+            tensor,
+            DEFAULT_CHANNEL,
+            what,
+            lambda channel: dist.all_reduce(tensor, OPS[op], channel, True),
         )
 
     def broadcast(self, tensor: Tensor, *, what: str) -> Pending:
@@ -139,12 +145,12 @@ class Group(Members):
             "broadcast",
             tensor,
             tensor,
-            DEFAULT_LANE,
+            DEFAULT_CHANNEL,
             what,
-            lambda lane: dist.broadcast(tensor, src=self.ranks[0], group=lane, async_op=True),
+            lambda channel: dist.broadcast(tensor, src=self.ranks[0], group=channel, async_op=True),
         )
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, what: str, channel: str = DEFAULT_CHANNEL) -> Pending:
         """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it.
 
         Both are of one size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
@@ -154,44 +160,44 @@ class Group(Members):
             "all-to-all",
             output,
             tensor,
-            lane,
+            channel,
             what,
-            lambda lane: dist.all_to_all_single(output, tensor, group=lane, async_op=True),
+            lambda channel: dist.all_to_all_single(output, tensor, group=channel, async_op=True),
         )
 
-    def all_gather(self, output: Tensor, tensor: Tensor, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
+    def all_gather(self, output: Tensor, tensor: Tensor, *, what: str, channel: str = DEFAULT_CHANNEL) -> Pending:
         """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order; returns its handle."""
         return self._start(
             "all_gather",
             "all-gather",
             output,
             tensor,
-            lane,
+            channel,
             what,
-            lambda lane: all_gather_single(output, tensor, group=lane, async_op=True),
+            lambda channel: all_gather_single(output, tensor, group=channel, async_op=True),
         )
 
-    def send(self, tensor: Tensor, lane: str, peer: int, *, what: str) -> Pending:
-        """Starts to send `tensor` to the member at coordinate `peer`, on `lane`; returns its handle.
+    def send(self, tensor: Tensor, channel: str, peer: int, *, what: str) -> Pending:
+        """Starts to send `tensor` to the member at coordinate `peer`, on `channel`; returns its handle.
 
         Calls the communicator itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the
         call.
         """
         if self.imitate is not None:
-            return SimulatedPending(self.imitate("send", tensor, tensor, lane, what))
-        turn = begin_message_turn("send", self, what, lane, self.coord, peer, tensor.nbytes)
-        message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, lane) else tensor
-        return Pending(run_guarded(lambda: self.lane(lane).send([message], peer, 0), turn), turn)
+            return SimulatedPending(self.imitate("send", tensor, tensor, channel, what))
+        turn = begin_message_turn("send", self, what, channel, self.coord, peer, tensor.nbytes)
+        message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
+        return Pending(run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn), turn)
 
-    def receive(self, tensor: Tensor, lane: str, peer: int, *, what: str) -> Pending:
+    def receive(self, tensor: Tensor, channel: str, peer: int, *, what: str) -> Pending:
         """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
         if self.imitate is not None:
-            return SimulatedPending(self.imitate("receive", tensor, tensor, lane, what))
-        turn = begin_message_turn("receive", self, what, lane, peer, self.coord, tensor.nbytes)
-        if self.needs_host_copy(tensor, lane):
+            return SimulatedPending(self.imitate("receive", tensor, tensor, channel, what))
+        turn = begin_message_turn("receive", self, what, channel, peer, self.coord, tensor.nbytes)
+        if self.needs_host_copy(tensor, channel):
             landed = torch.empty_like(tensor, device="cpu")
-            return HostReceive(run_guarded(lambda: self.lane(lane).recv([landed], peer, 0), turn), turn, landed, tensor)
-        return Pending(run_guarded(lambda: self.lane(lane).recv([tensor], peer, 0), turn), turn)
+            return HostReceive(run_guarded(lambda: self.channel(channel).recv([landed], peer, 0), turn), turn, landed, tensor)
+        return Pending(run_guarded(lambda: self.channel(channel).recv([tensor], peer, 0), turn), turn)
 
     def gather_objects(self, value: Any, *, what: str) -> list[Any]:
         """Gathers the `value` of each rank of the group `control`, in the order of ranks; blocks.
@@ -201,7 +207,7 @@ class Group(Members):
         if not self.has_peers:
             return [value] * self.size
         values: list[Any] = run_guarded(
-            lambda: gather_values(value, self.lane()), begin_turn("all-gather of objects", self, what)
+            lambda: gather_values(value, self.channel()), begin_turn("all-gather of objects", self, what)
         )
         return values
 
@@ -211,7 +217,7 @@ class Group(Members):
         operation: str,
         result: Tensor,
         tensor: Tensor,
-        lane: str,
+        channel: str,
         what: str,
         call: Callable[[dist.ProcessGroup], Any],
     ) -> Pending:
@@ -221,10 +227,10 @@ class Group(Members):
                 result.copy_(tensor)
             return Pending()
         if self.imitate is not None:
-            return SimulatedPending(self.imitate(kind, result, tensor, lane, what))
-        turn = begin_turn(operation, self, what, lane, tensor.nbytes)
-        return Pending(run_guarded(lambda: call(self.lane(lane)), turn), turn)
+            return SimulatedPending(self.imitate(kind, result, tensor, channel, what))
+        turn = begin_turn(operation, self, what, channel, tensor.nbytes)
+        return Pending(run_guarded(lambda: call(self.channel(channel)), turn), turn)
 
-    def needs_host_copy(self, tensor: Tensor, lane: str) -> bool:
+    def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
         """Returns whether a message needs a copy in host memory, since gloo reads host addresses only."""
-        return tensor.device.type != "cpu" and dist.get_backend(self.lane(lane)) == "gloo"
+        return tensor.device.type != "cpu" and dist.get_backend(self.channel(channel)) == "gloo"

@@ -30,7 +30,7 @@ from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members, Progress
 from sley_core.comm.transport import Transport, Work
 from sley_core.errors import RunError
-from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE, GroupEntry, Topology
 
 _HOST = torch.device("cpu")
 
@@ -58,7 +58,7 @@ class Groups(Mapping[str, Group]):
         (exit status -6): without `close`, in one of five successful runs.
         """
         for group in self._groups.values():
-            group.lanes.clear()
+            group.channels.clear()
             group.transports.clear()
         self.progress.store = None  # it would keep a communicator's store, and the launcher's, alive
 
@@ -71,7 +71,7 @@ def make_groups(
     timeout: timedelta,
     extra: Sequence[GroupEntry] = (),
     device: torch.device = _HOST,
-    attaches: bool = False,
+    cross_memory: bool = False,
 ) -> Groups:
     """Makes and joins every group of the table that names `rank`. All ranks of the world call this once, with equal tables.
 
@@ -79,14 +79,14 @@ def make_groups(
     `use_local_synchronization` torch still counts, and hangs if one member has joined more groups than another, as with ties of
     stages (1, 2) and (2, 3).
 
-    device: the device of exchanged tensors. attaches: whether ranks that share weights or sequences, or sum gradients, may use
-    cross-memory attach; only on the host, with gloo. extra: plugins' groups; a rank that no line of such an axis names has a
-    group of one. backend: the backend of lines that are not marked `gloo`. Lines with the same members and lane share one
+    device: the device of exchanged tensors. cross_memory: whether ranks that share weights or sequences, or sum gradients, may
+    use cross-memory attach; only on the host, with gloo. extra: plugins' groups; a rank that no line of such an axis names has
+    a group of one. backend: the backend of lines that are not marked `gloo`. Lines with the same members and channel share one
     communicator, since all members start their exchanges in one order anyway.
 
     Raises RunError `group-failed` if a member does not join within `timeout`.
     """
-    lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
+    channels: dict[str, dict[str, dist.ProcessGroup]] = {}
     communicators: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup | None] = {}
     lines = []
     for entry in [*topology.groups(), *extra]:
@@ -96,29 +96,29 @@ def make_groups(
         if len(entry.ranks) == 1:
             continue
         backend_name = "gloo" if entry.backend == "gloo" else backend
-        key = (entry.ranks, entry.lane, backend_name)
+        key = (entry.ranks, entry.channel, backend_name)
         if key not in communicators:
             communicators[key] = make_communicator(entry, rank, backend_name, timeout)
         communicator = communicators[key]
         assert (communicator is not None) == is_member, f"rank {rank} of {entry.label}: {communicator}"
         if communicator is not None:
-            lanes.setdefault(entry.axis, {})[entry.lane] = communicator
-    control = lanes.get("control", {}).get(DEFAULT_LANE)
+            channels.setdefault(entry.axis, {})[entry.channel] = communicator
+    control = channels.get("control", {}).get(DEFAULT_CHANNEL)
     # Only the ranks of this run share it; without peers there is none.
     store = control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
     progress = Progress(store=store, timeout_s=timeout.total_seconds())
     groups = {}
     for axis, ranks in members_of(lines, extra, rank).items():
-        log, axis_lanes = ExchangeLog(), lanes.get(axis, {})
-        transports = choose_transports(Members(axis, ranks, rank, progress=progress), axis_lanes, log, device)
-        groups[axis] = Group(axis, ranks, rank, axis_lanes, transports, log, progress=progress)
-    if attaches and topology.world > 1 and sends_from_host(backend, device):
-        records = common_transports(groups["control"], lanes["control"][DEFAULT_LANE])
+        log, axis_channels = ExchangeLog(), channels.get(axis, {})
+        transports = choose_transports(Members(axis, ranks, rank, progress=progress), axis_channels, log, device)
+        groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, progress=progress)
+    if cross_memory and topology.world > 1 and sends_from_host(backend, device):
+        records = common_transports(groups["control"], channels["control"][DEFAULT_CHANNEL])
         # Connecting is a collective: all ranks connect the same axes in the same order.
         for group in (groups[axis] for axis in axes_with_cma(topology, extra)):
             if group.size > 1:
                 same = Members(group.axis, group.ranks, group.rank, progress=group.progress)
-                group.transports.update(connect_transports(same, group.lanes, records, timeout.total_seconds()))
+                group.transports.update(connect_transports(same, group.channels, records, timeout.total_seconds()))
     return Groups(groups, progress)
 
 
@@ -140,7 +140,7 @@ def axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str,
     """
     weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
     sequences = ("sp",) if topology.sp > 1 else ()
-    return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.attaches))
+    return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.cross_memory))
 
 
 def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -187,32 +187,36 @@ class Simulation:
     """Replaces communication in a fake world."""
 
     def groups(
-        self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, attaches: bool
+        self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, cross_memory: bool
     ) -> Groups:
         """Makes this rank's groups without peers; the counterpart of `make_groups`."""
         lines = [entry for entry in (*topology.groups(), *extra) if rank in entry.ranks]
-        lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
+        channels: dict[str, dict[str, dist.ProcessGroup]] = {}
         for entry in lines:
             if len(entry.ranks) > 1:
                 communicator = make_communicator(entry, rank, "fake", timeout)
                 assert communicator is not None, entry.label
-                lanes.setdefault(entry.axis, {})[entry.lane] = communicator
-        axes = axes_with_cma(topology, extra) if attaches else ()
+                channels.setdefault(entry.axis, {})[entry.channel] = communicator
+        axes = axes_with_cma(topology, extra) if cross_memory else ()
         progress = Progress(timeout_s=timeout.total_seconds())
         groups = {}
         for axis, ranks in members_of(lines, extra, rank).items():
-            members, axis_lanes = Members(axis, ranks, rank, progress=progress), lanes.get(axis, {})
-            transports = self.transports(members, axis_lanes, attaches=axis in axes)
+            members, axis_channels = Members(axis, ranks, rank, progress=progress), channels.get(axis, {})
+            transports = self.transports(members, axis_channels, cross_memory=axis in axes)
             imitate = partial(self.imitate, members)
-            groups[axis] = Group(axis, ranks, rank, axis_lanes, transports, progress=progress, imitate=imitate)
+            groups[axis] = Group(axis, ranks, rank, axis_channels, transports, progress=progress, imitate=imitate)
         return Groups(groups, progress)
 
-    def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
-        """Returns a transport for each of `lanes`. attaches: whether ranks of one host would read each other's memory."""
-        return dict.fromkeys(lanes, SilentTransport())
+    def transports(
+        self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
+    ) -> dict[str, Transport]:
+        """Returns a transport for each of `channels`. cross_memory: whether ranks of one host would read each other's
+        memory.
+        """
+        return dict.fromkeys(channels, SilentTransport())
 
     def imitate(
-        self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, lane: str, what: str
+        self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, what: str
     ) -> Callable[[], None]:
         """Simulates an exchange of `members` (`Imitate`): the result keeps its contents."""
         return nothing

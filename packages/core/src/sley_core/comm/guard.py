@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch expor
 from sley_core.comm.marks import HINT as ONE_ORDER
 from sley_core.comm.progress import Members
 from sley_core.errors import RunError
-from sley_core.topology import DEFAULT_LANE
+from sley_core.topology import DEFAULT_CHANNEL
 
 HINT = "another rank of the group stopped, or did not come within [limits] collective_timeout_s"
 
@@ -69,17 +69,19 @@ class Turn(NamedTuple):
         return RunError("collective-failed", message + "".join(details), hint=HINT)
 
 
-def begin_turn(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
-    """Counts an exchange of all `members` on `lane` and returns its turn. what: the description of the content, for errors."""
-    return _begin_turn(operation, members, what, f"{members.axis} {lane}", None, num_bytes)
+def begin_turn(operation: str, members: Members, what: str, channel: str = DEFAULT_CHANNEL, num_bytes: int = 0) -> Turn:
+    """Counts an exchange of all `members` on `channel` and returns its turn. what: the description of the content, for
+    errors.
+    """
+    return _begin_turn(operation, members, what, f"{members.axis} {channel}", None, num_bytes)
 
 
 def begin_message_turn(
-    operation: str, members: Members, what: str, lane: str, sender: int, receiver: int, num_bytes: int = 0
+    operation: str, members: Members, what: str, channel: str, sender: int, receiver: int, num_bytes: int = 0
 ) -> Turn:
-    """Counts a message on `lane` between two coordinates of `members` and returns its turn. Both ends call it."""
+    """Counts a message on `channel` between two coordinates of `members` and returns its turn. Both ends call it."""
     peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
-    return _begin_turn(operation, members, what, f"{members.axis} {lane} {sender}>{receiver}", peer, num_bytes)
+    return _begin_turn(operation, members, what, f"{members.axis} {channel} {sender}>{receiver}", peer, num_bytes)
 
 
 def _begin_turn(operation: str, members: Members, what: str, queue: str, peer: int | None, num_bytes: int) -> Turn:

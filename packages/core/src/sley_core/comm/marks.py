@@ -110,25 +110,26 @@ class ExchangeSummary(NamedTuple):
 
 
 class ExchangeLog:
-    """Logs the exchanges of one group since the last `clear`, in order on each lane.
+    """Logs the exchanges of one group since the last `clear`, in order on each channel.
 
     A backend's collectives carry no mark, so ranks that exchange different tensors get wrong numbers. Each rank therefore keeps
-    one checksum of a step's marks per lane. The ranks compare them before the step ends, and change no weight if they differ.
+    one checksum of a step's marks per channel. The ranks compare them before the step ends, and change no weight if they
+    differ.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[str, int] = {}
+        self._channels: dict[str, int] = {}
         self._count = 0
         self._last = ""
 
-    def add(self, lane: str, mark: Mark) -> None:
-        self._lanes[lane] = zlib.crc32(mark.number.to_bytes(4, "little"), self._lanes.get(lane, 0))
+    def add(self, channel: str, mark: Mark) -> None:
+        self._channels[channel] = zlib.crc32(mark.number.to_bytes(4, "little"), self._channels.get(channel, 0))
         self._count += 1
         self._last = mark.what
 
     def clear(self) -> None:
         """Discards the log at the start of a step or an evaluation."""
-        self._lanes.clear()
+        self._channels.clear()
         self._count = 0
         self._last = ""
 
@@ -137,6 +138,6 @@ class ExchangeLog:
         if not self._count:
             return None
         number = 0
-        for lane, value in sorted(self._lanes.items()):
-            number = zlib.crc32(f"{lane} {value}".encode(), number)
+        for channel, value in sorted(self._channels.items()):
+            number = zlib.crc32(f"{channel} {value}".encode(), number)
         return ExchangeSummary(ranks, self._count, number, self._last)

@@ -94,7 +94,7 @@ class Wait(NamedTuple):
 class Progress:
     """Records the exchanges and waits of one rank in one run, in all its groups.
 
-    A queue is a sequence of exchanges that the members of a group start in one order: the collectives of one lane, or the
+    A queue is a sequence of exchanges that the members of a group start in one order: the collectives of one channel, or the
     messages from one rank to another. numbers: the number of started exchanges per queue. recent: the last `NUM_RECENT` of each
     queue. store: the store for the records of failed waits, if there is one. timeout_s: the time limit of waits. step_progress:
     the position in the action list. follow_wait: called after each wait with the exchange and the start time of the wait by

@@ -8,7 +8,7 @@
     CmaTransport         CPUs of one host    ranks read each other's memory (cross-memory attach)
     SingleRankTransport  a group of one      the identity
 
-A group has one transport per lane, chosen when groups are made (`backends`). All ranks call it in one order, with equal
+A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in one order, with equal
 numbers and shapes of tensors, and equal descriptions `what`. `MessageTransport` and CMA send a mark first, so different
 exchanges are an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a step ends
 (`marks`). An all-reduce of gloo or NCCL does neither.
@@ -85,7 +85,7 @@ class Published(Gatherer, Protocol):
 
 
 class Transport(Gatherer, Protocol):
-    """Exchanges tensors with the other members of a group on one lane."""
+    """Exchanges tensors with the other members of a group on one channel."""
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
         """Publishes the contiguous `shards`, which are constant until `wait_sent` of the result.
@@ -145,16 +145,16 @@ _HEADER_TAG = 0
 
 
 class Headers:
-    """The headers of one exchange on `lane`, in flight from construction; the caller waits for `sent`."""
+    """The headers of one exchange on `channel`, in flight from construction; the caller waits for `sent`."""
 
-    def __init__(self, members: Members, lane: dist.ProcessGroup, mark: Mark) -> None:
+    def __init__(self, members: Members, channel: dist.ProcessGroup, mark: Mark) -> None:
         self._members = members
         self._mark = mark
         self._peers = members.peers
         self._received = torch.empty(len(self._peers), HEADER_BYTES, dtype=torch.uint8)
         header = mark.header()
-        self.works = [lane.recv([row], peer, _HEADER_TAG) for row, peer in zip(self._received, self._peers, strict=True)]
-        self.sent = [lane.send([header], peer, _HEADER_TAG) for peer in self._peers]
+        self.works = [channel.recv([row], peer, _HEADER_TAG) for row, peer in zip(self._received, self._peers, strict=True)]
+        self.sent = [channel.send([header], peer, _HEADER_TAG) for peer in self._peers]
 
     def compare(self) -> None:
         """Raises RunError `ranks-differ` if a peer's mark differs."""
@@ -221,7 +221,7 @@ class GroupWork(Work):
             run_guarded(work.wait, self._turn)
 
 
-def start_all_reduce(tensor: Tensor, members: Members, name: str, lane: dist.ProcessGroup, what: str) -> Work:
-    """Starts the backend's all-reduce of `tensor`, in place, on `lane`, named `name`. The ranks' marks are not compared."""
+def start_all_reduce(tensor: Tensor, members: Members, name: str, channel: dist.ProcessGroup, what: str) -> Work:
+    """Starts the backend's all-reduce of `tensor`, in place, on `channel`, named `name`. The ranks' marks are not compared."""
     turn = begin_turn("all-reduce", members, what, name, tensor.nbytes)
-    return GroupWork([run_guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), turn)], [], turn)
+    return GroupWork([run_guarded(lambda: dist.all_reduce(tensor, group=channel, async_op=True), turn)], [], turn)

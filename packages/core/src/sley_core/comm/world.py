@@ -121,16 +121,16 @@ class World(AbstractContextManager["World"]):
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def groups(
-        self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, attaches: bool = False
+        self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, cross_memory: bool = False
     ) -> Groups:
         """Makes this rank's groups, first the topology's, then `extra`; a collective over the world.
 
-        attaches: whether CPU ranks of one host may read each other's memory (cross-memory attach).
+        cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
         timeout, device = timedelta(seconds=timeout_s), self.device
         if self.simulation is not None:
-            groups = self.simulation.groups(topology, self.rank, timeout, extra, attaches=attaches)
+            groups = self.simulation.groups(topology, self.rank, timeout, extra, cross_memory=cross_memory)
         else:
             groups = make_groups(
                 topology,
@@ -139,7 +139,7 @@ class World(AbstractContextManager["World"]):
                 timeout=timeout,
                 extra=extra,
                 device=device.torch_device,
-                attaches=attaches,
+                cross_memory=cross_memory,
             )
         self.created.append(groups)
         return groups

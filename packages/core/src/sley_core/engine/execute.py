@@ -116,7 +116,7 @@ class Executor:
             state.enter(step)
             with (
                 record_function(str(step)) if is_profiled else nullcontext(),
-                nullcontext() if self.weights is None else self.weights.during(step),
+                nullcontext() if self.weights is None else self.weights.wrap_action(step),
             ):
                 self._run_action(step, micro, batch, weight, total)
             state.leave(step)
@@ -152,7 +152,7 @@ class Executor:
                 self.crossing.transfer(step)
                 continue
             micro = state.micro_step(step, Phase.EVALUATE)
-            with nullcontext() if self.weights is None else self.weights.during(step):
+            with nullcontext() if self.weights is None else self.weights.wrap_action(step):
                 self._forward(micro, InFlight(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
@@ -471,7 +471,7 @@ class Crossing:
         """Posts the receive, or starts the send, that the list's entry `step` names. Does not block."""
         assert self.link is not None, f"{step} without a link"
         if step.op == "post":
-            self.link.post(step, self._keys[step.micro])
+            self.link.post_receive(step, self._keys[step.micro])
         else:
             description, tensors = self._outgoing.pop((step.flow, step.chunk, step.micro))
             self.link.send(step, description, tensors, self._keys[step.micro])
@@ -483,7 +483,7 @@ class Crossing:
             return self._local.pop(spot)
         assert self.link is not None, f"nothing for {spot}"
         peer = self._peer(flow, chunk)
-        return self.link.take(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
+        return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
         """Stores a value for the neighbour of `chunk`. If that is on another stage, the next entry of the list sends it."""

@@ -158,7 +158,7 @@ class GradientStore:
             + sum(tensor.nbytes for tensor in self.reduction.partial_sums())
         )
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and view of each gradient, even without memory, and each partial sum."""
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
@@ -196,7 +196,7 @@ class GradientStore:
         self.put_rows(param, indices, rows)
         self.count_pass(param)
 
-    def add_micros(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
+    def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
         """Adds contributions by global micro-batch number, also of other ranks' micro-batches, for a fixed order of sums."""
         for micro, gradient in gradients.items():
             self.put(param, gradient, layer, micro)

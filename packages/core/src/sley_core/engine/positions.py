@@ -230,13 +230,15 @@ def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tens
 
 
 class PositionProbe:
-    """Probes each layer once. fields: the declaration of a slice of `length` positions. apart: patterns of skipped layers."""
+    """Probes each layer once. fields: the declaration of a slice of `length` positions. unchecked_layers: patterns of skipped
+    layers.
+    """
 
-    def __init__(self, fields: Mapping[str, Field], length: int, apart: Sequence[str]) -> None:
+    def __init__(self, fields: Mapping[str, Field], length: int, unchecked_layers: Sequence[str]) -> None:
         dims = [field.sequence_dim for field in fields.values() if field.sequence_dim is not None]
         self.dim = dims[0] if dims else 0
         self.length = length if dims else 0
-        self.apart = apart
+        self.unchecked_layers = unchecked_layers
         self._asked: set[str] = set()
 
     def should_probe(self, layer: Layer, micro: MicroStep) -> bool:
@@ -244,7 +246,7 @@ class PositionProbe:
         if micro.phase is not Phase.TRAIN or layer.name in self._asked or self.length < 3:
             return False
         self._asked.add(layer.name)
-        return not any(fnmatchcase(layer.name, pattern) for pattern in self.apart)
+        return not any(fnmatchcase(layer.name, pattern) for pattern in self.unchecked_layers)
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
         """Returns `first(args, fields)`. second: the same call without a policy. Raises RunError "sequence-mixing"."""
@@ -270,7 +272,7 @@ class PositionProbe:
                         "`sp` have slices",
                         path=("sequence", "use"),
                         hint="train such a model with `sp = 1`; if it may see slices alone, name the layer in "
-                        "`[sequence] apart`",
+                        "`[sequence] unchecked_layers`",
                     )
         finally:
             _RUNNING.reset(token)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.accumulators import Accumulator, LooseAccumulator
-from sley_core.topology import DEFAULT_LANE
+from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group
@@ -128,12 +128,14 @@ class Reduction:
     def clear(self) -> None:
         """Frees the memory of `partial_sums`."""
 
-    def concurrent_micros(self, group: Group) -> range | None:
+    def concurrent_microbatches(self, group: Group) -> range | None:
         """Returns the micro-batches that the ranks of `group` run now, if their gradients must be added one by one."""
         return None
 
-    def sums(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums | None:
-        """Returns the sums over ranks that a reducer must use; None if any order is right. lane: the lane of the groups."""
+    def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
+        """Returns the sums over ranks that a reducer must use; None if any order is right. channel: the channel of the
+        groups.
+        """
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:

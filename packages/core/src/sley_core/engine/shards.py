@@ -165,7 +165,7 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
         alike = {param: own for param, own in sharded.items() if own.dtype == dtype}
         sent = torch.cat([own.reshape(-1) for own in alike.values()])
         received = sent.new_empty((groups[AXIS].size, sent.numel()))
-        groups[AXIS].all_gather(received, sent[None], what="parts of parameters", lane="gather").wait()
+        groups[AXIS].all_gather(received, sent[None], what="parts of parameters", channel="gather").wait()
         slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
         for (param, own), every in zip(alike.items(), slices, strict=True):
             assert param.shard is not None, param

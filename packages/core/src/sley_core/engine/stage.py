@@ -19,7 +19,7 @@ from sley_core.engine.registry import Stages, tie_axis, ties
 from sley_core.errors import PlanError
 from sley_core.plan.check import has_tie_handler
 from sley_core.records import PartitionerRecord, ScheduleRecord
-from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
+from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
@@ -125,7 +125,7 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
     """Returns the groups that sum ties: for each tie and rank offset, the ranks at that offset in the stages of the tie."""
     size = topology.ranks_per_stage
     return [
-        GroupEntry(tie_axis(stages), DEFAULT_LANE, tuple(number * size + place for number in stages))
+        GroupEntry(tie_axis(stages), DEFAULT_CHANNEL, tuple(number * size + place for number in stages))
         for stages in stage.ties
         for place in range(size)
     ]

@@ -270,7 +270,7 @@ class Masters:
         """Bytes of the masters; 0 if the parameters are stepped directly."""
         return sum(flat.num_bytes for flat in self._flats)
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of each master; none if the parameters are stepped directly."""
         for stepped in self.stepped:
             if self.has_master(stepped):

@@ -125,7 +125,7 @@ class DevicePool(MemoryPool):
         self._free.clear()
         return num_bytes
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every block, lent or free, as (name, uint8 tensor)."""
         num_lent = len(self._lent)
         for number, block in enumerate(self._blocks()):
@@ -219,10 +219,10 @@ class Pools:
                 raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
         return self.pools[key]
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that the pools report, named `pool.what`."""
         for name, pool in self.pools.items():
-            yield from ((f"{name}.{what}", tensor) for what, tensor in pool.held())
+            yield from ((f"{name}.{what}", tensor) for what, tensor in pool.named_tensors())
 
     def labels(self) -> Mapping[str, MemoryPool]:
         """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""

@@ -127,7 +127,7 @@ class OffloadManager(Protocol):
 class Holds(Protocol):
     """Reports device memory that it keeps between steps; for any live object: a gradient handler, a pool, a stage link."""
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yields name and tensor of everything it keeps; the same tensors as long as it uses them, with or without memory."""
         ...
 

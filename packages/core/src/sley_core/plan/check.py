@@ -212,7 +212,7 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
         record = handler.record
         if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
             continue
-        if not record.fixed_order or record.tolerance_with(handler.config):
+        if not record.fixed_order or record.tolerance_for(handler.config):
             message = f"`{handler.name}` sums in an order, or to a precision, of its own"
             yield _canonical_problem(
                 ("gradient_handlers", number, "use"), message, "take `core.each`, `dp.bucketed` or `dp.sharded`"
@@ -292,7 +292,7 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
             yield Problem(path, message, f"move its table {word} that of `{other}`", "handler-order")
     reducer = ""
     for path, name, record in handlers:
-        if reducer and record.role in ("tie", "transform") and not record.takes_shards:
+        if reducer and record.role in ("tie", "transform") and not record.accepts_shards:
             message = f"`{name}` works on whole gradients, of which `{reducer}` leaves a part to each rank"
             yield Problem(path, message, "take a reducer such as `dp.bucketed`", "handler-shards")
         if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:

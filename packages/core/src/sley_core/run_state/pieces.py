@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sley_core.attempt import Lineage, parse_lineage
 from sley_core.errors import RunError
-from sley_core.weight_files.read import TensorKind, Tensors
+from sley_core.weight_files.read import TensorKind, TensorReader
 from sley_core.weight_files.write import DTYPES
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _union(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return union
 
 
-class Saved(Tensors, Protocol):
+class CheckpointReader(TensorReader, Protocol):
     """A checkpoint that can be read: its description, and tensors under the names of `TrainingState.pieces`."""
 
     @property

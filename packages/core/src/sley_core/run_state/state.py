@@ -17,10 +17,10 @@ from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import plan_from_text, replace_values
 from sley_core.plan.write import check_changes, compare_plans
-from sley_core.protocols import Checkpointer, CheckpointFiles, Restored
+from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
 from sley_core.records import CheckpointerRecord
 from sley_core.run_state.best import Best
-from sley_core.run_state.pieces import BUFFERS, WEIGHTS, Saved, SavedRun, TensorPiece
+from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
 from sley_core.run_state.tensors import Restoring, RunTensors, generators, restore_generators
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TrainingState:
         topology = self.parts.topology
         return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
 
-    def restore(self, saved: Saved) -> list[str]:
+    def restore(self, saved: CheckpointReader) -> list[str]:
         """Restores the run from a checkpoint of any layout; returns notes for the user. All ranks call it.
 
         Raises on all ranks alike, with nothing changed: PlanError "resume-differs" and "data-changed" for changes with which
@@ -238,7 +238,7 @@ class NoCheckpointer(Checkpointer):
         """Saves as the default checkpointer. Raises PluginError "plugin-missing" with the package to install."""
         return self._imported().save(path, step)
 
-    def load(self, path: str | Path, *, anew: bool) -> Restored | None:
+    def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
         """Loads as the default checkpointer. Without it, "auto" finds nothing, and the run begins if it has saved nothing."""
         try:
             default = self._imported()
@@ -246,10 +246,10 @@ class NoCheckpointer(Checkpointer):
             known = self._state.attempt.known
             if str(path) != AUTO or (known is not None and (known.saved >= 0 or known.origin)):
                 raise
-            if not anew and self._state.attempt.folder is not None:
-                self._state.attempt.refuse_to_begin_anew(f"`{self._state.folder}`")
+            if not allow_fresh_start and self._state.attempt.folder is not None:
+                self._state.attempt.refuse_fresh_start(f"`{self._state.folder}`")
             return None
-        return default.load(path, anew=anew)
+        return default.load(path, allow_fresh_start=allow_fresh_start)
 
     def close(self) -> None:
         if self._default is not None:

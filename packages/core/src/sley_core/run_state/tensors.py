@@ -35,7 +35,7 @@ from sley_core.optim.shared import (
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
-from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, Region, Saved, TensorPiece, region_of
+from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, TensorPiece, region_of
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sley_core.engine.weights import Stepped
     from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import Keeps
+    from sley_core.protocols import Stateful
     from sley_core.weight_files.read import TensorKind
 
 OPTIONS = "options/"
@@ -59,7 +59,7 @@ class RunTensors:
     """Collects the tensors of one rank. per_rank: patterns of buffers that may differ. keepers: by their place in the plan."""
 
     def __init__(
-        self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], keepers: Mapping[str, Keeps]
+        self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], keepers: Mapping[str, Stateful]
     ) -> None:
         self.parts = parts
         self.update = update
@@ -99,7 +99,7 @@ class RunTensors:
         for name, buffer, differs in self.buffers():
             for place in (BUFFERS + name, *([self.own_name(BUFFERS + name)] if differs else [])):
                 yield place, Region(tuple(buffer.shape)), buffer
-        kept = {place: keeper.kept() for place, keeper in self.keepers.items()}
+        kept = {place: keeper.saved_state() for place, keeper in self.keepers.items()}
         kept["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
         for place, tensors in kept.items():
             for name, tensor in tensors.items():
@@ -241,7 +241,7 @@ def _built(node: Any, place: tuple[str | int, ...], kinds: Mapping[tuple[str | i
 class Restoring:
     """Restores one rank from one checkpoint. is_same_layout: whether ranks and layout are those that wrote the checkpoint."""
 
-    def __init__(self, tensors: RunTensors, saved: Saved, *, is_same_layout: bool) -> None:
+    def __init__(self, tensors: RunTensors, saved: CheckpointReader, *, is_same_layout: bool) -> None:
         self.tensors = tensors
         self.saved = saved
         self.is_same_layout = is_same_layout
@@ -307,9 +307,9 @@ class Restoring:
         for place, keeper in self.tensors.keepers.items():
             prefix = self.tensors.own_name(f"{place}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
-            keeper.restore_kept({name.removeprefix(prefix): self.saved.tensor(name) for name in names})
+            keeper.restore_saved_state({name.removeprefix(prefix): self.saved.tensor(name) for name in names})
             if not self.is_same_layout and any(f"/{place}/" in name for name in self.names):
-                self.notes.append(f"{place} begins anew: what it kept belongs to another layout")
+                self.notes.append(f"{place} begins allow_fresh_start: what it kept belongs to another layout")
 
     def _extra(self) -> None:
         """Sets extra states of modules: this rank's own in the same layout, else those of the first rank, with a note."""
@@ -358,7 +358,7 @@ class Restoring:
         return own
 
 
-def extra_states(saved: Saved) -> dict[str, str]:
+def extra_states(saved: CheckpointReader) -> dict[str, str]:
     """Returns, by the name of each extra state, where the first rank that has it keeps it in the checkpoint."""
     places: dict[str, str] = {}
     for place in saved.names:
@@ -368,7 +368,7 @@ def extra_states(saved: Saved) -> dict[str, str]:
     return places
 
 
-def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
+def load_one(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
     """Restores the optimizer's state of the parameter `name`, in an optimizer of this parameter alone, whole, on the host."""
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
@@ -380,13 +380,13 @@ def load_one(optimizer: torch.optim.Optimizer, saved: Saved, name: str) -> None:
     load_optimizer_state(optimizer, {key: joined(state_leaves)}, [options], _shared(saved), begun, {key: dtype})
 
 
-def _shared(saved: Saved) -> Shared:
+def _shared(saved: CheckpointReader) -> Shared:
     """Returns the values that the optimizer keeps for all of its parameters together, besides options."""
     every = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(place): value for place, value in every}
 
 
-def _by_parameter(saved: Saved) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
+def _by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
     """Returns, by parameter, the names of its states in the checkpoint, each with its path; tensors and values."""
     states: dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]] = {}
     for name in [*saved.names, *saved.description.values]:
@@ -401,7 +401,7 @@ def _by_parameter(saved: Saved) -> dict[str, list[tuple[str, tuple[tuple[str, st
 class SavedWeights:
     """The weights of the checkpoint `saved` by names of the registry, and its buffers: masters, and after `eval()`."""
 
-    def __init__(self, saved: Saved, plan: Plan) -> None:
+    def __init__(self, saved: CheckpointReader, plan: Plan) -> None:
         self.saved = saved
         self._plan = plan
         self._origin = extra_states(saved) | {
@@ -428,7 +428,7 @@ class SavedWeights:
         return parameter.detach()
 
 
-def plan_and_weights(saved: Saved) -> tuple[Plan, SavedWeights]:
+def plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
     """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights. Copies of files in the run's
     folder take the place of those that the plan names, if the checkpoint lies in that folder.
     """

@@ -35,7 +35,7 @@ class TensorKind(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Tensors(Protocol):
+class TensorReader(Protocol):
     """Gives whole tensors, one at a time: from a folder of files, or a checkpoint."""
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sley_core.errors import RunError
 from sley_core.sizes import split_by_size
-from sley_core.weight_files.read import INDEX, SINGLE, Tensors
+from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
 from sley_core.whole_files import sync_names
 
 FILE_BYTES = 5 * 10**9
@@ -238,7 +238,7 @@ def discard(folder: Path) -> None:
 
 def write_tensors(
     out: Path,
-    source: Tensors,
+    source: TensorReader,
     names: Iterable[tuple[str, str]],
     max_file_bytes: int,
     more: Callable[[Path], None] | None = None,

@@ -55,7 +55,7 @@ class StepListener:
     def __init__(self) -> None:
         self._copies = 0
 
-    def on_exchange(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+    def on_exchange(self, kind: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
         """Handles the start of an exchange of `num_bytes`. Returns a function that the caller runs when the rank waits for the
         exchange.
         """
@@ -230,12 +230,12 @@ class FakeWork(CompletedWork):
 
 @dataclass(eq=False)
 class FakeTransport(Transport):
-    """A fake stand-in for the transport of `lane`. scratch_rows: returns the rows of scratch memory that a caller needs for a
-    shard of n rows. scratch: allocates the memory needed to sum a tensor.
+    """A fake stand-in for the transport of `channel`. scratch_rows: returns the rows of scratch memory that a caller needs for
+    a shard of n rows. scratch: allocates the memory needed to sum a tensor.
     """
 
     members: Members
-    lane: str
+    channel: str
     on_begin: Callable[[Collective, str, str, int], Callable[[], None]]
     scratch_rows: Callable[[int], int]
     scratch: Callable[[Tensor], object]
@@ -258,7 +258,7 @@ class FakeTransport(Transport):
 
     def _begin(self, kind: Collective, tensors: Sequence[Tensor], reduced: Sequence[Tensor] = ()) -> Work:
         """Reports the exchange. reduced: the tensors that this rank sums one after the other."""
-        on_wait = self.on_begin(kind, self.members.axis, self.lane, sum(tensor.nbytes for tensor in tensors))
+        on_wait = self.on_begin(kind, self.members.axis, self.channel, sum(tensor.nbytes for tensor in tensors))
 
         def reduce() -> None:
             for tensor in reduced:
@@ -277,11 +277,13 @@ class StepSimulation(Simulation):
         self._kind = kind
         self._tensors = tensors
 
-    def transports(self, members: Members, lanes: Mapping[str, dist.ProcessGroup], *, attaches: bool) -> dict[str, Transport]:
+    def transports(
+        self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
+    ) -> dict[str, Transport]:
         """Returns transports that allocate the same memory as those of this device type. CPU ranks that attach memory use the
         first installed transport.
         """
-        records = installed_transports() if attaches and self._kind == "cpu" else ()
+        records = installed_transports() if cross_memory and self._kind == "cpu" else ()
         load_scratch = records[0].scratch if records else None
         scratch: Callable[[Tensor], object] = records[0].load(load_scratch) if load_scratch else lambda tensor: None
         is_direct = self._kind == "cpu" and not records
@@ -290,17 +292,19 @@ class StepSimulation(Simulation):
                 members,
                 name,
                 self._report_exchange,
-                MessageTransport(members, name, lane).num_scratch_rows if is_direct else lambda num_rows: 0,
+                MessageTransport(members, name, channel).num_scratch_rows if is_direct else lambda num_rows: 0,
                 scratch,
             )
-            for name, lane in lanes.items()
+            for name, channel in channels.items()
         }
 
     def imitate(
-        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str
+        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, what: str
     ) -> Callable[[], None]:
         """Reports collectives. Messages are already in the action lists."""
-        return self._report_exchange(_COLLECTIVES[kind], members.axis, lane, result.nbytes) if kind in _COLLECTIVES else nothing
+        return (
+            self._report_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes) if kind in _COLLECTIVES else nothing
+        )
 
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
@@ -315,8 +319,8 @@ class StepSimulation(Simulation):
         with self._tensors:
             allocate_tensors(layers, dtype=dtype, device=torch.device("cpu"))
 
-    def _report_exchange(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
-        return self.listener.on_exchange(kind, axis, lane, num_bytes)
+    def _report_exchange(self, kind: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
+        return self.listener.on_exchange(kind, axis, channel, num_bytes)
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:

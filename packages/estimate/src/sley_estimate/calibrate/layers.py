@@ -30,7 +30,7 @@ from sley_core.plan.plan import Plan
 from sley_core.process import keep_freed_memory
 from sley_core.protocols import SequenceCommunicator
 from sley_core.records import ActivationPolicyRecord
-from sley_core.topology import DEFAULT_LANE, LANES
+from sley_core.topology import CHANNELS, DEFAULT_CHANNEL
 from sley_estimate.calibrate.bench import LayerBench, call_on_ranks
 from sley_estimate.calibrate.device import measure_device, measure_host
 from sley_estimate.calibrate.engine import measure_engine
@@ -271,9 +271,9 @@ class EchoTransport(Transport):
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._time_copy(lambda: tensor.detach().mul_(self._size))
 
-    def imitate(self, kind: Exchange, result: Tensor, given: Tensor, lane: str, what: str) -> Callable[[], None]:
+    def imitate(self, kind: Exchange, result: Tensor, given: Tensor, channel: str, what: str) -> Callable[[], None]:
         """Imitates an exchange without a transport. This rank is the first, so it has the value of a broadcast."""
-        key = lane, given.numel(), given.dtype
+        key = channel, given.numel(), given.dtype
         match kind:
             case "sum":
                 self.all_reduce(result, what=what)
@@ -284,11 +284,11 @@ class EchoTransport(Transport):
             case "send":
                 self._sent[key] = given.detach()
             case "receive":  # the wait finds the message, which may be sent after this call
-                return lambda: self._receive(result, lane, what)
+                return lambda: self._receive(result, channel, what)
         return lambda: None
 
-    def _receive(self, tensor: Tensor, lane: str, what: str) -> None:
-        sent = self._sent.get((lane, tensor.numel(), tensor.dtype))
+    def _receive(self, tensor: Tensor, channel: str, what: str) -> None:
+        sent = self._sent.get((channel, tensor.numel(), tensor.dtype))
         if sent is None:
             raise MissingRankError(f"waits for a message ({what}) like which it has sent none itself")
         self._time_copy(lambda: copy_shard(sent.view(tensor.shape), tensor.detach()))
@@ -300,20 +300,20 @@ class EchoTransport(Transport):
         return CompletedWork()
 
 
-class _SingleRankLanes(dict[str, Any]):
-    """Raises MissingRankError, with `what`, for an unknown lane."""
+class _SingleRankChannels(dict[str, Any]):
+    """Raises MissingRankError, with `what`, for an unknown channel."""
 
-    def __init__(self, what: str, lanes: dict[str, Any]) -> None:
-        super().__init__(lanes)
+    def __init__(self, what: str, channels: dict[str, Any]) -> None:
+        super().__init__(channels)
         self.what = what
 
-    def __missing__(self, lane: str) -> Any:
-        raise MissingRankError(f"asks for the {self.what} of the lane `{lane}`, which an imitated group does not have")
+    def __missing__(self, channel: str) -> Any:
+        raise MissingRankError(f"asks for the {self.what} of the channel `{channel}`, which an imitated group does not have")
 
 
 def echo_group(axis: str, echo: EchoTransport, size: int) -> Group:
     """Returns a group of `size` ranks whose exchanges `echo` imitates. The group raises MissingRankError for all other
     operations.
     """
-    transports = _SingleRankLanes("transport", dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
-    return Group(axis, tuple(range(size)), 0, _SingleRankLanes("communicator", {}), transports, imitate=echo.imitate)
+    transports = _SingleRankChannels("transport", dict.fromkeys(CHANNELS.get(axis, (DEFAULT_CHANNEL,)), echo))
+    return Group(axis, tuple(range(size)), 0, _SingleRankChannels("communicator", {}), transports, imitate=echo.imitate)

@@ -45,7 +45,7 @@ def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False
         (handler.record, handler.config)  # type: ignore[misc]  # a list of handlers has no factories
         for handler in plan.gradient_handlers
     ]
-    reduced = sum(record.tolerance_with(config) for record, config in handlers)
+    reduced = sum(record.tolerance_for(config) for record, config in handlers)
     precision = BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
     return Limits(GRADIENTS[precision], WEIGHTS[precision], reduced)
 

@@ -35,7 +35,7 @@ class Reusing(Link):
 class Disorderly(Link):
     """Gives out what comes first, whatever is asked for."""
 
-    def take(self, transfer):
+    def receive(self, transfer):
         way = "up" if transfer.peer < self._stage else "down"
         return self._received(self._due[way].popleft())
 
@@ -63,13 +63,13 @@ class Late(Link):
         self._flush()
         self._late.append(message)
 
-    def post(self, transfer, key):
+    def post_receive(self, transfer, key):
         self._flush()
-        super().post(transfer, key)
+        super().post_receive(transfer, key)
 
-    def take(self, transfer):
+    def receive(self, transfer):
         self._flush()
-        return super().take(transfer)
+        return super().receive(transfer)
 
     def drain(self):
         self._flush()

@@ -29,14 +29,14 @@ MAX_UNDER_WAY = 2
 
 class TreeSums(Sums):
     """Sums buffers of `store` over their groups; of a sharded buffer, only this rank's part. sent: the counter of sent bytes.
-    lane: the lane of the groups. Each start advances the earlier sums, in the same order on all ranks of their groups.
+    channel: the channel of the groups. Each start advances the earlier sums, in the same order on all ranks of their groups.
     """
 
-    def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, lane: str) -> None:
+    def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, channel: str) -> None:
         self._reduction = reduction
         self._store = store
         self._sent = sent
-        self._lane = lane
+        self._channel = channel
         self._under_way: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
@@ -45,7 +45,7 @@ class TreeSums(Sums):
             self._under_way.popleft().finish()
         for exchange in self._under_way:
             exchange.join()
-        self._under_way.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._lane))
+        self._under_way.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._channel))
 
     def finish(self) -> None:
         for exchange in self._under_way:
@@ -68,12 +68,12 @@ class _TreeSum:
         buffer: GradientBuffer,
         group: Group,
         sent: SentBytes,
-        lane: str,
+        channel: str,
     ) -> None:
         self.buffer = buffer
         self.group = group
         self._sent = sent
-        self._lane = lane
+        self._channel = channel
         self._num_leaves = reduction.num_leaves
         self._nodes = [reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
         self._num_uses = buffer.params[0].num_sums
@@ -82,7 +82,7 @@ class _TreeSum:
         self._whole: Tensor | None = None
         self._is_joined = False
         # The buffer's reduce group; its ranks start their buckets in one order.
-        self.work: Work = group.transport(lane).all_to_all(
+        self.work: Work = group.transport(channel).all_to_all(
             self._in, self._out, what=f"the sums of {buffer.params[0].name}", contents=buffer.contents
         )
         sent.add(self._out, group, passes=1)
@@ -108,7 +108,7 @@ class _TreeSum:
         self.work.wait_sent()
         self._whole = self._out.view(-1)[: self.group.size * own.numel()]
         # Over the same group; all its ranks get here between the same two starts, or after the last start.
-        self.work = self.group.transport(self._lane).all_gather(
+        self.work = self.group.transport(self._channel).all_gather(
             [self._whole], [own], what=f"the sum of {self.buffer.params[0].name}"
         )
         self._sent.add(self._whole, self.group, passes=1)

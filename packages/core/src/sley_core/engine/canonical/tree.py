@@ -38,7 +38,7 @@ from sley_core.engine.reduction import Reduction, Sums
 from sley_core.engine.registry import Param, Stages
 from sley_core.errors import Diagnostic, PlanError, RunError, UsageError
 from sley_core.model.layers import MODEL
-from sley_core.topology import DEFAULT_LANE
+from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group
@@ -253,16 +253,16 @@ class CanonicalReduction(Reduction):
     def clear(self) -> None:
         self.sum_memory.clear()
 
-    def concurrent_micros(self, group: Group) -> range:
+    def concurrent_microbatches(self, group: Group) -> range:
         """Returns the micro-batch that each rank of `group` runs now: neighbours along `dp` run the same actions."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
 
-    def sums(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> Sums:
+    def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums:
         from sley_core.engine.canonical.sums import TreeSums
 
-        return TreeSums(self, store, sent, lane)
+        return TreeSums(self, store, sent, channel)
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> ExactTotals:
         return ExactTotals(self.groups, gradients, self.place_losses(loss), kind)

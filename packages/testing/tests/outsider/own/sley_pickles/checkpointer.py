@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sley_core.api.state import SavedRun, TrainingState, WholeTensors
 from sley_core.errors import RunError
-from sley_core.protocols import Checkpointer, Restored
+from sley_core.protocols import Checkpointer, RestoreResult
 
 if TYPE_CHECKING:
     from sley_pickles.plugin import PicklesConfig
@@ -39,17 +39,17 @@ class Pickles(Checkpointer):
             self.state.attempt.saved(step)
         return str(folder)
 
-    def load(self, path: str | Path, *, anew: bool) -> Restored | None:
+    def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
         self.state.agree("loading a checkpoint")
         newest = sorted(Path(self.state.folder or path).glob("step-*/run.pickle"))[-1:]
         if str(path) == "auto" and not newest:
-            if not anew:
-                self.state.attempt.refuse_to_begin_anew(f"`{self.state.folder}`")
+            if not allow_fresh_start:
+                self.state.attempt.refuse_fresh_start(f"`{self.state.folder}`")
             return None
         folder = newest[0].parent if str(path) == "auto" else Path(path)
         saved = self.state.all_or_none(lambda: self._read(folder), "read the checkpoint")
         notes = self.state.restore(saved)
-        return Restored(str(folder), saved.description.step, saved.description.lineage, notes)
+        return RestoreResult(str(folder), saved.description.step, saved.description.lineage, notes)
 
     def _write(self, folder: Path) -> None:
         """Writes this rank's parts of tensors: what several ranks have alike, each of them writes."""

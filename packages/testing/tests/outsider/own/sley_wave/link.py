@@ -48,7 +48,7 @@ class Link:
         for peer in peers:
             self._tell(self._word, peer)
 
-    def post(self, transfer: Transfer, key: Hashable) -> None:
+    def post_receive(self, transfer: Transfer, key: Hashable) -> None:
         self._due[direction_of(transfer.peer, self._stage)].append(transfer)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
@@ -58,7 +58,7 @@ class Link:
         for piece in (torch.tensor([len(text)]), text, *tensors):
             self._tell(piece.detach().clone(memory_format=torch.contiguous_format), transfer.peer)
 
-    def take(self, transfer: Transfer) -> Message:
+    def receive(self, transfer: Transfer) -> Message:
         due = self._due[direction_of(transfer.peer, self._stage)]
         while transfer not in self._come:
             first = due.popleft()
