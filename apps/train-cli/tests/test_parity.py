@@ -29,8 +29,8 @@ Key = tuple[str, str, str]
 """The factors of the reference: model, compute, step."""
 
 
-def trained(tables: Tables, folder: Path, step: str, calls: int = 1) -> Recorded:
-    """Takes three steps of so many calls on this rank. step: skips the second one if that says so."""
+def trained(tables: Tables, folder: Path, step: str) -> Recorded:
+    """Takes three steps on this rank. step: skips the second one if that says so."""
     recorded = Recorded()
     with running(tables, folder) as run:
         recorded.first = weights(run)
@@ -38,9 +38,6 @@ def trained(tables: Tables, folder: Path, step: str, calls: int = 1) -> Recorded
             param = next(param for param in run.registry if "norm" in param.name)
             param.parameter.register_hook(lambda grad: grad * math.nan if run.store.state.step == 1 else grad)
         for number in range(NUM_STEPS):
-            for _ in range(calls - 1):
-                with run.accumulate():
-                    run.step()
             row = run.step()
             assert row.get("skipped", 0) == (step == "second skipped" and number == 1)
             if not row.get("skipped"):
@@ -88,8 +85,8 @@ def plain_loop(key: Key, folder: Path) -> Recorded:
 
 def check(ranks: Any, folder: Path, row: Row) -> None:
     """Compares losses, norms, gradients, weights and the held-out loss of each rank; replicas are equal bit for bit."""
-    size, calls = table.num_ranks(row), 2 if row["step"] == "two calls" else 1
-    found = ranks(size, 120)(trained, table.layout(row), folder, row["step"], calls)
+    size = table.num_ranks(row)
+    found = ranks(size, 120)(trained, table.layout(row), folder, row["step"])
     precision = BF16_SUMS if row["reducer"] == "dp.bucketed in bf16" else row["compute"]
     key = row["model"], row["compute"], row["step"]
     assert_parity_of_parts(one_process(key, folder), found, precision)
@@ -124,7 +121,7 @@ def test_rows_drawn_anew(ranks: Any, texts: Path) -> None:
 
 
 def test_a_wrong_gradient_is_seen(texts: Path) -> None:
-    key = ("untied and cut", "fp32", "one call")
+    key = ("untied and cut", "fp32", "all taken")
     assert_parity_of_parts(plain_loop(key, texts), [one_process(key, texts)], "fp32")
     wrong = copy.deepcopy(one_process(key, texts))
     wrong.gradients[0]["blocks.0.attention_norm.weight"] *= 1 + 1e-5

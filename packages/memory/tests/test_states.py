@@ -11,34 +11,13 @@ from parking import BETWEEN, EVERYTHING, cycle, running, sha, steps
 
 from sley_core.comm.copies import HostStream
 from sley_core.errors import RunError, StateError, UsageError
-from sley_core.memory.state import COPIED, PARTS
+from sley_core.memory.state import COPIED
 from sley_testing.plans import small_plan
 
 AWAY = {**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}
 BATCH = {name: torch.stack([Points()[at][name] for at in range(4)]) for name in ("x", "y")}
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def test_nothing_leaves_between_the_calls_of_one_step():
-    """The gradients of the first calls would be lost; the step ends as if nothing had been asked."""
-    with running(AWAY) as run:
-        with run.accumulate():
-            run.step(BATCH)
-            for part in PARTS[:5]:
-                with pytest.raises(StateError, match=r"within-step.*an offload comes between two steps"):
-                    run.memory.offload(part)
-        run.step(BATCH)
-        run.memory.offload()
-        run.memory.onload()
-        run.step(BATCH)
-        found = sha(run)
-    with running(AWAY) as run:
-        with run.accumulate():
-            run.step(BATCH)
-        run.step(BATCH)
-        run.step(BATCH)
-        assert sha(run) == found
 
 
 def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():

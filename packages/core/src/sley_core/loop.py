@@ -13,7 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
-from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
+from sley_core.engine.step_batch import BatchCounts
 from sley_core.engine.totals import PendingTotals, Votes, refusal
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sley_core.attach import RunOutputs, Samples
     from sley_core.comm.device import Moment
     from sley_core.engine.parts import Parts
-    from sley_core.engine.step_batch import GivenBatch, ModelOutputs, StepBatch
+    from sley_core.engine.step_batch import GivenBatch, ModelOutputs
     from sley_core.engine.stepper import Stepper
     from sley_core.plan.plan import Plan
 
@@ -35,23 +35,19 @@ MAX_EXP = 709.0
 
 
 @dataclass(frozen=True)
-class CallCounts:
-    """Holds the stats of a step's calls. batch: the counts of all ranks. seconds: the time of all calls but the last."""
-
-    batch: BatchCounts = NO_COUNTS
-    seconds: float = 0.0
-    data_wait_s: float = 0.0
-    samples: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class PendingStep:
-    """A step whose totals are not on the host yet. number: the step number, from 1."""
+    """A step whose totals are not on the host yet.
+
+    number: the step number, from 1. counts: those of all ranks' samples. data_wait_s, samples: this rank's wait for data, and
+    the numbers of its samples, empty if a program passed them.
+    """
 
     number: int
     totals: PendingTotals
     lr: float
-    counts: CallCounts
+    counts: BatchCounts
+    data_wait_s: float = 0.0
+    samples: tuple[int, ...] = ()
 
 
 class Loop:
@@ -95,36 +91,15 @@ class Loop:
         self._is_first = True  # call of this object, which a checkpoint may have brought to a later step
         self._activity = ""  # "a step" or "an evaluation" while one runs
         self._has_listeners = False
-        self._counts = CallCounts()
         self._is_stop_requested = False
         self._start_time: Moment = 0.0  # in the device's work, by which steps are timed: a row may be read late
         self._pending_step: PendingStep | None = None
 
     def launch(self, given: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
         """Starts a step on `given`, or on the feed's next samples; on CUDA the device goes on. outputs: gets the model's."""
-        number, profiler = self.num_steps_done + 1, self.outputs.profiler
-        with self._read_batch(given, outputs) as batch:
-            votes = Votes(self._is_stop_requested, self._checkpointer.wants_save())
-            taken = None if outputs is None else outputs.by_micro
-            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=taken)
-        if profiler is not None:
-            profiler.after_step(number)
-        self.num_steps_done = number
-        return PendingStep(number, totals, self.stepper.update.lr, self._counts)
-
-    def _accumulate_call(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Row:
-        """Adds one call to the step, and returns its row: the step's number, and the mean loss of this call's samples."""
-        with self.parts.weights.settle_on_error(), self._read_batch(given, outputs) as batch:
-            loss = self.stepper.add(self.num_steps_done, batch, None if outputs is None else outputs.by_micro)
-        seconds = self._counts.seconds + self.device.seconds_between(self._start_time, self.device.moment())
-        self._counts = replace(self._counts, seconds=seconds)
-        return {"step": self.num_steps_done + 1, "loss": loss}
-
-    @contextmanager
-    def _read_batch(self, given: GivenBatch | None, outputs: ModelOutputs | None) -> Iterator[StepBatch]:
-        """Yields the samples of one call of the next step."""
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
+        number, profiler, meter = self.num_steps_done + 1, self.outputs.profiler, self.samples.meter
         with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
             if given is not None:
                 batch, wait_s, numbers = self.samples.splitter.split_input(given), 0.0, tuple[int, ...]()
@@ -132,19 +107,21 @@ class Loop:
                 assert self.feed is not None, "a fake world takes no steps"
                 batch = self.samples.splitter.split_feed(self.feed.next())
                 wait_s, numbers = self.feed.wait_s, self.feed.samples
-            if self.stepper.sums is None:
-                self._counts = CallCounts()
-                if self.outputs.profiler is not None:
-                    self.outputs.profiler.before_step(self.num_steps_done + 1)
+            if profiler is not None:
+                profiler.before_step(number)
             if self._is_first:
                 self.parts.registry.check_complete(self.parts.layers)
             if outputs is not None:
                 outputs.micros = batch.micros
-            counts = reduce(BatchCounts.plus, map(self.samples.meter.count, batch.whole))
-            yield replace(batch, counts=counts)
-            old, counts = self._counts, self.stepper.agreement.counts
-            self._counts = CallCounts(old.batch.plus(counts), old.seconds, old.data_wait_s + wait_s, old.samples + numbers)
+            batch = replace(batch, counts=reduce(BatchCounts.plus, map(meter.count, batch.whole)))
+            votes = Votes(self._is_stop_requested, self._checkpointer.wants_save())
+            by_micro = None if outputs is None else outputs.by_micro
+            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=by_micro)
         self._is_first = False
+        if profiler is not None:
+            profiler.after_step(number)
+        self.num_steps_done = number
+        return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
     def _mean_loss(self, given: GivenBatch | None) -> float:
         """Returns the mean loss of `given`, or of the plan's held-out samples, the same ones each time."""
@@ -185,12 +162,12 @@ class Loop:
 
     def _emit(self, pending: PendingStep) -> Row:
         """Waits for a step's totals, evaluates if due, writes and returns its row. Raises RunError on all ranks if refused."""
-        step_progress, skips, counts = self.parts.store.state.step_progress, self.stepper.update.skips, pending.counts
+        step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
         step_progress.begin_entry(DEVICE)
         result = pending.totals.read()
         step_progress.begin_entry(BETWEEN)
         ended = pending.totals.ended
-        seconds = self.device.seconds_between(self._start_time, ended) + counts.seconds
+        seconds = self.device.seconds_between(self._start_time, ended)
         self._start_time = ended
         if skips is not None:
             skips.settle(pending.totals)
@@ -201,7 +178,7 @@ class Loop:
                 pending.number,
                 result,
                 pending.totals,
-                counts.samples,
+                pending.samples,
                 is_latest=pending.number == self.num_steps_done,
                 num_skipped=0 if skips is None else max(0, skips.num_in_a_row - 1),
             )
@@ -217,7 +194,7 @@ class Loop:
         row |= self.parts.numbers.row(result.numbers[:count])
         if (sources := self.stepper.update.sources) is not None:
             row |= sources.row(result.numbers[count:])
-        row |= self.samples.meter.measure(counts.batch, seconds, counts.data_wait_s)
+        row |= self.samples.meter.measure(pending.counts, seconds, pending.data_wait_s)
         try:
             if self._is_evaluation_due(pending.number):
                 row |= self._evaluate_sets()

@@ -80,7 +80,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._load_weights = load_weights
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = False
-        self._is_training = self._is_accumulating = False
+        self._is_training = False
 
     @property
     def rows(self) -> slice:
@@ -103,7 +103,6 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         with self.device.on_stream():
             self._finish_pending()
-            self._check_between_steps("training")
             self.memory.require("a step", TO_STEP)
             self._checkpointer.probe()
             with self._track_outcome(), self._override_attribute("_is_training", True):
@@ -159,37 +158,12 @@ class Run(Loop, AbstractContextManager["Run"]):
             self._finish_pending()
             with self._track_outcome():
                 self._restart_timer()
-                if self._is_accumulating:
-                    row = self._accumulate_call(batch, outputs)
-                else:
-                    with self.parts.weights.settle_on_error():
-                        pending = self.launch(batch, outputs)
-                    self.parts.weights.settle()
-                    row = self._emit(pending)
-                    self._save_if_due()
+                with self.parts.weights.settle_on_error():
+                    pending = self.launch(batch, outputs)
+                self.parts.weights.settle()
+                row = self._emit(pending)
+                self._save_if_due()
                 return row if outputs is None else (row, self._format_outputs(outputs, batch, join=join))
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Returns a context manager within which `step` adds gradients up and updates nothing; the next call of `step` outside
-        of it updates, with the same numbers as one step on the samples of all these calls. All ranks call it alike.
-
-            with run.accumulate():
-                run.step(first)        # {"step": ..., "loss": the mean of this call's samples}
-                run.step(second)
-            row = run.step(third)      # one step: loss, clipping and norm are those of all three
-
-        The gradient is divided once, by the loss weight of all samples; the step counts once, and handlers, writers and
-        listeners see it once. Random numbers go on from call to call. Between the calls the model may be evaluated and
-        predicted with, and `save_weights` called. `train`, checkpoints, `load_weights` and offloads raise StateError
-        `within-step` until the step has ended; a parameter that is frozen or unfrozen, and a backward of the program's own,
-        are refused at the next call. If a call fails after others, the rest of the step is refused: RunError
-        `accumulation-lost`.
-
-        Raises UsageError `accumulate-canonical` with `[parallel] reduction = "canonical"`.
-        """
-        self._finish_pending()
-        self.store.reduction.check_accumulation()
-        return self._override_attribute("_is_accumulating", True)
 
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
@@ -256,7 +230,6 @@ class Run(Loop, AbstractContextManager["Run"]):
         Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
         """
         self._finish_pending()
-        self._check_between_steps("loading weights")
         self.memory.require("loading weights", TO_LOAD)
         self._checkpointer.copy_unwritten_state()
         return self._load_weights(state, strict=strict)
@@ -307,7 +280,6 @@ class Run(Loop, AbstractContextManager["Run"]):
         the run can continue.
         """
         self._finish_pending()
-        self._check_between_steps("saving a checkpoint")
         return self._checkpointer.save(path, self.num_steps_done)
 
     @on_stream
@@ -326,7 +298,6 @@ class Run(Loop, AbstractContextManager["Run"]):
         `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
         """
         self._finish_pending()
-        self._check_between_steps("loading a checkpoint")
         self.memory.require("loading a checkpoint", TO_RESTORE)
         restored, num_rows = self._checkpointer.load(path, allow_fresh_start=allow_fresh_start), 0
         if restored is not None:
@@ -410,20 +381,10 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `within-step` between the calls of one step, and `step-failed` if exchanges of a failed step or
-        evaluation may still use this run's memory.
-        """
-        self._check_between_steps("an offload")
+        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still use this run's memory."""
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
             message = f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave"
             raise StateError("step-failed", message, hint="take a step first, which ends them, or close the run")
         self._checkpointer.copy_unwritten_state()
-
-    def _check_between_steps(self, what: str) -> None:
-        """Raises StateError `within-step` if calls within `accumulate` wait for the rest of their step."""
-        if self._is_accumulating or self.stepper.sums is not None:
-            message = f"{what} comes between two steps, but calls within `run.accumulate()` wait for the rest of their step"
-            hint = "call `run.step` outside `run.accumulate()` first, which ends the step"
-            raise StateError("within-step", message, hint=hint)

@@ -19,7 +19,6 @@ class State(Enum):
     OPEN = "contributions may come"
     COMPLETE = "nothing more is expected; it waits for those before it in the order"
     REPORTED = "handlers know that it is complete"
-    PAUSED = "the next call of the same step adds to it"
 
 
 class Accumulator:
@@ -29,8 +28,6 @@ class Accumulator:
                         ^                             │                                            │
                         └──────── check_open ─────────┘                                            └── `gradient-late`
                           a backward within the backward came once more
-
-    Between two calls of one step an OPEN gradient is PAUSED.
 
     contributions: their number in this step. passes: their number in the action that completes the gradient. Autograd makes one
     pass per backward, however often it uses the parameter; the queue of a W makes one after the parameter's last product; a
@@ -86,8 +83,6 @@ class Accumulator:
                 "the steps before it came once",
                 hint="use torch.utils.checkpoint with `use_reentrant=False`, or `core.recompute`",
             )
-        if self.state is State.PAUSED:
-            self.state = State.REPORTED  # the sum may have it already, so it is of no use
         raise RunError(
             "gradient-complete",
             f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
@@ -150,19 +145,6 @@ class Accumulator:
         """Completes the sum, zeros if there was no contribution; called once per step, before the parameter is reported."""
         if not self.contributions:
             self.view.zero_()
-
-    def sum(self) -> Tensor | None:
-        """Returns the sum of this step so far; None without a contribution."""
-        return self.view if self.contributions else None
-
-    def pause(self) -> None:
-        """Ends a call of the step that is not its last one."""
-        self.state = State.PAUSED
-
-    def resume(self) -> bool:
-        """Begins the next call of the step; returns whether nothing was added since `pause`."""
-        was_paused, self.state = self.state is State.PAUSED, State.OPEN
-        return was_paused
 
     def count_pass(self, *, is_first_step: bool) -> None:
         """Counts a pass in the action that completes the gradient, and completes it after the expected ones."""
@@ -236,21 +218,6 @@ class UnwatchedAccumulator(LooseAccumulator):
         gradient = self.parameter.grad
         is_late = gradient is not None and gradient is not self.view
         assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
-
-    def sum(self) -> Tensor | None:
-        return None if self.parameter.grad is None else _require_dense(self.parameter.grad, self.param)
-
-    def pause(self) -> None:
-        """Keeps the sum in `parameter.grad` and records its version, to detect other writes."""
-        super().pause()
-        summed = self.parameter.grad
-        self._paused = summed, 0 if summed is None else summed._version
-
-    def resume(self) -> bool:
-        summed, version = self._paused
-        self._paused = None, 0
-        is_untouched = self.parameter.grad is summed and (summed is None or summed._version == version)
-        return super().resume() and is_untouched
 
 
 def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:

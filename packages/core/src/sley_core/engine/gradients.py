@@ -317,40 +317,8 @@ class GradientStore:
         for accumulator in self._order:
             accumulator.reset()
 
-    def pause(self) -> None:
-        """Ends a call of the step that is not its last one. Later calls add to the same gradients; nothing is reported."""
-        for accumulator in self._order:
-            self._accumulate_assigned(accumulator)
-            accumulator.pause()
-
-    def resume(self) -> None:
-        """Begins the next call of the step. Sets `refusal` to the error `frozen-within-step` if parameters were frozen or
-        unfrozen since `pause`, `gradient-reached` if a program's own backward has added to a gradient.
-        """
-        if name := self._trained.first_change():
-            self.refusal = RunError(
-                "frozen-within-step",
-                f"the parameter {name!r} was frozen or unfrozen between two calls of one step, whose gradients add up",
-                hint="freeze and unfreeze parameters after a step outside `run.accumulate()`",
-            )
-        for accumulator in self._order:
-            if not accumulator.resume():
-                name = accumulator.param.name
-                self.refusal = RunError(
-                    "gradient-reached",
-                    f"a backward between two calls of one step reached the parameter {name!r}: its gradient is not their sum",
-                    hint="use `torch.autograd.grad`, which adds to no parameter, or do it after a step outside "
-                    "`run.accumulate()`",
-                )
-
-    def scale(self, factor: float) -> None:
-        if sums := [total for accumulator in self._order if (total := accumulator.sum()) is not None]:
-            torch._foreach_mul_(sums, factor)
-
     def chunk_done(self, chunk: int) -> None:
         """Ends the chunk's last gradient action: zeroes gradients without a contribution, and reports all of the chunk."""
-        if not self.state.is_last:
-            return
         done, are_all_complete = self.state.done, True
         for accumulator in self._order:
             if accumulator.chunks <= done:
@@ -441,7 +409,7 @@ class GradientStore:
     def _count_pass(self, accumulator: Accumulator) -> None:
         """Counts a pass if no later action can add to the gradient, and reports the gradient if it is complete and next."""
         accumulator.end_contributions()
-        if not accumulator.watches_autograd or not (self.state.is_last and self.state.is_last_of_list(accumulator.chunks)):
+        if not accumulator.watches_autograd or not self.state.is_last_of_list(accumulator.chunks):
             return
         accumulator.count_pass(is_first_step=not self._learned)
         if not self._learned and accumulator.passes == 1:

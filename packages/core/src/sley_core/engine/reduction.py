@@ -106,9 +106,6 @@ class Reduction:
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
         """Raises PlanError for a model whose gradients have no such order. stages: the whole model, on meta."""
 
-    def check_accumulation(self) -> None:
-        """Raises UsageError if a step cannot be several calls."""
-
     def num_sums(self, param: Param) -> int:
         """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of micro-batches."""
         return 1

@@ -69,12 +69,11 @@ class SourceSums:
         self._weights: list[list[float]] = [[] for _ in self.names]
         self._losses = torch.zeros(0)
 
-    def begin(self, batch: StepBatch, *, is_first: bool) -> None:
-        """Begins a call of the step, and weighs its samples. is_first: whether it is the step's first call."""
-        if is_first:
-            shape = (batch.num_micros,) if self._reduction.fixed_order else ()
-            self._weights = [[] for _ in self.names]
-            self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
+    def begin(self, batch: StepBatch) -> None:
+        """Begins a step, and weighs its samples."""
+        shape = (batch.num_micros,) if self._reduction.fixed_order else ()
+        self._weights = [[] for _ in self.names]
+        self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
         if self.weighs:
             for piece in batch.whole if self.weighs_whole else batch.micros:
                 for source, part in split_by_source(piece, self._fields, self.names):

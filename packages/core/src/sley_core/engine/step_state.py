@@ -36,10 +36,9 @@ class StepState:
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step, or in this call of several.
-    first_micro: the global number of its first one. is_last: whether the step ends with this list of actions. after_first:
-    called once, after the first action. done: chunks whose last gradient action is over. step_progress: the same, for failure
-    reports.
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step.
+    first_micro: the global number of its first one. after_first: called once, after the first action. done: chunks whose last
+    gradient action is over. step_progress: the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
@@ -49,7 +48,6 @@ class StepState:
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
-        self.is_last = True
         self._was_taken = True
         self._ask_taken: Callable[[], bool] | None = None
         self.action: Action | None = None
@@ -58,13 +56,12 @@ class StepState:
         self.done: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
 
-    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int, *, is_last: bool = True) -> None:
+    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
         self.step = step
         if not self._is_within:
             self.step_progress.begin(step + 1)
         self.num_micros = num_micros
         self.first_micro = first_micro
-        self.is_last = is_last
         self.action = None
         self.after_first = None
         self._last = {action.chunk: action for action in actions if action.kind.makes_gradients}

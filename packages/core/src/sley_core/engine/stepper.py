@@ -42,20 +42,6 @@ NO_VOTES = Votes()
 NO_METRICS = Metrics()
 
 
-@dataclass
-class CallSums:
-    """The sums of a step's calls before its last one.
-
-    loss: this rank's loss, float64 on the device. total: the weight of the samples of all ranks. divisor: the divisor of the
-    gradients until the last call knows the full weight. num_micros: the number of micro-batches of all ranks.
-    """
-
-    loss: Tensor
-    total: float
-    divisor: float
-    num_micros: int
-
-
 STARTING_STEPS = 2
 """In the first steps the agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order."""
 
@@ -69,7 +55,7 @@ class Stepper:
     copies of weights and buffers, before the first step and then every `LOOK_EVERY`. events: other calls in a step.
 
     left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
-    next one. sums: the sums of the calls of `add` for the next call of `step`; None between two steps.
+    next one.
     """
 
     executor: Executor
@@ -83,13 +69,11 @@ class Stepper:
     compare: Callable[[], None] | None = None
     events: StepEvents = field(default_factory=StepEvents)
     left_in_flight: bool = field(default=False, init=False)
-    sums: CallSums | None = field(default=None, init=False)
     is_closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.state: StepState = self.store.state
         self.agreement = Agreement(self.groups, self.store, self.compare)
-        self._has_lost = False
         self._num_begun = 0
         if self.handlers:
             self.store.on_ready.append(self._gradient_ready)
@@ -107,7 +91,7 @@ class Stepper:
         if self.is_closed:
             raise run_closed_error("stepper")
         with self.device.in_use():
-            before, loss = self._run(step, batch, outputs, is_last=True)
+            loss = self._run(step, batch, outputs)
             self.state.step_progress.begin_entry(REDUCTION)
             for handler in self.handlers:
                 handler.finish_step(self.state)
@@ -117,11 +101,8 @@ class Stepper:
                 event()
             if (skips := self.update.skips) is not None:
                 skips.settle()
-            weight = self.agreement.weight
-            if before is not None:
-                loss, weight = loss + before.loss, weight + before.total
             # All ranks know the global weight, so one of them adds it.
-            totals = self.update.step(step, loss, weight if self.groups["all"].coord == 0 else 0.0, votes)
+            totals = self.update.step(step, loss, self.agreement.weight if self.groups["all"].coord == 0 else 0.0, votes)
             pending = PendingTotals(totals, self.device)
             self.state.was_taken = self.update.was_taken
             if skips is not None:
@@ -135,91 +116,36 @@ class Stepper:
             self.state.step_progress.begin_entry(BETWEEN)
             return pending
 
-    def add(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None = None) -> float:
-        """Adds the gradients of `batch` to those of the calls before it, and returns its mean loss, which waits for the device:
-        the next call of `step` updates with the sum, divided by the weight of all their samples. All ranks call it, and it
-        communicates. After an exception the sums of earlier calls are gone, and the rest of the step is refused.
-        """
-        if self.is_closed:
-            raise run_closed_error("stepper")
-        with self.device.in_use():
-            before, loss = self._run(step, batch, outputs, is_last=False)
-            self.store.pause()
-            self.left_in_flight = False
-            own, total = loss.clone(), self.agreement.weight
-            num_micros = batch.num_micros * self.groups["dp"].size
-            if before is not None:
-                loss += before.loss
-            self.sums = CallSums(
-                loss,
-                total + (before.total if before else 0.0),
-                before.divisor if before else total or 1.0,
-                num_micros + (before.num_micros if before else 0),
-            )
-            # All ranks of the world, after their own call; stages without the loss add nothing.
-            self.groups["all"].all_reduce(own, what="the loss of a call").wait()
-            self.state.step_progress.begin_entry(BETWEEN)
-            return self.device.read(own, [1.0])[0] / total if total else 0.0
-
-    def _run(
-        self, step: int, batch: StepBatch, outputs: dict[int, Any] | None, *, is_last: bool
-    ) -> tuple[CallSums | None, Tensor]:
-        """Runs forwards and backwards of one call of the step. Returns the sums of the calls before, and the sum of this call's
-        loss over this rank's samples. Raises RunError `accumulation-lost` if a call before has failed.
-        """
-        if self._has_lost:
-            self._has_lost = not is_last
-            message = "a call within `run.accumulate()` has failed, and the gradients of the calls before it are gone with it"
-            hint = "the call of `run.step` outside `run.accumulate()`, which fails too, ends this step: begin it anew then"
-            raise RunError("accumulation-lost", message, hint=hint)
-        before, self.sums = self.sums, None
+    def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
+        """Runs all forwards and backwards of the step. Returns the sum of the loss over this rank's samples."""
         num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
-        first_micro = self.groups["dp"].coord * num_micros + (before.num_micros if before else 0)
-        self.state.begin(step, select_actions(steps), num_micros, first_micro, is_last=is_last)
+        self.state.begin(step, select_actions(steps), num_micros, self.groups["dp"].coord * num_micros)
         self.left_in_flight = True
-        what = f"step {step + 1}" if is_last and before is None else f"a part of step {step + 1}"
-        if before is not None:
-            self._has_lost = not is_last  # until this call has succeeded
-            self.store.resume()
-            self.agreement.begin(what, batch, self.store.refusal).check()
-            if is_last and (total := before.total + self.agreement.weight):
-                self.store.scale(before.divisor / total)
+        self.store.begin_step()
+        for event in self.events.began:
+            event()
+        for group in self.groups.values():
+            group.log.clear()
+        compares = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
+        if compares:
+            self.agreement.first = self.compare
+        self.agreement.begin(f"step {step + 1}", batch, self.store.refusal)
+        self._num_begun += 1
+        # The first action waits for no other rank, on any rank.
+        may_wait = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
+        if may_wait and self._num_begun > STARTING_STEPS and not compares:
+            self.state.after_first = self.agreement.check
         else:
-            self.store.begin_step()
-            for event in self.events.began:
-                event()
-            for group in self.groups.values():
-                group.log.clear()
-            compares = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
-            if compares:
-                self.agreement.first = self.compare
-            self.agreement.begin(what, batch, self.store.refusal)
-            self._num_begun += 1
-            # The first action waits for no other rank, on any rank.
-            may_wait = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
-            if may_wait and self._num_begun > STARTING_STEPS and not compares:
-                self.state.after_first = self.agreement.check
-            else:
-                self.agreement.check()
-            for handler in self.handlers:
-                handler.begin_step(self.state)
+            self.agreement.check()
+        for handler in self.handlers:
+            handler.begin_step(self.state)
         if self.executor.sources is not None:
-            self.executor.sources.begin(batch, is_first=before is None)
-        weight = self._weight(before, is_last)
-        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, outputs)
-        self._has_lost = False
-        return before, loss
-
-    def _weight(self, before: CallSums | None, is_last: bool) -> BatchWeight | None:
-        """Returns the divisor of gradients, the known weight of the step's samples; None on ranks without the loss."""
-        if not self.executor.has_loss:
-            return None
-        scale = self.update.scale.value if self.update.scale else 1.0
-        if before is None:
-            return BatchWeight(self._global_weight if is_last else lambda: self._global_weight() or 1.0, scale)
-        divisor = before.total + self.agreement.weight if is_last else before.divisor
-        return BatchWeight(lambda: divisor, scale)
+            self.executor.sources.begin(batch)
+        weight = None  # the divisor of gradients is known to ranks with the loss only
+        if self.executor.has_loss:
+            weight = BatchWeight(self._global_weight, self.update.scale.value if self.update.scale else 1.0)
+        return self.executor.train(steps, batch.micros, self.state, self.store, weight, outputs)
 
     def _global_weight(self) -> float:
         """Waits for the sum of all ranks' weights, which is part of the agreement's exchange, and returns it."""

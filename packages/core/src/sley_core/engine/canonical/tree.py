@@ -36,7 +36,7 @@ from sley_core.engine.canonical.totals import ExactTotals, tree_sum, weight_digi
 from sley_core.engine.direct import is_plain_embedding, is_plain_linear
 from sley_core.engine.reduction import Reduction, Sums
 from sley_core.engine.registry import Param, Stages
-from sley_core.errors import Diagnostic, PlanError, RunError, UsageError
+from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.model.layers import MODEL
 from sley_core.topology import DEFAULT_CHANNEL
 
@@ -232,10 +232,6 @@ class CanonicalReduction(Reduction):
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
         if faults:
             raise PlanError.many(faults)
-
-    def check_accumulation(self) -> None:
-        message = 'with [parallel] reduction = "canonical" gradients are summed in one order of all micro-batches of a step'
-        raise UsageError("accumulate-canonical", message, hint="give `run.step` a list of all micro-batches")
 
     def num_sums(self, param: Param) -> int:
         return len(param.layers)
