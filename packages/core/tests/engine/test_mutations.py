@@ -46,7 +46,7 @@ def weigh_each_rank_for_itself(run):
         return begun(step, batch, *given, **named)
 
     stepper._run = noted
-    stepper._weight = lambda *_: BatchWeight(lambda: run.world.size * own[0])
+    stepper._global_weight = lambda: run.world.size * own[0]
 
 
 def forget_the_first_micro_batch(run):
