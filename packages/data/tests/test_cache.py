@@ -12,10 +12,12 @@ import pytest
 from chat_templates import save_tokenizer
 
 from sley_core.data.dataset import DataContext
+from sley_core.errors import PlanError, RunError
 from sley_data import cache
 from sley_data.config import TextConfig
 from sley_data.datasets import TextDataset
 from sley_data.tokenizer import Tokenizer
+from sley_data.workers import map_batches
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 200)
+    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
     calls: list[int] = []
     encode = Tokenizer.encode
 
@@ -83,11 +86,43 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
         patch.setattr(Tokenizer, "encode", killed)
         with pytest.raises(KeyboardInterrupt):
             samples(table)
-    first = sum(encoded)
+    *complete, unfinished = encoded
     encoded.clear()
     assert samples(table) == wanted
-    assert 0 < first < whole
-    assert first + sum(encoded) == whole
+    assert sum(complete) + sum(encoded) == whole
+    assert sum(complete) > 0 < unfinished
+
+
+def test_worker_processes_give_the_same_tokens(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of one document each, in parts of several, from three processes."""
+    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 3)
+    for name, size in {"WORTH_BYTES": 0, "PART_BYTES": 200, "BATCH_BYTES": 1}.items():
+        monkeypatch.setattr(cache, name, size)
+    assert samples(table) == samples(table.model_copy(update={"cache": "none"}))
+
+
+def test_an_error_in_a_worker_process_is_raised(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
+    table.files[1].write_bytes(b"a\xff")
+    with pytest.raises(PlanError, match=r"`b.txt#0` is not UTF-8"):
+        samples(table)
+
+
+def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
+    with pytest.raises(RunError, match="exit status 7") as caught:
+        list(map_batches(os._exit, [7]))
+    assert caught.value.diagnostics[0].code == "data-worker"
+
+
+def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
+    expected, digest = samples(table), TextDataset(table, DataContext()).data_digest
+    monkeypatch.setattr("sley_data.streams._MAX_BYTES_IN_MEMORY", 0)
+    assert samples(table) == expected
+    assert TextDataset(table, DataContext()).data_digest == digest
+    assert list((table.files[0].parent / "home").glob("sley/data/*/complete.json"))
 
 
 def test_two_that_prepare_at_once_do_it_once(
@@ -129,7 +164,7 @@ def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[
     assert len(list((tmp_path / "mine").iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", ["00001.tokens", "00001.lengths", "complete.json"])
+@pytest.mark.parametrize("name", ["00001.tokens", "00001.lengths", "offsets", "complete.json"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "short", "odd"])
 def test_a_damaged_part_is_made_again(table: TextConfig, encoded: list[int], tmp_path: Path, name: str, damage: str) -> None:
     wanted = samples(table)
@@ -163,6 +198,6 @@ def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: lis
 
 
 def test_little_text_is_not_kept(table: TextConfig) -> None:
-    assert cache.folder_of("auto", [], [], ()) is None
+    assert cache.cache_folder("auto", [], [], (), 1) is None
     samples(table)
     assert not (table.files[0].parent / "home").exists()

@@ -171,6 +171,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     """Each part is made once, whenever a process was killed, and apart for each table."""
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
+    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
     wanted = ChatRows(table(rows, cache="none"), "train")
     config, calls = table(rows, cache=str(tmp_path / "kept")), []
@@ -195,13 +196,20 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             ChatRows(config, "train")
     (folder,) = (tmp_path / "kept").iterdir()
-    check(num_parts := 4)
-    assert len(list(folder.glob("*.tokens"))) == num_parts
+    check(num_parts := 5)  # one of them twice: it was unfinished
+    assert len(list(folder.glob("*.tokens"))) == num_parts - 1
     check(num_parts)
     (folder / "complete.json").unlink()
     check(num_parts)
     (folder / "00000.tokens").write_bytes(b"")
     check(num_parts + 1)
+    (folder / "complete.json").unlink()
+    (folder / "00001.tokens").write_bytes(b"")
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "PART_BYTES", 1500)
+    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
+    check(num_parts + 1)  # none in this process
     ChatRows(config.model_copy(update={"too_long": "cut"}), "train")
     ChatRows(config.model_copy(update={"train_on": "last"}), "train")
     assert len(list((tmp_path / "kept").iterdir())) == 3

@@ -1,11 +1,13 @@
-"""Tokenizes a corpus once, and keeps the result on disk: every later start, and every rank of a host, maps it; torch-free.
+"""Tokenizes a corpus once and keeps the tokens on disk. Later starts, and all ranks of a host, map them; torch-free.
 
-    ~/.cache/sley/data/DIGEST/           of files, tokenizer and settings
-        00000.tokens  00000.lengths      of about 32 MiB of text each; the second is written last
-        complete.json                    written when all parts are there
+    ~/.cache/sley/data/DIGEST/           the digest of files, tokenizer and settings
+        00000.tokens                     the tokens of about 32 MiB of text
+        00000.stats                      JSON about them, if the data set has any
+        00000.lengths                    the number of tokens of each document; written last
+        complete.json                    written when all parts are complete
 
-One process of a host works, under a lock; others wait for it. A process that was killed leaves whole parts, and the next one
-goes on after them.
+One process of a host works and holds a lock; the others wait for it. If it is killed, its parts remain, and the next process
+writes only the missing ones.
 """
 
 from __future__ import annotations
@@ -17,39 +19,60 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from sley_core.api.files import appearing
 from sley_data.files import File, sample_of
+from sley_data.workers import map_batches
 
 PART_BYTES = 1 << 25
-"""Bytes of text in a part."""
+"""The bytes of text in a part."""
+
+BATCH_BYTES = 1 << 18
+"""The bytes of text that a worker process tokenizes at a time."""
 
 WORTH_BYTES = 1 << 23
-"""Less text than this is tokenized anew each time: it takes about a second."""
+"""Less text than this is tokenized at each start, in about a second."""
 
-_TELL_S = 5.0
-"""Seconds between two lines about progress."""
+_REPORT_S = 5.0
+"""The seconds between two lines about the progress."""
 
-Part: TypeAlias = "tuple[array[int], array[int]]"
-"""Tokens of documents joined, and the length of each, 64 bits."""
+Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
+"""The tokens of documents, concatenated; the length of each document, 64 bits; and their stats, or None."""
 
 T = TypeVar("T")
 
 _COMPLETE = "complete.json"
 
 
-def folder_of(cache: Path | str, files: Sequence[File], held_out: Sequence[File], settings: object) -> Path | None:
-    """Returns where the tokens of `files` lie; None if they are not kept.
+class Part(NamedTuple):
+    """The files of a part."""
 
-    cache: the plan's. held_out: the files whose documents are left out. settings: all else that decides the tokens. Files are
-    told apart by their names, sizes, times of change, and 16 blocks of bytes of each.
+    tokens: Path
+    lengths: Path
+    stats: Path
+
+    def read_stats(self) -> list[Any]:
+        """Returns the stats of the part's batches."""
+        stats: list[Any] = json.loads(self.stats.read_text("utf-8"))
+        return stats
+
+
+def cache_folder(
+    cache: Path | str, files: Sequence[File], held_out: Sequence[File], settings: object, min_bytes: int
+) -> Path | None:
+    """Returns the folder for the tokens of `files`, or None if they are not kept.
+
+    cache: the plan's value. held_out: the files whose documents are excluded. settings: everything else that decides the
+    tokens. min_bytes: the size of `files` from which on tokens are kept. The name, the size, the modification time and 16
+    blocks of bytes identify a file.
     """
-    if cache == "none" or sum(file.num_bytes for file in files) < WORTH_BYTES:
+    if cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
         return None
     digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
     for file in (*files, *held_out):
@@ -59,7 +82,7 @@ def folder_of(cache: Path | str, files: Sequence[File], held_out: Sequence[File]
 
 
 def home() -> Path | None:
-    """Returns the folder in which data are kept by default; None if the user has no home."""
+    """Returns the default folder for prepared data, or None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
     except RuntimeError:
@@ -70,91 +93,134 @@ def prepare(
     folder: Path,
     documents: Iterable[T],
     size: Callable[[T], int],
-    make: Callable[[int, Iterator[T]], Part],
+    encode: Callable[[list[T]], Encoded],
     num_bytes: int,
-    facts: Callable[[int], dict[str, Any]],
+    summarize: Callable[[list[Part]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns what `complete.json` of `folder` says; first writes the parts that are missing, or waits for a process that does.
+    """Returns the content of `complete.json` in `folder`. First writes the missing parts, or waits for a process that does.
 
-    size: returns the bytes of a document. make: tokenizes the documents of a part, of which it gets the number. num_bytes: of
-    all text, for the progress. facts: returns what to keep, from the number of parts. Raises OSError if the folder cannot be
-    written.
+    size: returns the number of bytes of a document. encode: tokenizes documents, in worker processes. num_bytes: the size of
+    all text, for the progress. summarize: returns what `complete.json` keeps of all parts. Raises OSError if the folder cannot
+    be written.
     """
-    if (complete := _read(folder)) is None:
+    if (complete := _read_complete(folder)) is None:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            if (complete := _read(folder)) is None:
-                count = _write_parts(folder, documents, size, make, num_bytes)
-                complete = {"parts": count, "sizes": _sizes(folder, count), **facts(count)}
+            if (complete := _read_complete(folder)) is None:
+                count = _write_parts(folder, documents, size, encode, num_bytes)
+                summary = summarize(part_files(folder, count))
+                complete = {"parts": count, "sizes": _file_sizes(folder), **summary}
                 with appearing(folder / _COMPLETE) as file:
                     file.write(json.dumps(complete).encode())
     return complete
 
 
-def part_files(folder: Path, count: int) -> list[tuple[Path, Path]]:
-    """Returns the files of tokens and lengths of each of `count` parts."""
-    return [(folder / f"{number:05}.tokens", folder / f"{number:05}.lengths") for number in range(count)]
+def part_files(folder: Path, count: int) -> list[Part]:
+    """Returns the files of each of `count` parts."""
+    return [_part(folder, number) for number in range(count)]
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
-    """Returns what `complete.json` says; None if it is missing or damaged, or if a part has not the size that it says."""
+def _part(folder: Path, number: int) -> Part:
+    return Part(*(folder / f"{number:05}.{suffix}" for suffix in Part._fields))
+
+
+def _read_complete(folder: Path) -> dict[str, Any] | None:
+    """Returns the content of `complete.json`, or None if it is missing or damaged or a file has another size than it says."""
     try:
         complete: dict[str, Any] = json.loads((folder / _COMPLETE).read_text("utf-8"))
-        return complete if complete["sizes"] == _sizes(folder, complete["parts"]) else None
+        return complete if complete["sizes"] == _file_sizes(folder) else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _sizes(folder: Path, count: int) -> list[int]:
-    return [path.stat().st_size for pair in part_files(folder, count) for path in pair]
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Returns the sizes of all files by name, except those of the lock, `complete.json` and files that are being written."""
+    paths = (path for path in sorted(folder.iterdir()) if path.name not in ("lock", _COMPLETE) and path.name[0] != ".")
+    return {path.name: path.stat().st_size for path in paths}
 
 
-def _is_whole(tokens: Path, lengths: Path) -> bool:
-    """Returns whether a part is there, with as many tokens as its lengths say."""
-    if not tokens.exists() or not lengths.exists():
+def _is_complete(part: Part) -> bool:
+    """Returns whether a part exists and has as many tokens as its lengths say."""
+    if not part.tokens.exists() or not part.lengths.exists():
         return False
-    stored = lengths.read_bytes()
-    if len(stored) % 8:
+    lengths = part.lengths.read_bytes()
+    if len(lengths) % 8:
         return False
-    count = sum(array("q", stored))
-    return tokens.stat().st_size in (2 * count, 4 * count)
+    count = sum(array("q", lengths))
+    return part.tokens.stat().st_size in (count, 2 * count, 4 * count)
+
+
+class _Batch(NamedTuple):
+    """Documents of one part, and their size in bytes."""
+
+    part: int
+    num_bytes: int
+    documents: list[Any]
+
+
+def _batches(documents: Iterable[T], size: Callable[[T], int]) -> Iterator[_Batch]:
+    """Yields all documents in batches. A part and a batch end with the document with which they reach their size."""
+    part = part_bytes = batch_bytes = 0
+    batch: list[T] = []
+    for document in documents:
+        if batch and (part_bytes >= PART_BYTES or batch_bytes >= BATCH_BYTES):
+            yield _Batch(part, batch_bytes, batch)
+            batch, batch_bytes = [], 0
+        if part_bytes >= PART_BYTES:
+            part, part_bytes = part + 1, 0
+        batch.append(document)
+        part_bytes += size(document)
+        batch_bytes += size(document)
+    if batch:
+        yield _Batch(part, batch_bytes, batch)
+
+
+def _encode_batch(encode: Callable[[list[Any]], Encoded], batch: _Batch) -> tuple[int, int, Encoded]:
+    return batch.part, batch.num_bytes, encode(batch.documents)
 
 
 def _write_parts(
-    folder: Path, documents: Iterable[T], size: Callable[[T], int], make: Callable[[int, Iterator[T]], Part], num_bytes: int
+    folder: Path, documents: Iterable[T], size: Callable[[T], int], encode: Callable[[list[T]], Encoded], num_bytes: int
 ) -> int:
-    """Writes the parts that are missing; returns how many there are."""
-    begun = last = time.monotonic()
-    sizes = [0]
-    num_done = 0
+    """Writes the missing parts, and returns the number of all parts."""
+    start = last_report = time.monotonic()
+    count = num_skipped = num_encoded = 0
 
-    def part_of(document: T) -> int:
-        if sizes[-1] >= PART_BYTES:
-            sizes.append(0)
-        sizes[-1] += size(document)
-        return len(sizes)
+    def missing_batches() -> Iterator[_Batch]:
+        nonlocal count, num_skipped
+        for number, batches in groupby(_batches(documents, size), lambda batch: batch.part):
+            count, is_complete = number + 1, _is_complete(_part(folder, number))
+            for batch in batches:
+                if is_complete:
+                    num_skipped += batch.num_bytes
+                else:
+                    yield batch
 
-    count = 0
-    for number, (_, part) in enumerate(groupby(documents, part_of)):
-        count = number + 1
-        ((tokens, lengths),) = part_files(folder, count)[number:]
-        if _is_whole(tokens, lengths):
-            continue
-        for path, value in zip((tokens, lengths), make(number, part), strict=True):
-            with appearing(path) as file:
-                file.write(value)
-        num_done += sizes[number]
-        now = time.monotonic()
-        if now - last > _TELL_S:
-            last, speed, num_read = now, num_done / (now - begun), sum(sizes)
-            left = max(0, num_bytes - num_read) / speed
-            say(f"tokenized {num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left")
+    with closing(map_batches(partial(_encode_batch, encode), missing_batches())) as results:
+        for number, part_results in groupby(results, lambda result: result[0]):
+            part, lengths, stats = _part(folder, number), array("q"), []
+            with appearing(part.tokens) as file:
+                for _, batch_bytes, (tokens, batch_lengths, batch_stats) in part_results:
+                    file.write(tokens)
+                    lengths += batch_lengths
+                    stats += [] if batch_stats is None else [batch_stats]
+                    num_encoded += batch_bytes
+                    now = time.monotonic()
+                    if now - last_report > _REPORT_S:
+                        last_report, speed, num_done = now, num_encoded / (now - start), num_skipped + num_encoded
+                        progress = f"{num_done / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
+                        say(f"tokenized {progress}, {max(0, num_bytes - num_done) / speed:.0f} s left")
+            if stats:
+                with appearing(part.stats) as file:
+                    file.write(json.dumps(stats).encode())
+            with appearing(part.lengths) as file:
+                file.write(lengths)
     return count
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock; says that it waits, if another process has it."""
+    """Holds the folder's lock, and reports if another process has it."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,5 +231,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints a line for the user, from whichever rank."""
+    """Prints a line for the user, on any rank."""
     print(f"data: {text}", file=sys.stderr, flush=True)

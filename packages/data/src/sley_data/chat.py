@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
-from mmap import ACCESS_READ, mmap
-from pathlib import Path
 from typing import Any
 
 from sley_core.api.data import IGNORED, Split
-from sley_core.api.files import appearing
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, chat_files, nothing_left, read_conversations
 from sley_data.files import deciding_files
+from sley_data.streams import map_tokens
 
 
 @dataclass
@@ -90,7 +88,7 @@ class ChatRows:
         self.fates = Fates()
         self._config, self._split = config, split
         self._first: Conversation | None = None
-        pairs = self._kept() or self._tokenized()
+        pairs = self._cached_parts() or self._tokenized()
         self.parts = [ids for ids, _ in pairs]
         self._starts = [0, *accumulate(map(len, self.parts))]
         lengths = [length for _, part in pairs for length in part]
@@ -98,8 +96,8 @@ class ChatRows:
         self.rows = best_fit([length - 1 for length in lengths], config.sequence)
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
-    def _kept(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
-        """Returns the tokens that are kept, mapped, and their conversations' lengths, by parts; None if none are kept."""
+    def _cached_parts(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+        """Returns the tokens, mapped, and the sample lengths of each part in the cache folder; None if they are not kept."""
         config = self._config
         files, held_out = deciding_files(config, self._split, chat_files)
         options = (
@@ -112,39 +110,34 @@ class ChatRows:
             self._split,
         )
         digest = self.template.digest
-        folder = cache.folder_of(config.cache if digest else "none", files, held_out, ("chat", 3, digest, *options))
+        folder = cache.cache_folder(
+            config.cache if digest else "none", files, held_out, ("chat", 4, digest, *options), cache.WORTH_BYTES
+        )
         if folder is None:
             return None
 
-        def fates_file(number: int) -> Path:
-            return folder / f"{number:05}.fates"
-
-        def make(number: int, conversations: Iterator[Conversation]) -> cache.Part:
-            ids, lengths, fates = self._encoded(conversations)
-            with appearing(fates_file(number)) as file:
-                file.write(json.dumps(vars(fates)).encode())
-            return ids, lengths
-
-        def facts(count: int) -> dict[str, Any]:
-            for number in range(count):
-                self.fates.add(_fates(json.loads(fates_file(number).read_text("utf-8"))))
+        def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
+            for part in parts:
+                for stats in part.read_stats():
+                    self.fates.add(_fates(stats))
             self._check()
             return {"fates": vars(self.fates)}
 
+        encode = partial(encode_conversations, self.template, config)
         try:
             num_bytes = sum(file.num_bytes for file in files)
-            complete = cache.prepare(folder, self._read(), lambda each: each.content.size, make, num_bytes, facts)
-            pairs = [_mapped(*each) for each in cache.part_files(folder, complete["parts"])]
+            complete = cache.prepare(folder, self._read(), lambda each: each.content.size, encode, num_bytes, summarize)
+            parts = [_map_part(part) for part in cache.part_files(folder, complete["parts"])]
         except OSError as error:
             cache.say(f"the tokens are not kept in {folder}: {error}")
             return None
         self.fates = _fates(complete["fates"])
-        return pairs
+        return parts
 
     def _tokenized(self) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Returns the tokens of all conversations, and the length of each, as one part; counts their fates."""
-        ids, lengths, fates = self._encoded(self._read())
-        self.fates.add(fates)
+        ids, lengths, stats = encode_conversations(self.template, self._config, self._read())
+        self.fates.add(_fates(stats))
         self._check()
         return [(ids, lengths)]
 
@@ -165,43 +158,6 @@ class ChatRows:
         has_one_mask = self.fates.trained == self.fates.tokens - self.fates.samples
         if not self.fates.samples or (self._config.train_on != "all" and has_one_mask):
             raise self._no_mask(self._first)
-
-    def _encoded(self, conversations: Iterable[Conversation]) -> tuple[array[int], array[int], Fates]:
-        """Returns the tokens of some conversations, the length of each sample, and what became of them."""
-        ids, lengths, fates = array("I"), array("q"), Fates()
-        for conversation, samples, reason in self.template.encode(conversations, self._config):
-            fates.documents += 1
-            if reason:
-                fates.drop(reason, conversation.name)
-            for sample in samples:
-                self._take(conversation, sample, ids, lengths, fates)
-        return ids, lengths, fates
-
-    def _take(self, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], fates: Fates) -> None:
-        """Appends a sample of a conversation, or counts why it is left out."""
-        config = self._config
-        fates.longest = max(fates.longest, len(sample.ids))
-        limit = config.sequence + 1
-        if len(sample.ids) > limit:
-            if config.too_long == "refuse":
-                message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
-                hint = 'raise `sequence`, or say `too_long = "drop"` or "cut"'
-                raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
-            fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
-            if config.too_long == "drop":
-                return
-        marked = list(sample.ids)
-        for start, stop in sample.trained:
-            marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
-        num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
-        if not num_trained:
-            fates.drop(NOT_TRAINED, conversation.name)
-            return
-        ids.extend(marked[:limit])
-        lengths.append(len(marked[:limit]))
-        fates.samples += 1
-        fates.tokens += min(len(sample.ids), limit)
-        fates.trained += num_trained
 
     def _no_mask(self, first: Conversation) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
@@ -270,17 +226,57 @@ class ChatRows:
         }
 
 
+def encode_conversations(
+    template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
+) -> tuple[array[int], array[int], dict[str, Any]]:
+    """Returns the tokens of conversations, the length of each sample, and the fates of the conversations as a dict."""
+    ids, lengths, fates = array("I"), array("q"), Fates()
+    for conversation, samples, reason in template.encode(conversations, config):
+        fates.documents += 1
+        if reason:
+            fates.drop(reason, conversation.name)
+        for sample in samples:
+            _append_sample(config, conversation, sample, ids, lengths, fates)
+    return ids, lengths, vars(fates)
+
+
+def _append_sample(
+    config: ChatConfig, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], fates: Fates
+) -> None:
+    """Appends a sample of a conversation, or counts why it is dropped."""
+    fates.longest = max(fates.longest, len(sample.ids))
+    limit = config.sequence + 1
+    if len(sample.ids) > limit:
+        if config.too_long == "refuse":
+            message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
+            hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
+            raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
+        fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
+        if config.too_long == "drop":
+            return
+    marked = list(sample.ids)
+    for start, stop in sample.trained:
+        marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
+    num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
+    if not num_trained:
+        fates.drop(NOT_TRAINED, conversation.name)
+        return
+    ids.extend(marked[:limit])
+    lengths.append(len(marked[:limit]))
+    fates.samples += 1
+    fates.tokens += min(len(sample.ids), limit)
+    fates.trained += num_trained
+
+
 def _fates(values: dict[str, Any]) -> Fates:
-    """Returns fates that JSON has kept."""
+    """Returns the fates with the attributes `values`, which may come from JSON."""
     return Fates(**{**values, "dropped": Counter(values["dropped"])})
 
 
-def _mapped(tokens: Path, lengths: Path) -> tuple[Sequence[int], Sequence[int]]:
-    if not tokens.stat().st_size:
+def _map_part(part: cache.Part) -> tuple[Sequence[int], Sequence[int]]:
+    if not part.tokens.stat().st_size:
         return array("I"), array("q")
-    with tokens.open("rb") as file:
-        ids = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast("I")
-    return ids, array("q", lengths.read_bytes())
+    return map_tokens(part.tokens, "I"), array("q", part.lengths.read_bytes())
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -59,7 +59,7 @@ class TokenDataset:
 
     @cached_property
     def _data(self) -> tuple[TokenArray, Tensor]:
-        return TokenArray(list(map(as_tensor, self._stream.parts))), torch.frombuffer(self._stream.offsets, dtype=torch.int64)
+        return TokenArray(list(map(as_tensor, self._stream.parts))), as_tensor(self._stream.offsets)
 
     @property
     def token_parts(self) -> Sequence[Tensor]:
@@ -134,13 +134,13 @@ class TextDataset(TokenDataset):
         return text_stream(self._config, self._split, self._tokenizer, self.data_notes)
 
 
-def as_tensor(part: memoryview) -> Tensor:
-    """Returns a view of tokens, which may be read-only: uint8, uint16 or uint32 by the size of its items."""
-    dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[part.itemsize]
+def as_tensor(view: memoryview) -> Tensor:
+    """Returns a view of tokens or offsets, which may be read-only, as uint8, uint16, uint32 or int64."""
+    dtype = {"B": torch.uint8, "H": torch.uint16, "I": torch.uint32, "q": torch.int64}[view.format]
     with warnings.catch_warnings():
-        # PyTorch warns that it has no read-only tensors. Nothing writes to these: `TokenArray.read` copies.
+        # PyTorch has no read-only tensors, and warns about that. Nothing writes to these: `TokenArray.read` copies.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(part, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
+        return torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
 
 
 class ChatDataset:

@@ -35,27 +35,28 @@ _SEARCHED = 1 << 30
 class Content:
     """Identifies the content of a document.
 
-    size: in bytes. key: returns a digest of all of it; may read a file.
+    size: its number of bytes. source: its digest, or the file whose content it is.
     """
 
     size: int
-    key: Callable[[], bytes]
+    source: bytes | Path
+
+    def key(self) -> bytes:
+        """Returns the digest of the content; may read a file."""
+        if isinstance(self.source, bytes):
+            return self.source
+        with self.source.open("rb") as file:
+            return file_digest(file, "sha256").digest()
 
 
 def content_of(text: bytes) -> Content:
-    """Returns the content of a text, which it does not keep."""
-    key = sha256(text).digest()
-    return Content(len(text), lambda: key)
+    """Returns the content of a text."""
+    return Content(len(text), sha256(text).digest())
 
 
 def content_of_file(file: File) -> Content:
-    """Returns the content of a file; reads a compressed file. Raises OSError, and PlanError as `opened` does."""
-    return content_of(read(file.path)) if file.is_compressed else Content(file.num_bytes, lambda: _key_of_file(file.path))
-
-
-def _key_of_file(path: Path) -> bytes:
-    with path.open("rb") as content:
-        return file_digest(content, "sha256").digest()
+    """Returns the content of a file; reads a compressed file. Raises OSError, and the same PlanError as `opened`."""
+    return content_of(read(file.path)) if file.is_compressed else Content(file.num_bytes, file.path)
 
 
 def in_share(contents: Iterable[Content], share: float) -> list[bool]:

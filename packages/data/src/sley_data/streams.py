@@ -7,14 +7,15 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from mmap import ACCESS_READ, mmap
+from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from sley_core.api.data import IGNORED, Split
+from sley_core.api.files import appearing
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.config import TextConfig, TokensConfig
@@ -27,18 +28,25 @@ if TYPE_CHECKING:
 FORMS: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
 """The format of a view of tokens, by their dtype; that of bytes is "B"."""
 
+_SCAN_BYTES = 1 << 24
+"""The bytes of a token file that are in the memory of this process while it is searched for documents."""
+
+_MAX_BYTES_IN_MEMORY = 1 << 27
+"""The size of text without a tokenizer from which on it is kept as mapped files: in memory, it would exist once per rank."""
+
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens of documents that lie end to end.
+    """Holds the tokens of documents, one after another.
 
-    parts: views of 8, 16 or 32 bits, of memory or of mapped files; a document may lie in several. offsets: 64 bits
-    [num_documents + 1], ascending; no document is empty. kept_digest: `digest`, if it is known.
+    parts: views of 8, 16 or 32 bits, of memory or of mapped files; a document may be in several. offsets: the first token of
+    each document, and the number of tokens, 64 bits [num_documents + 1]; no document is empty. known_digest: `digest`, if it is
+    known.
     """
 
     parts: Sequence[memoryview]
-    offsets: array[int]
-    kept_digest: str | None = None
+    offsets: memoryview
+    known_digest: str | None = None
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -52,21 +60,21 @@ class Stream:
         tokens: list[int] = []
         number = bisect_right(self._ends, start)
         while start < stop:
-            begin, end = self._ends[number] - len(self.parts[number]), self._ends[number]
-            tokens += self.parts[number][start - begin : min(stop, end) - begin]
-            start, number = end, number + 1
+            part_start, part_end = self._ends[number] - len(self.parts[number]), self._ends[number]
+            tokens += self.parts[number][start - part_start : min(stop, part_end) - part_start]
+            start, number = part_end, number + 1
         return tokens
 
     @property
     def digest(self) -> str:
-        """Differs if a token or a document's length differs."""
-        return self.kept_digest or _digest([self.parts, [memoryview(self.offsets)]])
+        """A digest of all tokens and of the lengths of the documents."""
+        return self.known_digest or _digest([self.parts, [self.offsets]])
 
     @property
     def sampled_digest(self) -> str:
-        """A digest of each part's length and of blocks spread over it, at most 128 KiB of it, and of the documents' lengths."""
+        """A digest of the length of each part, of blocks of each part, at most 128 KiB, and of the lengths of the documents."""
         blocks = ([memoryview(array("q", [len(part)])), *_blocks(part)] for part in self.parts)
-        return _digest([*blocks, [memoryview(self.offsets)]])
+        return _digest([*blocks, [self.offsets]])
 
 
 def _digest(values: Iterable[Sequence[memoryview]]) -> str:
@@ -76,11 +84,18 @@ def _digest(values: Iterable[Sequence[memoryview]]) -> str:
         digest.update(f"{parts[0].format if parts else None}{sum(map(len, parts))}".encode())
         for part in parts:
             digest.update(part)
+            _release_pages(part)
     return digest.hexdigest()
 
 
+def _release_pages(part: memoryview) -> None:
+    """Removes the pages of a mapped file from the memory of this process; the next access loads them again."""
+    if isinstance(part.obj, mmap):
+        part.obj.madvise(MADV_DONTNEED)
+
+
 def _blocks(part: memoryview) -> Iterator[memoryview]:
-    """Yields a part's first tokens, its last ones, and blocks spread between them; all of it if that is not more."""
+    """Yields 16 blocks that are spread over a part, from its start to its end; together at most the whole part."""
     size = 1 << 11 if len(part) > 1 << 15 else max(1, -(-len(part) // 16))
     for number in range(16):
         start = max(0, len(part) - size) * number // 15
@@ -88,62 +103,64 @@ def _blocks(part: memoryview) -> Iterator[memoryview]:
 
 
 def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
-    """Returns the documents of a split of text, in order, those that are empty left out; tokenizer: None for bytes.
+    """Returns the documents of a split of text in order, without empty ones.
 
-    With a tokenizer, the tokens of much text are kept (see `cache`). notes: gets sentences for the user.
-    Raises PlanError with every file that is missing or empty, and for one that cannot be read.
+    tokenizer: None for bytes. notes: receives sentences for the user. The tokens of a large text are kept on disk (see
+    `cache`). Raises PlanError with every file that is missing or empty, or for a file that cannot be read.
     """
     files, held_out = deciding_files(config, split, text_files)
-    documents = read_documents(files, config, split, notes)
-    if tokenizer is None:
-        text, sizes = bytearray(), array("q")
-        for _, document in documents:
-            text += document
-            sizes.append(len(document))
-        return Stream([memoryview(text)], _offsets(sizes))
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
-    folder = cache.folder_of(config.cache, files, held_out, (3, tokenizer.digest, *options))
+    settings = (4, tokenizer and tokenizer.digest, *options)
+    min_bytes = cache.WORTH_BYTES if tokenizer else _MAX_BYTES_IN_MEMORY
+    folder = cache.cache_folder(config.cache, files, held_out, settings, min_bytes)
     if folder is not None:
+        documents = read_documents(files, config, split, notes)
         try:
-            return _kept(folder, tokenizer, documents, sum(file.num_bytes for file in files), notes)
+            return _cached_stream(folder, tokenizer, documents, sum(file.num_bytes for file in files), notes)
         except OSError as error:
-            notes.append(f"the tokens are not kept in {folder}: {error}")
-            documents = read_documents(files, config, split)
-    ids, lengths = tokenizer.encode(documents)
-    return Stream([memoryview(ids)], _offsets(lengths))
+            notes[:] = [f"the tokens are not kept in {folder}: {error}"]
+    tokens, lengths, _ = _encode(tokenizer, read_documents(files, config, split, notes))
+    return Stream([memoryview(tokens)], memoryview(array("q", accumulate(filter(None, lengths), initial=0))))
 
 
-def _offsets(lengths: Iterable[int]) -> array[int]:
-    """Returns the offsets of the documents that are not empty."""
-    return array("q", accumulate(filter(None, lengths), initial=0))
+def _encode(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> cache.Encoded:
+    if tokenizer is not None:
+        return *tokenizer.encode(documents), None
+    tokens, lengths = array("B"), array("q")
+    for _, text in documents:
+        tokens.frombytes(text)
+        lengths.append(len(text))
+    return tokens, lengths, None
 
 
-def _kept(
-    folder: Path, tokenizer: Tokenizer, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
+def _cached_stream(
+    folder: Path, tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
 ) -> Stream:
-    """Returns the tokens that are kept in `folder`, mapped; tokenizes them first if no process has."""
+    """Returns the tokens in the cache folder, mapped; tokenizes the documents first, unless the folder is complete."""
+    form = "B" if tokenizer is None else FORMS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
 
-    def mapped(count: int, digest: str | None = None) -> Stream:
-        files = cache.part_files(folder, count)
-        form = FORMS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
-        tokens = [map_tokens(path, form) for path, _ in files if path.stat().st_size]
-        lengths = array("q")
-        for _, path in files:
-            lengths.frombytes(path.read_bytes())
-        return Stream(tokens, _offsets(lengths), digest)
+    def map_parts(parts: Iterable[cache.Part], digest: str | None = None) -> Stream:
+        tokens = [map_tokens(part.tokens, form) for part in parts if part.tokens.stat().st_size]
+        return Stream(tokens, map_tokens(folder / "offsets", "q"), digest)
 
-    def facts(count: int) -> dict[str, Any]:
-        return {"digest": mapped(count).digest, "notes": notes}
+    def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
+        with appearing(folder / "offsets") as file:
+            offsets = array("q", [0])
+            for part in parts:
+                file.write(offsets[:-1])
+                lengths = array("q", part.lengths.read_bytes())
+                offsets = array("q", accumulate(filter(None, lengths), initial=offsets[-1]))
+            file.write(offsets)
+        return {"digest": map_parts(parts).digest, "notes": notes}
 
-    def make(_number: int, part: Iterator[tuple[str, bytes]]) -> cache.Part:
-        return tokenizer.encode(part)
-
-    complete = cache.prepare(folder, documents, lambda document: len(document[1]), make, num_bytes, facts)
+    complete = cache.prepare(
+        folder, documents, lambda document: len(document[1]), partial(_encode, tokenizer), num_bytes, summarize
+    )
     notes[:] = complete["notes"]
-    return mapped(complete["parts"], complete["digest"])
+    return map_parts(cache.part_files(folder, complete["parts"]), complete["digest"])
 
 
-def map_tokens(path: Path, form: Literal["H", "I"]) -> memoryview:
+def map_tokens(path: Path, form: Literal["B", "H", "I", "q"]) -> memoryview:
     """Returns the tokens of a file as a read-only view: pages are loaded when they are read.
 
     The map is shared and read-only, so that files larger than memory can be mapped: Linux counts one that is private and
@@ -167,31 +184,34 @@ def token_stream(config: TokensConfig, split: Split) -> Stream:
         raise as_error(problems)
     parts = [map_tokens(file.path, FORMS[file.dtype(config)]) for file in files]
     if config.documents == "cut":
-        return Stream(parts, array("q", [0, sum(map(len, parts))]))
-    offsets, begin = array("q", [0]), 0
+        return Stream(parts, memoryview(array("q", [0, sum(map(len, parts))])))
+    offsets, part_start = array("q", [0]), 0
     for file, part in zip(files, parts, strict=True):
         for end in _document_ends(file, part, config):
-            if begin + end > offsets[-1]:
-                offsets.append(begin + end)
-        begin += len(part)
-    if begin > offsets[-1]:
-        offsets.append(begin)
-    return Stream(parts, offsets)
+            if part_start + end > offsets[-1]:
+                offsets.append(part_start + end)
+        part_start += len(part)
+    if part_start > offsets[-1]:
+        offsets.append(part_start)
+    return Stream(parts, memoryview(offsets))
 
 
 def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterator[int]:
-    """Yields where documents end, and perhaps begin, in a file, ascending."""
+    """Yields the ends of the documents in a file, ascending; perhaps also the start of the first one."""
     if file.index is not None:
         yield from file.index.offsets
         return
     assert config.end_of_document is not None, file
     content, width = cast(mmap, part.obj), part.itemsize
     token = config.end_of_document.to_bytes(width, "little")
-    place = content.find(token)
-    while place >= 0:
-        if place % width == 0:
-            yield place // width + 1
-        place = content.find(token, place + 1)
+    for start in range(0, len(content), _SCAN_BYTES):
+        stop = min(start + _SCAN_BYTES, len(content))
+        offset = content.find(token, start, stop)
+        while offset >= 0:
+            if offset % width == 0:
+                yield offset // width + 1
+            offset = content.find(token, offset + 1, stop)
+        content.madvise(MADV_DONTNEED, start, stop - start)
 
 
 class TokenRows:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import codecs
 import json
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sley_core.api.data import TextIds
 from sley_core.api.files import RANDOM_SETTINGS
@@ -24,11 +22,8 @@ from sley_data.config import NUM_BYTES, TextConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
 
-BATCH = 256
-"""Documents that are encoded in one call, which distributes them over the threads of `tokenizers`."""
-
-_AHEAD = 2
-"""Batches that are encoded at a time, so that no core waits for the last documents of one."""
+_BATCH = 256
+"""The number of documents that one call of `tokenizers` encodes, with a thread for each core."""
 
 NAME = "tokenizer.json"
 
@@ -72,32 +67,22 @@ class Tokenizer:
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
-        """Returns the ids of all documents joined, as an array of 2 or 4 byte integers, and the length of each
-        document, 64 bits.
+        """Returns the ids of all documents, concatenated, as integers of 2 or 4 bytes, and the length of each, 64 bits.
 
-        documents: (name, content) pairs. Raises PlanError naming a document that is not UTF-8.
+        documents: (name, content) pairs. Raises PlanError "data-encoding" with the name of a document that is not UTF-8.
         """
-        ids = array("H" if self.vocab_size <= 1 << 16 else "I")
-        lengths = array("q")
-        for encodings in self._batches(documents):
-            for encoding in encodings:
-                document = array(ids.typecode, [*self._begin, *encoding.ids, *self._end])
-                ids.extend(document)  # of an array, that is twice as fast as of a list
-                lengths.append(len(document))
+        code = "H" if self.vocab_size <= 1 << 16 else "I"
+        begin, end = array(code, self._begin), array(code, self._end)
+        ids, lengths = array(code), array("q")
+        documents = iter(documents)
+        while texts := [_text(name, content) for name, content in islice(documents, _BATCH)]:
+            for encoding in self._implementation.encode_batch_fast(texts, add_special_tokens=False):
+                start = len(ids)
+                ids += begin
+                ids += array(code, encoding.ids)  # adding an array is twice as fast as adding a list
+                ids += end
+                lengths.append(len(ids) - start)
         return ids, lengths
-
-    def _batches(self, documents: Iterable[tuple[str, bytes]]) -> Iterator[Sequence[Any]]:
-        """Yields the encodings of documents, batch by batch; while one is used, the next ones are read and encoded."""
-        pairs = iter(documents)
-        pending: deque[Future[Sequence[Any]]] = deque()
-        encode = partial(self._implementation.encode_batch_fast, add_special_tokens=False)
-        with ThreadPoolExecutor(_AHEAD) as pool:
-            while batch := [_text(name, content) for name, content in islice(pairs, BATCH)]:
-                pending.append(pool.submit(encode, batch))
-                if len(pending) > _AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
         """Returns the ids with which a document that begins with `text` begins, and how many of them come before the text."""
