@@ -211,7 +211,7 @@ class Program:
         masters = run.stepper.update.masters
         if isinstance(self.world.device, DrawnDevice) and masters.home:
             for _, master in masters.named_tensors():
-                self.world.device.keeps_on_host(master)
+                self.world.device.mark_host_memory(master)
         return run
 
     def _own(self, number: int) -> Tensors:

@@ -116,7 +116,7 @@ def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, texts: Path, world: i
 def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> float:
     """How far the estimated peak is from the real one, relative, on the rank where it is farthest. inf if states differ."""
     errors = []
-    for (table, key), value in real[0].found.items():
+    for (table, key), value in real[0].plan_values.items():
         tables = changed(tables, **{f"{table}__{key}": value})
     recipes = OpResultCache()
     for rank, one in enumerate(real):

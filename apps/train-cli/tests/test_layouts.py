@@ -20,7 +20,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, assert_same_stretch, save_at, stretch
-from sley_testing.parity import Bits, differing, digest, trained
+from sley_testing.parity import Bits, differing_names, digest, train_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, assert_same_run, record, running
 
@@ -42,7 +42,7 @@ PLAN = small_plan(
 
 
 def counted(tables: Tables, folder: Path) -> list[list[float]]:
-    """Tokens, trained ones and 10^12 FLOPs of all devices, of two steps."""
+    """Tokens, train_bits ones and 10^12 FLOPs of all devices, of two steps."""
     with running(tables, folder) as run:
         rows = [run.step() for _ in range(2)]
         return [[row["tokens"], row["trained_tokens"], row["tflops"] * row["seconds"] * run.world.size] for row in rows]
@@ -73,7 +73,7 @@ WITHOUT_SLICES = [name for name in LAYOUTS if name != "alone" and "sp2" not in n
 
 @cache
 def alone(folder: Path, precision: str) -> Bits:
-    return trained(changed(CANONICAL, **PRECISIONS[precision]), 2, folder=folder)
+    return train_bits(changed(CANONICAL, **PRECISIONS[precision]), 2, folder=folder)
 
 
 @pytest.mark.sample(4)
@@ -81,8 +81,8 @@ def alone(folder: Path, precision: str) -> Bits:
 @pytest.mark.parametrize("layout", WITHOUT_SLICES)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
     tables = layout_of(layout, CANONICAL, **PRECISIONS[precision])
-    found = ranks(num_ranks(tables), 180)(trained, tables, 2, folder=texts)
-    assert differing([alone(texts, precision)], found) == []
+    found = ranks(num_ranks(tables), 180)(train_bits, tables, 2, folder=texts)
+    assert differing_names([alone(texts, precision)], found) == []
     assert digest([alone(texts, precision)]) == digest(found)
 
 
@@ -92,8 +92,8 @@ def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: 
     """Six micro-batches: a rank of two has three, which are two sums of the tree, and hands over both."""
     six = changed(CANONICAL, batch__global_size=6)
     tables = changed(six, parallel__dp=3, **SHARDED) if layout == "dp3 sharded" else layout_of(layout, six)
-    found = ranks(num_ranks(tables), 180)(trained, tables, 2, folder=texts)
-    assert differing([trained(six, 2, folder=texts)], found) == []
+    found = ranks(num_ranks(tables), 180)(train_bits, tables, 2, folder=texts)
+    assert differing_names([train_bits(six, 2, folder=texts)], found) == []
 
 
 @pytest.mark.sample(1)
@@ -111,8 +111,8 @@ def test_weights_that_a_layer_uses_more_than_once(ranks: Any, layout: str, optim
     )
     is_layout = layout in LAYOUTS
     tables = layout_of(layout, plan) if is_layout else changed(plan, activations={"use": "core.recompute"})
-    found = ranks(num_ranks(tables), 180)(trained, tables, 2)
-    assert differing([trained(plan, 2)], found) == []
+    found = ranks(num_ranks(tables), 180)(train_bits, tables, 2)
+    assert differing_names([train_bits(plan, 2)], found) == []
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ IN_CI = ["dp2 bucketed", "wp2", "zero bubble v dp2"]
 def test_fast_sums_have_another_hash(ranks: Any, texts: Path, layout: str):
     """Their numbers are as good: so the tests above see the tree, and nothing else."""
     tables = layout_of(layout, CANONICAL, parallel__reduction="fast")
-    found = ranks(num_ranks(tables), 180)(trained, tables, 2, folder=texts)
+    found = ranks(num_ranks(tables), 180)(train_bits, tables, 2, folder=texts)
     canonical = alone(texts, "fp32")
-    assert [name for name in differing([canonical], found) if name.endswith("weight")]
+    assert [name for name in differing_names([canonical], found) if name.endswith("weight")]
     for name in ("step 2: loss", "step 2: grad_norm"):
         wanted, other = (float.fromhex(bits[name].decode()) for bits in (canonical, found[0]))
         assert math.isclose(wanted, other, rel_tol=1e-4), (name, wanted, other)

@@ -16,15 +16,15 @@ import pytest
 from league_faults import FAULTS, fault
 
 from sley_core.comm.world import World
-from sley_testing.league.play import play, take
-from sley_testing.league.rows import ROWS, LeagueRow, Result
+from sley_testing.league.rows import ROWS, LeagueRow, RowResult
+from sley_testing.league.verify import compare_rows, verify_rows
 from sley_testing.plans import changed
 from sley_testing.verify import measure
 
 SAMPLE = ("packed-sp", "resume-wp", "tied-stages")
 """Rows whose faults CI puts in; a campaign puts in all."""
 
-Played = Callable[..., list[Result]]
+Played = Callable[..., list[RowResult]]
 
 PAGE = Path(__file__).parents[3] / "docs" / "parity.md"
 LEAGUE = "## The league of silent errors\n"
@@ -32,7 +32,7 @@ LEAGUE = "## The league of silent errors\n"
 
 def on_a_rank(rows: Sequence[LeagueRow], folder: Path, faulty: str | None) -> None:
     with fault(faulty) if faulty else nullcontext(), World.join("cpu") as world:
-        take(rows, world, folder)
+        compare_rows(rows, world, folder)
 
 
 def forked(ranks: Any, faulty: str | None, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
@@ -48,8 +48,8 @@ def forked(ranks: Any, faulty: str | None, rows: Sequence[LeagueRow], num_ranks:
 def played(ranks: Any, tmp_path: Path) -> Played:
     """`played(row, ..., faulty=None)`: the results of rows, with a fault on their ranks or without."""
 
-    def play_rows(*rows: LeagueRow, faulty: str | None = None) -> list[Result]:
-        return list(play(rows, tmp_path, partial(forked, ranks, faulty)))
+    def play_rows(*rows: LeagueRow, faulty: str | None = None) -> list[RowResult]:
+        return list(verify_rows(rows, tmp_path, partial(forked, ranks, faulty)))
 
     return play_rows
 
@@ -67,7 +67,7 @@ def test_a_sample_of_rows_holds(played: Played) -> None:
     found = played(*(row(name) for name in ("accumulation", "masked-ranks", "packed-sp", "resume-pp")))
     assert [one.row.name for one in found if not one.holds] == []
     assert {len(one.errors) for one in found} == {4}
-    assert all(one.plain is not None and one.plain > 0 for one in found), "the plain loop adds in another order"
+    assert all((one.plain_loop_error or 0.0) > 0 for one in found), "the plain loop adds in another order"
 
 
 def figures(row: Mapping[str, Any]) -> str:
@@ -97,12 +97,12 @@ def test_the_whole_league_is_written(cli: Any) -> None:
 )
 def test_a_row_says_so_where_its_fault_is_put_in(played: Played, name: str) -> None:
     (found,) = played(row(name), faulty=name)
-    assert not found.failed
+    assert not found.failure
     assert not found.holds, found
-    assert found.differs[0].startswith("beside one process it differs: "), found.differs
+    assert found.differences[0].startswith("compared with one process, it differs: "), found.differences
 
 
-@pytest.mark.parametrize("what", ["own_weights", "_unclipped"])
+@pytest.mark.parametrize("what", ["full_weights", "_unclipped"])
 def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
     def without_norms(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
         whole = getattr(measure, what)
@@ -113,9 +113,9 @@ def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: s
         with patch.object(measure, what, part):
             return forked(ranks, None, rows, num_ranks, folder)
 
-    (found,) = play([row("accumulation")], tmp_path, without_norms)
-    kind = "first value" if what == "own_weights" else "gradient"
-    assert found.failed == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
+    (found,) = verify_rows([row("accumulation")], tmp_path, without_norms)
+    kind = "first value" if what == "full_weights" else "gradient"
+    assert found.failure == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
 
 
 def test_the_command_fails_where_a_row_does_not_hold(cli: Any) -> None:
@@ -123,7 +123,7 @@ def test_the_command_fails_where_a_row_does_not_hold(cli: Any) -> None:
         result = cli("verify", "--league", "--rows", "accumulation")
     assert result.code == 1, result.err
     assert "DOES NOT HOLD" in result.out
-    assert "  beside one process it differs: the loss, since step 1, on stage 0 (rank 0)\n" in result.out
+    assert "  compared with one process, it differs: the loss, since step 1, on stage 0 (rank 0)\n" in result.out
     assert result.out.endswith("1 of 1 rows do not hold: accumulation\n")
 
 
@@ -155,4 +155,4 @@ def test_the_page_has_every_row_and_what_is_allowed() -> None:
     measured, elsewhere = (re.findall(r"^\| `(\S+)` \| (.+) \|$", part, re.MULTILINE) for part in parts)
     assert [(name, cells.split(" | ")[0]) for name, cells in measured] == [(one.name, one.layout) for one in ROWS]
     assert [float(cells.split(" | ")[-1]) for _, cells in measured] == [float(f"{one.limit:.1e}") for one in ROWS]
-    assert [(name, cells.split(" | ")[0]) for name, cells in elsewhere] == [(one.name, one.elsewhere) for one in ROWS]
+    assert [(name, cells.split(" | ")[0]) for name, cells in elsewhere] == [(one.name, one.silent_error) for one in ROWS]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference_pages import plan_page, rows
 
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
@@ -16,7 +17,6 @@ from sley_core.plan.tables import OPTIONAL, TABLES
 from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
 from sley_core.table import Positive, Table
 from sley_testing.plans import loader_of, small_plan
-from sley_testing.reference import plan_page, rows
 from train_cli.commands.check import json_schema
 
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
@@ -167,7 +167,7 @@ def test_the_page_in_the_documentation_is_up_to_date() -> None:
     if page is None:
         pytest.skip("the documentation is not beside the package")
     written = (page / "plan.md").read_text("utf-8")
-    assert written == plan_page(), "run: python -m sley_testing.reference plan > docs/plan.md"
+    assert written == plan_page(), "run: python .ci/reference_pages.py plan > docs/plan.md"
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:

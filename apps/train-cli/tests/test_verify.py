@@ -19,8 +19,8 @@ from sley_core.errors import RunError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.verify.findings import Habit, Limits, RankFindings, differences, read, report_lines
-from sley_testing.verify.measure import check_complete, compare, keep, limits
+from sley_testing.verify.findings import Habit, Limits, RankFindings, differences, read_findings, report_lines
+from sley_testing.verify.measure import check_complete, compare_steps, limits, save_reference
 from sley_testing.verify.plain import save_plain_steps
 from train_cli.one_process import one_process_plan, read_only_plan
 
@@ -34,7 +34,7 @@ Verified = Callable[..., tuple[list[RankFindings], Limits]]
 
 def on_a_rank(load: Callable[..., Plan], given: tuple[Any, ...], steps: int, folder: Path) -> None:
     with World.join("cpu") as world, assemble(read_only_plan(load(*given)), world) as run:
-        compare(run, steps, folder)
+        compare_steps(run, steps, folder)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def verified(ranks: Any, tmp_path: Path) -> Verified:
     def verify(steps: int, load: Callable[..., Plan], *given: Any) -> tuple[list[RankFindings], Limits]:
         plan = load(*given)
         with assemble(one_process_plan(plan), World.alone("cpu")) as run:
-            keep(run, steps, tmp_path)
+            save_reference(run, steps, tmp_path)
         ranks(plan.world(), 120)(on_a_rank, load, given, steps, tmp_path)
-        return read(tmp_path, plan.world()), limits(plan)
+        return read_findings(tmp_path, plan.world()), limits(plan)
 
     return verify
 
@@ -63,7 +63,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
     tables = changed(tomli.loads(path.read_text("utf-8")), **small)
     found, allowed = verified(2, plan_from_dict, tables, texts)
     assert not differences(found, allowed), "\n".join(report_lines(found, allowed, 2))
-    assert {one.kind for rank in found for one in rank.compared} >= {"first value", "gradient", "weight"}
+    assert {one.quantity for rank in found for one in rank.comparisons} >= {"first value", "gradient", "weight"}
 
 
 @pytest.mark.sample(2)
@@ -71,7 +71,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
     ("use", "said"),
     [
         ("wrong.mean", ["the gradient of `embed.tokens.weight`, since step 1, on stage 0", "0.5 times that of one process"]),
-        ("wrong.tail", ["the gradient of `blocks.1.attention.key.weight`, since step 1", "look at the backward"]),
+        ("wrong.tail", ["the gradient of `blocks.1.attention.key.weight`, since step 1", "check the backward"]),
         ("wrong.late", ["the gradient of `blocks.0.feed_forward.up.weight`, since step 2", "off by"]),
         ("wrong.firstrank", ["the gradient of `head.output.weight`, since step 1, on stage 0 (rank 1)", "3 times"]),
     ],
@@ -144,7 +144,7 @@ def test_a_part_of_a_bias_whose_gradient_is_rounding_is_no_difference(
         assert text.startswith("differs: the weight `1.fused.bias`, since step 3")
         assert "the gradient agrees, and only the update differs" in text
     else:
-        assert "not compared where the gradient is zero but for rounding: 1.fused.bias (" in text
+        assert "not compared where the gradient is only rounding noise: 1.fused.bias (" in text
 
 
 def test_a_handler_is_held_to_the_tolerance_of_its_record(verified: Verified, plugin_folder: Any, texts: Path) -> None:
@@ -187,7 +187,7 @@ def test_the_command_compares_ranks_and_leaves_nothing(start: Any, plan: Path, t
     assert result.code == 0, result.err
     told = json.loads(result.out)
     assert (told["agrees"], told["ranks"], told["steps"], told["differs"]) == (True, 2, 2, [])
-    assert {one["kind"] for one in told["largest"]} >= {"first value", "loss", "gradient", "gradient norm", "weight"}
+    assert {one["quantity"] for one in told["largest"]} >= {"first value", "loss", "gradient", "gradient norm", "weight"}
     assert not list(scratch.iterdir())
     assert set(tmp_path.iterdir()) == before
 
@@ -218,18 +218,18 @@ def test_the_test_kit_is_asked_for_by_name(cli: Any, plan: Path, monkeypatch: py
 
 NAMED = {
     "Numpy": ("middle", "draws from numpy"),
-    "Generator": ("middle", "draws from random's Random of its own"),
-    "Unseeded": ("middle", "no seed reaches"),
+    "Generator": ("middle", "draws from its own random Random"),
+    "Unseeded": ("middle", "a random source without a seed"),
     "Parts": ("middle", "`unsafe_split`"),
-    "Attribute": ("middle.largest", "a state that the forward changes"),
+    "Attribute": ("middle.largest", "is changed by the forward"),
     "Weight": ("middle.inner.weight", "is written by the forward"),
     "Buffer": ("middle.seen", "is written by the forward"),
-    "Field": ("labels", "a field of the batch"),
+    "Field": ("labels", "a batch field"),
     "Hook": ("plain_habits.py:", "`clamp_`"),
     "Assigned": ("middle.inner.weight", "by an assignment in a backward"),
     "Evaluated": ("middle", "was in evaluation mode"),
-    "InPlace": ("middle", "writes on its input in place"),
-    "Dict": ("middle", "puts something else into the dict"),
+    "InPlace": ("middle", "writes to its input in place"),
+    "Dict": ("middle", "modifies a dict"),
 }
 
 
@@ -282,11 +282,11 @@ def test_layouts_equal_the_loop(ranks: Any, looked: Any, texts: Path, tmp_path: 
     looked(given, steps=3)
     plan = plan_from_dict(given, texts)
     ranks(plan.world(), 120)(on_a_rank, plan_from_dict, (given, texts), 3, tmp_path)
-    found, allowed = read(tmp_path, plan.world()), limits(plan, is_plain=True)
+    found, allowed = read_findings(tmp_path, plan.world()), limits(plan, is_plain=True)
     check_complete(found, tmp_path)
     assert not differences(found, allowed), "\n".join(report_lines(found, allowed, 3, is_plain=True))
 
 
 def test_a_loop_that_fails_is_told_with_its_layer(looked: Any) -> None:
-    with pytest.raises(RunError, match=r"layer `middle` \(Fails\) fails in step 1 of a plain loop, too: ValueError: no 8"):
+    with pytest.raises(RunError, match=r"layer `middle` \(Fails\) also fails in step 1 of a plain loop: ValueError: no 8"):
         looked(with_habit("Fails"))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import reference_pages
 
 from sley_core import hookspecs, records
 from sley_core.assemble import assemble
@@ -20,7 +21,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
 from sley_core.topology import Topology
-from sley_testing import reference
 from sley_testing.plans import loader_of, small_plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
@@ -32,7 +32,7 @@ NOTIFICATIONS = {"sley_run_started", "sley_step_finished", "sley_run_finished"}
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_has_the_fixed_lines_and_its_example_implements_it(name: str) -> None:
     function = getattr(hookspecs, name)
-    text = reference.read_hook(name, function)
+    text = reference_pages.read_hook(name, function)
     assert text.lines["Since"].startswith("core ")
     assert text.lines["May communicate"].split(",")[0] in ("yes", "no")
     tree = ast.parse(text.lines["Example"])
@@ -122,4 +122,4 @@ def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text("utf-8") == reference.hooks_page(), "run `python -m sley_testing.reference hooks > docs/hooks.md`"
+    assert PAGE.read_text("utf-8") == reference_pages.hooks_page(), "run `python .ci/reference_pages.py hooks > docs/hooks.md`"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import SleyError
-from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
+from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
 from sley_testing.runs import Recorded, assert_by_hand, assert_equal_replicas, record
 
@@ -117,7 +117,7 @@ def test_habits_around_a_sharded_linear(ranks, own):
     from kinds import REFUSED, Rows
 
     ways: list[tuple[dict[str, Any], bool]] = [({}, True), ({"overlap": False}, False), ({"reduce": "step"}, False)]
-    found = [(habit, {}, True, 4) for habit in HABITS | OF_WHOLE_GRADIENTS]
+    found = [(habit, {}, True, 4) for habit in HABITS | FULL_GRADIENT_HABITS]
     cases: list[Case] = []
     for habit, weights, attaches, micro in [*found, *(("Adaptive", *way, 1) for way in ways)]:
         model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}

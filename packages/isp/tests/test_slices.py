@@ -75,7 +75,7 @@ def test_wrapped_and_named_attentions(ranks, own):
 
 def record_with_reference(tables, folder):
     """Records one process on rank 0, and this rank's run. A third process would import transformers again, for seconds."""
-    reference = record(tables, 3, folder=folder, is_alone=True) if dist.get_rank() == 0 else None
+    reference = record(tables, 3, folder=folder, is_single_process=True) if dist.get_rank() == 0 else None
     return reference, record(split(tables), 3, folder=folder)
 
 

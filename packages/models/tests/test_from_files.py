@@ -20,8 +20,8 @@ from sley_core.weight_files.read import INDEX, read_tensor
 from sley_models import from_files
 from sley_models.config import LlamaConfig
 from sley_models.llama import layers
-from sley_testing.plans import on_meta as build
-from sley_testing.plans import with_values as real
+from sley_testing.plans import build_meta_model as build
+from sley_testing.plans import build_model_with_values as real
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

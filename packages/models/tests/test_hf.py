@@ -15,8 +15,8 @@ from sley_models.hf import HEAD, check_names, name_pairs
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import layers
 from sley_testing.plans import TOKENS
-from sley_testing.plans import on_meta as build
-from sley_testing.plans import with_values as real
+from sley_testing.plans import build_meta_model as build
+from sley_testing.plans import build_model_with_values as real
 
 VOCAB = 97
 

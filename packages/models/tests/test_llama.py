@@ -18,8 +18,8 @@ from sley_core.model import attention
 from sley_core.model.layers import Model
 from sley_models.config import LlamaConfig, default_ffn_hidden
 from sley_models.llama import layers
-from sley_testing.plans import on_meta as build
-from sley_testing.plans import with_values as real
+from sley_testing.plans import build_meta_model as build
+from sley_testing.plans import build_model_with_values as real
 
 SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)
 

@@ -14,35 +14,35 @@ from sley_testing.schedule_contract import ScheduleContract, TieContract
 class TestGPipe(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.gpipe"}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return micros
 
 
 class TestOneFOneB(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.one_f_one_b"}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return min(stages - stage, micros)
 
 
 class TestInterleaved(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.interleaved", "chunks": 3}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return min(3 * micros, 2 * round_sizes(stages, micros)[0] + 2 * (stages - stage) - 1)
 
 
 class TestZeroBubbleH1(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.zero_bubble_h1"}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return min(stages, micros)
 
 
 class TestZeroBubbleV(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.zero_bubble_v"}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return 2 * min(stages, micros)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sley_core.errors import SleyError
-from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
+from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
 from sley_testing.runs import assert_by_hand, record
 
@@ -22,7 +22,7 @@ def batch(step, sample):
 
 
 ONE_RANK_EACH = [
-    habit for habit in HABITS | OF_WHOLE_GRADIENTS if habit not in ("Mapped", "WrittenGradients", "Assigned")
+    habit for habit in HABITS | FULL_GRADIENT_HABITS if habit not in ("Mapped", "WrittenGradients", "Assigned")
 ]  # the warning of `Mapped` is an error in the ranks
 TWO_RANKS_EACH = ["InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin", "HookedWeights"]
 CASES = [

@@ -118,7 +118,7 @@ SAMPLED: dict[str, list[tuple[Any, ...]]] = {
         ("Asks", "hook_accepts_actions_without_tensors", "before_backward in phase weights, called with None: AttributeError"),
     ],
     "offload": [
-        ("Careless", BACK, "is resized while copy .* may be under way: `hold_device` is missing"),
+        ("Careless", BACK, "is resized while copy .* may be in flight: `hold_device` is missing"),
         ("Skips", BACK, "tensors have different bits: weights"),
         ("Half", BACK, "weights are offloaded, but .* bytes of them are still on the device"),
         ("Open", AWAY, "a step while weights are offloaded is not refused"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.copies import free, grow
-from sley_testing.drawn_copies import DrawnDevice, Site, wait_sites, without
+from sley_testing.drawn_copies import DrawnDevice, Site, skip_wait, wait_sites
 
 
 class Bench:
@@ -120,7 +120,7 @@ WRONG: dict[Callable[[Bench], None], str] = {
     written_under_a_copy: r"aten.add_.Tensor writes float32 \[4\] while copy 1 of stream 1, from .*`hold_device` is missing",
     read_under_a_copy: r"aten.sum.default reads float32 \[4\] while copy 2 of stream 1, into .*`hold_device` is missing",
     freed_under_a_copy: r"the storage of 16 bytes is resized while copy 1 of stream 1, from .*`hold_device` is missing",
-    forgotten_under_a_copy: r"memory was forgotten while copy 1 of stream 1, from .*`hold_device` is missing",
+    forgotten_under_a_copy: r"memory was freed while copy 1 of stream 1, from .*`hold_device` is missing",
     host_reads_too_early: r"aten.sum.default reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     host_reads_as_numpy_too_early: r"Tensor.numpy reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     host_writes_too_early: r"aten.zero_.default writes float32 \[4\] while copy 2 of stream 1, from .*`wait` is missing",
@@ -288,5 +288,5 @@ def test_every_order_gives_the_same_bits_and_every_wait_is_found_by_its_line() -
 @pytest.mark.parametrize("site", SITES, ids=str)
 @pytest.mark.parametrize("order", range(5))
 def test_without_one_of_its_waits_a_program_is_caught(site: Site, order: int) -> None:
-    with without(site), pytest.raises(AssertionError, match=f"`{site.wait}` is missing"):
+    with skip_wait(site), pytest.raises(AssertionError, match=f"`{site.wait}` is missing"):
         moved(order)

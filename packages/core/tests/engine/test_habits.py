@@ -14,7 +14,7 @@ from sley_core.engine.refusals import check_hooks
 from sley_core.engine.shards import Shard
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
-from sley_testing.habits import HABITS, OF_WHOLE_GRADIENTS
+from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
 from sley_testing.runs import assert_by_hand, assert_equal_replicas, record
 
@@ -41,7 +41,7 @@ def recorded_all(every, num_steps, folder, batches):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
-@pytest.mark.parametrize("habit", [*HABITS, *OF_WHOLE_GRADIENTS])
+@pytest.mark.parametrize("habit", [*HABITS, *FULL_GRADIENT_HABITS])
 def test_a_habit_gives_the_numbers_of_a_loop_by_hand(own, small, habit):
     assert_numbers_by_hand(tables(small, habit), layers_of, habit, own)
 

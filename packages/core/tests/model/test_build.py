@@ -24,7 +24,7 @@ from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_models import llama
 from sley_models.config import LlamaConfig
-from sley_testing.plans import TOKENS, on_meta, small_plan, with_values
+from sley_testing.plans import TOKENS, build_meta_model, build_model_with_values, small_plan
 from sley_testing.ranks import Ranks
 
 
@@ -68,7 +68,7 @@ def tied(_: DataInfo) -> list[nn.Module]:
 
 
 def test_parameters_are_on_meta_with_their_ties_and_buffers_have_their_values() -> None:
-    model = on_meta(tied)
+    model = build_meta_model(tied)
     assert all(parameter.is_meta for layer in model for parameter in layer.module.parameters())
     embed, last = (layer.module for layer in model)
     assert embed.scale.tolist() == [0.5, 2.0]
@@ -82,7 +82,7 @@ def test_parameters_are_on_meta_with_their_ties_and_buffers_have_their_values() 
 
 def test_random_buffers_follow_the_seed_and_leave_the_generator_alone() -> None:
     state = torch.get_rng_state()
-    one, same, other = (with_values(tied, seed=seed)["0"].module.noise for seed in (1, 1, 2))
+    one, same, other = (build_model_with_values(tied, seed=seed)["0"].module.noise for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -110,7 +110,7 @@ class Lazy(Embed):
 )
 def test_what_cannot_be_built_is_refused_by_name(layer: type[nn.Module], code: str, says: str) -> None:
     with pytest.raises(PlanError, match=says) as raised:
-        on_meta(lambda _: [layer()])
+        build_meta_model(lambda _: [layer()])
     assert raised.value.diagnostics[0].code == code
 
 
@@ -157,9 +157,11 @@ def a_billion() -> tuple[int, int, float]:
     """Elements of a model of Llama's form, bytes by which this process grew for it, and seconds of the processor."""
     sizes = LlamaConfig(num_layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab_size=32000)
     data = DataInfo({"tokens": Field("int64")}, 32000)
-    on_meta(lambda data: llama.layers(sizes.model_copy(update={"num_layers": 1}), data), data)  # the first time of anything
+    build_meta_model(
+        lambda data: llama.layers(sizes.model_copy(update={"num_layers": 1}), data), data
+    )  # the first time of anything
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    model = on_meta(lambda data: llama.layers(sizes, data), data)
+    model = build_meta_model(lambda data: llama.layers(sizes, data), data)
     seconds = time.process_time() - start
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     numel = sum(parameter.numel() for layer in model for parameter in layer.module.parameters())
@@ -183,7 +185,7 @@ def test_a_builder_must_not_share_what_was_made_outside(builds_first: bool) -> N
         return Model([("first", first), ("second", lambda: Holder(shared))])
 
     with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are one parameter") as raised:
-        on_meta(layers)
+        build_meta_model(layers)
     assert raised.value.diagnostics[0].code == "model-factory"
 
 
@@ -204,7 +206,7 @@ def test_a_builder_must_not_draw_from_a_generator_made_outside() -> None:
 
     for builder in (drawn_outside, closing_over(torch.Generator())):
         with pytest.raises(PlanError, match=r"the builder of the layer 'some.0' uses a Generator") as raised:
-            on_meta(lambda _, builder=builder: [("some", builder, 2)])
+            build_meta_model(lambda _, builder=builder: [("some", builder, 2)])
         assert raised.value.diagnostics[0].code == "model-random"
 
 
@@ -234,15 +236,15 @@ EXAMPLE_TOKENS = torch.randint(0, 97, (3, 24), generator=torch.Generator().manua
     ("name", "options"), [("hf_llama", {}), ("hf_llama", {"tie": True}), ("conv_tie", {"hidden": 16, "num_blocks": 2})]
 )
 def test_an_example_has_a_gradient_everywhere_and_the_values_of_the_whole_in_each_layer(name: str, options: Any) -> None:
-    drafted = on_meta(example(name, **options))
+    drafted = build_meta_model(example(name, **options))
     assert all(parameter.is_meta for layer in drafted for parameter in layer.module.parameters())
     assert not any(buffer.is_meta for layer in drafted for buffer in layer.module.buffers())
-    model = with_values(example(name, **options), torch.float64)
+    model = build_model_with_values(example(name, **options), torch.float64)
     output = forward(model, tokens=EXAMPLE_TOKENS)
     assert output.shape == (3, 24, 97)
     output.square().sum().backward()
     for layer in model:
-        part = with_values(example(name, **options), torch.float64, owned={layer.name})[layer.name].module
+        part = build_model_with_values(example(name, **options), torch.float64, owned={layer.name})[layer.name].module
         for (key, parameter), other in zip(layer.module.named_parameters(), part.parameters(), strict=True):
             assert parameter.dtype == torch.float64
             assert torch.equal(parameter, other), (layer.name, key)
@@ -252,7 +254,7 @@ def test_an_example_has_a_gradient_everywhere_and_the_values_of_the_whole_in_eac
 
 @pytest.mark.usefixtures("examples")
 def test_transformers_blocks_give_transformers_logits() -> None:
-    model = with_values(example("hf_llama", num_layers=3))
+    model = build_model_with_values(example("hf_llama", num_layers=3))
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
     )

@@ -14,7 +14,7 @@ from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
 from sley_core.generators import derive, use_program_seed
 from sley_core.model.layers import Model
-from sley_testing.plans import with_values
+from sley_testing.plans import build_model_with_values
 
 
 class Embed(nn.Module):
@@ -113,9 +113,9 @@ def subsets(names: list[str]) -> Iterator[set[str]]:
 @pytest.mark.parametrize("function", [layers, with_init])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_values_do_not_depend_on_which_layers_are_owned(function: Any, dtype: torch.dtype) -> None:
-    whole = values(with_values(function, dtype))
+    whole = values(build_model_with_values(function, dtype))
     for owned in subsets(["embed", "first", "second", "head"]):
-        model = with_values(function, dtype, owned)
+        model = build_model_with_values(function, dtype, owned)
         found = values(model)
         ours = {name: value for name, value in found.items() if name.split(".")[0] in owned}
         memory = {id(parameter) for name in owned for parameter in model[name].module.parameters()}
@@ -129,7 +129,9 @@ def test_values_do_not_depend_on_which_layers_are_owned(function: Any, dtype: to
 
 
 def test_fp32_values_are_drawn_once_and_cast() -> None:
-    single, double, half = (values(with_values(layers, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    single, double, half = (
+        values(build_model_with_values(layers, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    )
     for name, value in single.items():
         assert torch.equal(value.double(), double[name].double())
         if not is_buffer(name):
@@ -141,7 +143,7 @@ def test_fp32_values_are_drawn_once_and_cast() -> None:
 
 
 def test_ties_requires_grad_and_attributes_survive() -> None:
-    model = with_values(layers, torch.float64)
+    model = build_model_with_values(layers, torch.float64)
     embed, first, second, head = (layer.module for layer in model)
     assert head.output.weight is embed.table.weight
     assert first.shared.linear.weight is second.shared.linear.weight
@@ -155,7 +157,7 @@ def test_ties_requires_grad_and_attributes_survive() -> None:
 
 
 def test_init_weights_has_the_last_word_and_may_leave_modules_alone() -> None:
-    plain, touched = values(with_values(layers)), values(with_values(with_init))
+    plain, touched = values(build_model_with_values(layers)), values(build_model_with_values(with_init))
     assert torch.equal(touched["first.shared.linear.weight"], 2 * plain["first.shared.linear.weight"])
     assert torch.equal(touched["first.shared.linear.bias"], plain["first.shared.linear.bias"])
     assert touched["first.conv.weight"].std() > 3 * plain["first.conv.weight"].std()
@@ -185,7 +187,7 @@ def test_a_builder_has_the_values_of_plain_pytorch_under_the_seed_of_its_layer()
             wanted |= {f"{name}.{key}": value.detach() for key, value in build().named_parameters()}
     wanted["head.weight"] = wanted["embed.table.weight"]
     for owned in [set(BUILDERS), *subsets([*BUILDERS])]:
-        found = values(with_values(built, owned=owned, seed=11))
+        found = values(build_model_with_values(built, owned=owned, seed=11))
         assert {name for name in wanted if name.rpartition(".")[0].removesuffix(".table") in owned} <= found.keys()
         assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
@@ -208,9 +210,9 @@ def test_a_module_shared_with_a_layer_of_another_rank_stays() -> None:
         one, two = nn.Linear(3, 3), nn.Linear(3, 3)
         return [Embed(), Uses(one), Uses(one, two), Uses(two)]
 
-    whole = values(with_values(overlapping))
+    whole = values(build_model_with_values(overlapping))
     for owned in subsets(["0", "1", "2", "3"]):
-        for name, value in values(with_values(overlapping, owned=owned)).items():
+        for name, value in values(build_model_with_values(overlapping, owned=owned)).items():
             assert torch.equal(value, whole[name]), (name, owned)
             assert name.split(".")[0] in owned or "parts" in name
 
@@ -239,7 +241,7 @@ class FrozenLater(nn.Module):
 )
 def test_a_parameter_that_is_frozen_in_the_second_run_alone_is_refused(layers: Any, name: str) -> None:
     with pytest.raises(PlanError, match=rf"'{name}' is first trained, and then frozen") as raised:
-        with_values(layers)
+        build_model_with_values(layers)
     assert raised.value.diagnostics[0].code == "model-differs"
 
 
@@ -269,7 +271,7 @@ class MetaParameters(Scale):
 @pytest.mark.parametrize("scale", [Scale, Half, MetaParameters])
 def test_a_module_that_nobody_initialises_is_refused_by_name(scale: type[nn.Module]) -> None:
     with pytest.raises(PlanError, match=r"the parameter '0.parts.0.gain' has no first value") as raised:
-        with_values(lambda _: [Uses(scale())])
+        build_model_with_values(lambda _: [Uses(scale())])
     assert raised.value.diagnostics[0].code == "model-init"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError
 from sley_core.generators import use_program_seed
 from sley_core.model.layers import Model
-from sley_testing.plans import with_values
+from sley_testing.plans import build_model_with_values
 
 
 class Part(nn.Module):
@@ -206,7 +206,7 @@ def test_first_values_are_those_of_plain_pytorch(case: Callable[[], list[nn.Modu
     wanted = values(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of load_state_dict, that it does nothing, too
-        model = with_values(lambda _: case(), torch.float64)
+        model = build_model_with_values(lambda _: case(), torch.float64)
     found = values({layer.name: layer.module for layer in model})
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -215,7 +215,7 @@ def test_first_values_are_those_of_plain_pytorch(case: Callable[[], list[nn.Modu
     same = {name: [other for other in wanted if wanted[other] is wanted[name]] for name in wanted}
     assert same == {name: [other for other in found if found[other] is found[name]] for name in found}
     for name in plain:
-        part = with_values(lambda _: case(), torch.float64, owned={name})
+        part = build_model_with_values(lambda _: case(), torch.float64, owned={name})
         for key, value in values({name: part[name].module}).items():
             assert torch.equal(value, found[key]), key
 
@@ -238,7 +238,7 @@ def test_files_are_read_as_they_are(tmp_path: Path, kind: str) -> None:
         three.load_state_dict({name: value * 2 for name, value in read().items()})
         return [Part(), one, two, three]
 
-    model = with_values(layers)
+    model = build_model_with_values(layers)
     for name, value in given.items():
         assert torch.equal(getattr(model["1"].module, name), value)
         assert torch.equal(getattr(model["2"].module, name), value.bfloat16().float())
@@ -259,7 +259,7 @@ def test_init_weights_has_the_last_word_over_what_the_factory_gave() -> None:
         part.load_state_dict(state())
         return Model([part, Part()], init_weights=init_weights)
 
-    model = with_values(layers)
+    model = build_model_with_values(layers)
     assert torch.equal(model["0"].module.first.weight, state()["first.weight"])
     assert torch.equal(model["0"].module.second.weight, state()["second.weight"] + 1.0)
 
@@ -299,7 +299,7 @@ def interleaved(part: Any) -> None:
 )
 def test_memory_that_is_partly_the_same_is_refused_by_name(add: Callable[[Any], None], says: str) -> None:
     with pytest.raises(PlanError, match=says) as raised:
-        with_values(lambda _: [Part(add)])
+        build_model_with_values(lambda _: [Part(add)])
     assert raised.value.diagnostics[0].code == "model-init"
     assert raised.value.diagnostics[0].hint
 
@@ -309,7 +309,7 @@ def test_parts_of_one_memory_that_do_not_overlap_are_parameters_like_others() ->
         whole = torch.arange(32.0).view(4, 8)
         part.left, part.right = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
 
-    part = with_values(lambda _: [Part(parts)])["0"].module
+    part = build_model_with_values(lambda _: [Part(parts)])["0"].module
     assert torch.equal(torch.cat([part.left, part.right], 1), torch.arange(32.0).view(4, 8))
 
 
@@ -369,7 +369,7 @@ def in_a_module_of_others(part: Any) -> None:
 )
 def test_a_parameter_that_is_held_unregistered_is_refused_by_name(add: Callable[[Any], None], where: str, name: str) -> None:
     with pytest.raises(PlanError, match=f"`{where}` holds the parameter '{name}'") as raised:
-        with_values(lambda _: [Part(add)])
+        build_model_with_values(lambda _: [Part(add)])
     assert raised.value.diagnostics[0].code == "model-init"
 
 
@@ -402,8 +402,8 @@ class Listed(Part):
 @pytest.mark.parametrize(("kind", "where"), [(ByGlobalName, "ByGlobalName.forward"), (ByClass, "ByClass.kept")])
 def test_a_parameter_that_is_held_by_name_is_refused(kind: type[nn.Module], where: str) -> None:
     with pytest.raises(PlanError, match=f"`{where}` holds the parameter '0.first.weight'"):
-        with_values(lambda _: [kind()])
-    with_values(lambda _: [Listed()])
+        build_model_with_values(lambda _: [kind()])
+    build_model_with_values(lambda _: [Listed()])
 
 
 def test_a_view_in_an_attribute_is_refused_by_name() -> None:
@@ -418,7 +418,7 @@ def test_a_view_in_an_attribute_is_refused_by_name() -> None:
         (lambda part: setattr(part, "rows", [part.first.weight.detach()[1:]]), "0.rows"),
     ):
         with pytest.raises(PlanError, match=f"`{where}` shares its memory with the parameter"):
-            with_values(lambda _, add=add: [Part(add)])
+            build_model_with_values(lambda _, add=add: [Part(add)])
 
 
 def beside(part: Any) -> None:
@@ -438,7 +438,7 @@ def beside(part: Any) -> None:
 
 
 def test_tensors_beside_parameters_have_the_values_of_plain_pytorch() -> None:
-    wanted, found = Part(beside), with_values(lambda _: [Part(beside)])["0"].module
+    wanted, found = Part(beside), build_model_with_values(lambda _: [Part(beside)])["0"].module
     for one, other in (
         (wanted.ones, found.ones),
         (wanted.norm, found.norm),
@@ -458,5 +458,5 @@ def test_tensors_beside_parameters_have_the_values_of_plain_pytorch() -> None:
 def test_modules_of_an_earlier_call_are_refused_by_name() -> None:
     parts = [Part(), Part()]
     with pytest.raises(PlanError, match=r"'0.first.weight' belongs to a model that was built before") as raised:
-        with_values(lambda _: parts)
+        build_model_with_values(lambda _: parts)
     assert raised.value.diagnostics[0].code == "model-init"

@@ -64,12 +64,12 @@ def test_a_program_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Pa
 
 
 def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -> None:
-    """So that checks answer at once. Writers of rows and the reference of plans need none either."""
+    """So that checks answer at once. Writers of rows need none either."""
     path = tmp_path / "plan.toml"
     path.write_text(text)
     program = (
         "import sys\n"
-        "import sley_core.metrics.jsonl, sley_core.optim.learning_rate, sley_testing.reference\n"
+        "import sley_core.metrics.jsonl, sley_core.optim.learning_rate\n"
         "from sley_core.plan.load import load_plan\n"
         "from sley_core.plan.check import check_plan\n"
         "plan = load_plan(sys.argv[1])\n"

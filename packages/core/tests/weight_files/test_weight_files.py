@@ -21,7 +21,7 @@ from sley_models import hf
 from sley_models.config import LlamaConfig
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import layers
-from sley_testing.plans import with_values
+from sley_testing.plans import build_model_with_values
 from sley_testing.ranks import Ranks
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16)
@@ -214,7 +214,7 @@ def peak(work: Callable[[], object]) -> int:
 
 def read(folder: Path, owned: set[str] | None) -> Model:
     config = LlamaConfig.model_validate({"weights": folder})
-    model = with_values(lambda data: layers(config, data), owned=owned, info=INFO)
+    model = build_model_with_values(lambda data: layers(config, data), owned=owned, info=INFO)
     first = next(iter(model.layers[1].module.parameters()))
     assert first.is_meta == (owned is not None and "blocks.0" not in owned)
     return model

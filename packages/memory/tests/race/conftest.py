@@ -59,7 +59,7 @@ def _trained(
     with World.join(device or "cpu") as world, assemble(plan, world) as run:
         masters = run.stepper.update.masters
         for _, master in masters.named_tensors() if device and masters.home else ():
-            device.keeps_on_host(master)
+            device.mark_host_memory(master)
         if prepare is not None:
             prepare(run)
         for number in range(NUM_STEPS):

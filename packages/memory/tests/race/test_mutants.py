@@ -16,7 +16,7 @@ import sley_memory
 from sley_core.engine.step_state import MicroStep
 from sley_core.errors import RunError
 from sley_core.run import Run
-from sley_testing.drawn_copies import Site, wait_sites, without
+from sley_testing.drawn_copies import Site, skip_wait, wait_sites
 from sley_testing.plans import Tables, changed, small_plan
 
 SOURCES = str(Path(sley_memory.__file__).parent)
@@ -84,7 +84,7 @@ def named(sites: Iterable[Site]) -> dict[Site, Named]:
 def first_caught(training: Train, plain: str, site: Site, num_orders: int) -> tuple[int, str] | None:
     """In which order the training raised or had other bits, counted from 1, and which of these; None if it never did."""
     for order in range(num_orders):
-        with without(site):
+        with skip_wait(site):
             try:
                 found = training(order)
             except (AssertionError, RunError) as error:
@@ -116,7 +116,7 @@ def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> Non
     """In the first order, by what the manager does and not by its bits."""
     _, training = both(train, "everything", texts)
     (site,) = (site for site, name in named(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
-    with without(site), pytest.raises(AssertionError, match="is missing"):
+    with skip_wait(site), pytest.raises(AssertionError, match="is missing"):
         training(0)
 
 

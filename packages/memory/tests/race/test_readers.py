@@ -69,7 +69,7 @@ def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
     ):
         masters = run.stepper.update.masters
         for _, master in masters.named_tensors() if device and masters.home else ():
-            device.keeps_on_host(master)
+            device.mark_host_memory(master)
         run.step()
         with torch.no_grad():
             run.registry.params[0].parameter.copy_(torch.full(run.registry.params[0].shape, 0.5))

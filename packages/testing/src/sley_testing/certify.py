@@ -1,11 +1,11 @@
 """Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
 loads      each plugin is imported, its records are well-formed, and what they build can be imported
-contract   every record passes the contract of its kind, with the options of its first variant, else its defaults
-verified   a plan that uses the record has the numbers of one process, on the two ranks of the layout that the record is for
+contract   every record passes the contract of its kind, with its default options
+verified   on two ranks, a plan that uses the record has the same results as one process
 
-A kind whose contract needs to know more than the record says (a dataset's files, a loss's batch, what a writer wrote) is
-skipped: its author inherits that contract in a test (docs/testing-plugins.md).
+A record is skipped if its contract needs inputs of its author, such as the files of a dataset, the batch of a loss, or the
+reader of a writer's files. The author inherits that contract in a test (docs/testing-plugins.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from sley_core.records import GradientHandlerRecord, Record
 from sley_core.table import RecordKind
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_parity_of_parts, record, record_reference
+from sley_testing.runs import assert_parity_of_parts, record_reference
+from sley_testing.runs import record as record_run
 
 Level = Literal["loads", "contract", "verified"]
 Status = Literal["passed", "failed", "skipped"]
@@ -55,22 +56,22 @@ LAYOUTS: dict[RecordKind, Tables] = {
 }
 """By kind of record: the layout of two ranks that it is for. Other kinds have none; one rank runs them."""
 
-EACH = {"use": "core.each"}
+CORE_REDUCER = {"use": "core.each"}
 STEPS = 3
-RANKS_S = 120.0  # the time limit of a run on ranks
+RANK_TIMEOUT_S = 120.0  # the time limit of a run on ranks
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the result of one record, or of a plugin that does not load (with `record` ""). why: the reason of a failure or a
-    skip, in one or more lines.
+    """Holds the result of one record, or of a plugin that does not load (with `record` ""). reason: the reason of a failure
+    or skip, in one or more lines.
     """
 
     level: Level
     plugin: str
     record: str
     status: Status
-    why: str = ""
+    reason: str = ""
 
 
 def certify(distribution: str, level: Level = "verified") -> Iterator[Verdict]:
@@ -80,7 +81,7 @@ def certify(distribution: str, level: Level = "verified") -> Iterator[Verdict]:
     plugin.
     """
     loader = Loader()
-    names = [name for name in loader.names() if any(each.dist == distribution for each in loader.sources(name))]
+    names = [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]
     failed = False
     for current in LEVELS[: LEVELS.index(level) + 1]:
         for name in names:
@@ -91,77 +92,77 @@ def certify(distribution: str, level: Level = "verified") -> Iterator[Verdict]:
             return
 
 
-def _loads(name: str, loader: Loader) -> Iterator[Verdict]:
+def _check_loading(name: str, loader: Loader) -> Iterator[Verdict]:
     try:
         plugin = loader.load(name)
     except SleyError as error:
         yield Verdict("loads", name, "", "failed", str(error))
         return
-    for _, each in _records(plugin):
+    for _, record in _records_by_type(plugin):
         try:
-            plugin.load_builder(each)
+            plugin.load_builder(record)
         except SleyError as error:
-            yield Verdict("loads", name, each.name, "failed", str(error))
+            yield Verdict("loads", name, record.name, "failed", str(error))
         else:
-            yield Verdict("loads", name, each.name, "passed")
+            yield Verdict("loads", name, record.name, "passed")
 
 
-def _contract(name: str, loader: Loader) -> Iterator[Verdict]:
-    for kind, each in _records(loader.load(name)):
-        if why := _unknown(kind, each):
-            yield Verdict("contract", name, each.name, "skipped", why)
+def _check_contracts(name: str, loader: Loader) -> Iterator[Verdict]:
+    for record_kind, record in _records_by_type(loader.load(name)):
+        if reason := _skip_reason(record_kind, record):
+            yield Verdict("contract", name, record.name, "skipped", reason)
             continue
-        report = _run_contract(kind, {"use": f"{name}.{each.name}"})
+        report = _run_contract(record_kind, {"use": f"{name}.{record.name}"})
         status: Status = "failed" if report.failures else "passed"
-        yield Verdict("contract", name, each.name, status, "\n".join(report.failures or report.left_open))
+        yield Verdict("contract", name, record.name, status, "\n".join(report.failures or report.left_open))
 
 
-def _verified(name: str, loader: Loader) -> Iterator[Verdict]:
-    for kind, each in _records(loader.load(name)):
-        why = _unknown(kind, each)
-        if not why and kind not in LAYOUTS:
-            why = "it is for one rank, so there is no layout to compare"
-        if not why and isinstance(each, GradientHandlerRecord) and each.role == "reducer" and not each.exact:
-            why = "its record says that its sums are not exact"
-        if why:
-            yield Verdict("verified", name, each.name, "skipped", why)
+def _check_parity(name: str, loader: Loader) -> Iterator[Verdict]:
+    for record_kind, record in _records_by_type(loader.load(name)):
+        reason = _skip_reason(record_kind, record)
+        if not reason and record_kind not in LAYOUTS:
+            reason = "it is for one rank, so there is no layout to compare"
+        if not reason and isinstance(record, GradientHandlerRecord) and record.role == "reducer" and not record.exact:
+            reason = "its record declares inexact sums"
+        if reason:
+            yield Verdict("verified", name, record.name, "skipped", reason)
             continue
         try:
-            _compare(kind, each, {"use": f"{name}.{each.name}"})
+            _assert_parity_with_one_process(record_kind, record, {"use": f"{name}.{record.name}"})
         except (AssertionError, SleyError) as error:
-            yield Verdict("verified", name, each.name, "failed", str(error))
+            yield Verdict("verified", name, record.name, "failed", str(error))
         else:
-            yield Verdict("verified", name, each.name, "passed")
+            yield Verdict("verified", name, record.name, "passed")
 
 
-_CHECKS = {"loads": _loads, "contract": _contract, "verified": _verified}
+_CHECKS = {"loads": _check_loading, "contract": _check_contracts, "verified": _check_parity}
 
 
-def _records(plugin: Plugin) -> Iterator[tuple[RecordKind, Record]]:
-    for kind, named in plugin.records.items():
-        for each in named.values():
-            yield kind, each
+def _records_by_type(plugin: Plugin) -> Iterator[tuple[RecordKind, Record]]:
+    for record_kind, named in plugin.records.items():
+        for record in named.values():
+            yield record_kind, record
 
 
-def _unknown(kind: RecordKind, each: Record) -> str:
-    """Returns why the record cannot be checked without its author; "" if it can."""
-    if kind not in CONTRACTS:
-        return "its contract needs an author's own inputs: inherit it in a test (docs/testing-plugins.md)"
-    if isinstance(each, GradientHandlerRecord) and each.role == "tie":
-        return "a handler of ties needs a schedule: inherit `schedule_contract.TieContract` in a test"
-    needed = [key for key, info in each.config.model_fields.items() if info.is_required()]
-    if needed:
-        return f"its table needs {', '.join(f'`{key}`' for key in needed)}: inherit its contract in a test"
+def _skip_reason(record_kind: RecordKind, record: Record) -> str:
+    """Returns why the record cannot be checked without its author, or ""."""
+    if record_kind not in CONTRACTS:
+        return "its contract needs inputs of the author: inherit it in a test (docs/testing-plugins.md)"
+    if isinstance(record, GradientHandlerRecord) and record.role == "tie":
+        return "a tie handler needs a schedule: inherit `schedule_contract.TieContract` in a test"
+    required_keys = [key for key, info in record.config.model_fields.items() if info.is_required()]
+    if required_keys:
+        return f"its table needs {', '.join(f'`{key}`' for key in required_keys)}: inherit its contract in a test"
     return ""
 
 
-def _run_contract(kind: RecordKind, table: Tables) -> _Report:
-    """Runs the contract of `kind` on the record of `table` by pytest; returns what failed."""
-    module, contract, attribute = CONTRACTS[kind]
+def _run_contract(record_kind: RecordKind, table: Tables) -> _ReportCollector:
+    """Runs the contract of `record_kind` on the record of `table` by pytest, and returns the failures."""
+    module, contract, attribute = CONTRACTS[record_kind]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
-    report = _Report()
+    report = _ReportCollector()
     with TemporaryDirectory() as folder:
-        name = f"test_{kind}_{table['use'].replace('.', '_')}"  # pytest keeps modules by name
+        name = f"test_{record_kind}_{table['use'].replace('.', '_')}"  # pytest keeps modules by name
         file = Path(folder, f"{name}.py")
         file.write_text(text, "utf-8")
         options = ("-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", folder)
@@ -172,7 +173,7 @@ def _run_contract(kind: RecordKind, table: Tables) -> _Report:
     return report
 
 
-class _Report:
+class _ReportCollector:
     """Collects failure messages as a pytest plugin. left_open: tests that need input from the record's author."""
 
     def __init__(self) -> None:
@@ -184,8 +185,8 @@ class _Report:
             name = report.nodeid.rpartition("::")[2]
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash is not None else str(report.longrepr)
-            line = f"{name}: {message.strip().splitlines()[0] if message.strip() else 'it failed'}"
-            if message.startswith("NotImplementedError"):  # how a contract says that its subclass must answer
+            line = f"{name}: {message.strip().splitlines()[0] if message.strip() else 'failed'}"
+            if message.startswith("NotImplementedError"):  # raised by a contract that needs a method of its subclass
                 self.left_open.append(f"not checked, {line}")
             else:
                 self.failures.append(line)
@@ -195,20 +196,20 @@ class _Report:
             self.failures.append(str(report.longrepr))
 
 
-def _compare(kind: RecordKind, each: Record, table: Tables) -> None:
+def _assert_parity_with_one_process(record_kind: RecordKind, record: Record, table: Tables) -> None:
     """Asserts that the small plan with the record on two ranks matches one process. Raises AssertionError or SleyError."""
-    layout = {**LAYOUTS[kind], kind if kind == "gradient_handlers" else CONTRACTS[kind][2]: table}
-    if isinstance(each, GradientHandlerRecord):
-        handlers = {"reducer": [table], "before": [table, EACH], "after": [EACH, table]}
-        where = each.role if each.role == "reducer" else "before" if "reducer" in each.before else "after"
-        layout["gradient_handlers"] = handlers[where]
+    layout = {**LAYOUTS[record_kind], record_kind if record_kind == "gradient_handlers" else CONTRACTS[record_kind][2]: table}
+    if isinstance(record, GradientHandlerRecord):
+        handlers = {"reducer": [table], "before": [table, CORE_REDUCER], "after": [CORE_REDUCER, table]}
+        order = record.role if record.role == "reducer" else "before" if "reducer" in record.before else "after"
+        layout["gradient_handlers"] = handlers[order]
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_texts(folder)
         plan = small_plan()
         reference = record_reference(plan, STEPS, folder=folder)
-        found = Ranks(2, RANKS_S)(record, changed(plan, **layout), STEPS, folder=folder)
-    assert_parity_of_parts(reference, found, plan["precision"]["compute"])
+        layouts = Ranks(2, RANK_TIMEOUT_S)(record_run, changed(plan, **layout), STEPS, folder=folder)
+    assert_parity_of_parts(reference, layouts, plan["precision"]["compute"])
 
 
 def main(distribution: str) -> int:
@@ -216,7 +217,7 @@ def main(distribution: str) -> int:
     verdicts = []
     for verdict in certify(distribution, "contract"):
         verdicts.append(verdict)
-        print(f"{verdict.level:9} {verdict.status:8} {verdict.plugin}.{verdict.record} {verdict.why}", flush=True)
+        print(f"{verdict.level:9} {verdict.status:8} {verdict.plugin}.{verdict.record} {verdict.reason}", flush=True)
     return int(not verdicts or any(verdict.status == "failed" for verdict in verdicts))
 
 

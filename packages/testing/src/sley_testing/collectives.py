@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core import assemble as drafts
+from sley_core import assemble
 from sley_core.assemble import build_meta_model
 from sley_core.comm.guard import run_guarded
 from sley_core.comm.progress import Members
@@ -36,7 +36,7 @@ from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry
 from sley_testing.happens_before import replaced, tensors_of
 
-_PAIRED = ("send", "recv", "recv_any")
+_POINT_TO_POINT = ("send", "recv", "recv_any")
 _UNEVEN = ("all_to_all", "all_to_all_single")
 _ROOTED = {"send": "to", "recv": "from"}
 
@@ -69,9 +69,9 @@ class Collective:
         return f"{self.op}{size}" + ("" if self.peer is None else f" {_ROOTED.get(self.op, 'with root')} {self.peer}")
 
     @property
-    def agreed(self) -> tuple[object, ...]:
-        """Returns the properties that must be equal on all members, or on both ends of a send."""
-        if self.op in _PAIRED:
+    def agreed_properties(self) -> tuple[object, ...]:
+        """The properties that must be equal on all members, or on both ends of a send."""
+        if self.op in _POINT_TO_POINT:
             return self.group, self.numel, self.dtype
         return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
 
@@ -83,24 +83,26 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
     Raises AssertionError for the first call that differs, with the calls of the ranks and their lines of code.
     """
     by_rank = dict(sequences) if isinstance(sequences, Mapping) else dict(enumerate(sequences))
-    for (group, _), members in _by_group(by_rank).items():
+    for (group, _), members in _calls_by_communicator(by_rank).items():
         for calls in members.values():
-            anyone = next((call for call in calls if call.op == "recv_any"), None)
-            assert anyone is None, f"a receive from any source has no order to prove: {group}{_at(anyone)}"
-        together = {rank: [c for c in calls if c.op not in _PAIRED] for rank, calls in members.items()}
-        _assert_alike(f"the order on {group} is not the same on all ranks", together)
-        # The sends and receives of each pair of source and target that were both recorded.
+            unordered = next((call for call in calls if call.op == "recv_any"), None)
+            assert unordered is None, f"a receive from any source has no order to prove: {group}{_format_site(unordered)}"
+        group_calls = {rank: [c for c in calls if c.op not in _POINT_TO_POINT] for rank, calls in members.items()}
+        _assert_equal_calls(f"the order on {group} is not the same on all ranks", group_calls)
+        # The sends and receives of each pair of source and target, if both ranks were recorded.
         pairs: dict[tuple[int, int], dict[int, list[Collective]]] = {}
         for rank, calls in members.items():
             for call in calls:
-                if call.op in _PAIRED and call.peer is not None and call.peer in members:
+                if call.op in _POINT_TO_POINT and call.peer is not None and call.peer in members:
                     ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
                     pairs.setdefault(ends, {ends[0]: [], ends[1]: []})[rank].append(call)
         for pair in pairs.values():
-            _assert_alike(f"a send and its receive on {group} do not match", pair)
+            _assert_equal_calls(f"a send and its receive on {group} do not match", pair)
 
 
-def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
+def _calls_by_communicator(
+    by_rank: Mapping[int, Sequence[Collective]],
+) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
     """Returns the calls of each member by communicator, in order of first use."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for rank, calls in by_rank.items():
@@ -112,26 +114,26 @@ def _by_group(by_rank: Mapping[int, Sequence[Collective]]) -> dict[tuple[str, tu
     return groups
 
 
-def _assert_alike(what: str, members: Mapping[int, list[Collective]]) -> None:
-    """Asserts that all members issued the same collectives in the same order. what: the start of the message."""
-    for place in range(max(map(len, members.values()), default=0)):
-        here = {rank: calls[place] if place < len(calls) else None for rank, calls in members.items()}
-        ranks: dict[object, list[int]] = defaultdict(list)
-        for rank, call in here.items():
-            ranks[call and call.agreed].append(rank)
-        if len(ranks) > 1:
+def _assert_equal_calls(description: str, members: Mapping[int, list[Collective]]) -> None:
+    """Asserts that all members issued the same collectives in the same order. description: the start of the message."""
+    for index in range(max(map(len, members.values()), default=0)):
+        current = {rank: calls[index] if index < len(calls) else None for rank, calls in members.items()}
+        groups: dict[object, list[int]] = defaultdict(list)
+        for rank, call in current.items():
+            groups[call and call.agreed_properties].append(rank)
+        if len(groups) > 1:
             lines = []
-            for alike in ranks.values():
-                who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
-                call = here[alike[0]]
-                lines.append(f"  {who}: {call}{_at(call)}" if call else f"  {who}: nothing after {place} calls")
-            first = next(iter(members.values()))
-            before = [f"  before it, on all: {first[place - 1]}{_at(first[place - 1])}"] if place else []
-            raise AssertionError("\n".join([f"{what}: call {place + 1} differs", *lines, *before]))
+            for ranks in groups.values():
+                label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+                call = current[ranks[0]]
+                lines.append(f"  {label}: {call}{_format_site(call)}" if call else f"  {label}: nothing after {index} calls")
+            calls = next(iter(members.values()))
+            previous = [f"  before it, on all: {calls[index - 1]}{_format_site(calls[index - 1])}"] if index else []
+            raise AssertionError("\n".join([f"{description}: call {index + 1} differs", *lines, *previous]))
 
 
-def _at(call: Collective) -> str:
-    return "".join(f"\n      {'at' if index == 0 else 'from'} {place}" for index, place in enumerate(call.site))
+def _format_site(call: Collective) -> str:
+    return "".join(f"\n      {'at' if index == 0 else 'from'} {line}" for index, line in enumerate(call.site))
 
 
 _NAMES = {
@@ -151,7 +153,7 @@ _NAMES = {
 """The names in `torch.distributed` of torch's dispatched operations, if they differ."""
 
 
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_HIDDEN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _NUM_SITES = 3
 
 
@@ -162,15 +164,16 @@ def collectives() -> Iterator[list[Collective]]:
     with recorder, ExitStack() as stack:
         # Cross-memory operations, which torch does not dispatch, and the position of this rank's input.
         if find_spec("sley_cma") is not None:
-            transport, rows = import_module("sley_cma.transport").CmaTransport, import_module("sley_cma.rows").PublishedOffer
-            for kind, verb, operation, at in (
+            transport = import_module("sley_cma.transport").CmaTransport
+            published_offer = import_module("sley_cma.rows").PublishedOffer
+            for cls, method, operation, input_index in (
                 (transport, "all_gather", "gather", 1),
-                (rows, "all_gather", "gather", 1),
+                (published_offer, "all_gather", "gather", 1),
                 (transport, "reduce_scatter", "reduce", 0),
                 (transport, "all_to_all", "swap", 1),
                 (transport, "all_reduce", "all_reduce", 0),
             ):
-                stack.enter_context(replaced(kind, verb, partial(recorder.around, operation, at)))
+                stack.enter_context(replaced(cls, method, partial(recorder.wrap_method, operation, input_index)))
         yield recorder.calls
 
 
@@ -182,60 +185,61 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in ("aten", "prim", "prims"):
             schema = func._schema
-            given = {argument.name: argument.default_value for argument in schema.arguments}
-            given |= dict(zip(given, args, strict=False)) | (kwargs or {})
-            group = given.get("process_group", given.get("group_name"))
+            arguments = {argument.name: argument.default_value for argument in schema.arguments}
+            arguments |= dict(zip(arguments, args, strict=False)) | (kwargs or {})
+            group = arguments.get("process_group", arguments.get("group_name"))
             if isinstance(group, str):
-                # torch has no public way from a name to a group
+                # torch has no public function that finds a group by name
                 group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
             if group is not None:
-                known = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-                self.calls.append(_describe(schema.name, known, given))
+                process_group = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+                self.calls.append(_describe_call(schema.name, process_group, arguments))
         return func(*args, **(kwargs or {}))
 
-    def around(self, operation: str, at: int, _name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the method `verb` of a cross-memory transport to record a call. at: the position of its input."""
+    def wrap_method(self, operation: str, input_index: int, _name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a method of a cross-memory transport to record its calls. input_index: the position of its input."""
 
         def call(transport: Any, *args: Any, **kwargs: Any) -> Any:
             members: Members = (transport.offers.connection if hasattr(transport, "offers") else transport).members
-            tensors = [args[at]] if isinstance(args[at], Tensor) else args[at]
-            numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
-            self.calls.append(Collective(operation, f"{members} {operation}", members.ranks, numel, dtype, site=_site()))
-            return verb(transport, *args, **kwargs)
+            tensors = [args[input_index]] if isinstance(args[input_index], Tensor) else args[input_index]
+            numel, dtype = sum(tensor.numel() for tensor in tensors), str(tensors[0].dtype).removeprefix("torch.")
+            self.calls.append(Collective(operation, f"{members} {operation}", members.ranks, numel, dtype, site=_user_frames()))
+            return method(transport, *args, **kwargs)
 
         return call
 
 
-def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:
+def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> Collective:
     """Builds the record of a collective from the arguments of torch's operation."""
-    plain = name.partition("::")[2].strip("_")
-    op = _NAMES.get(plain, plain)
+    base_name = name.partition("::")[2].strip("_")
+    op = _NAMES.get(base_name, base_name)
     ranks = tuple(dist.get_process_group_ranks(group))
-    peers = [given[key] for key in ("root_rank", "src", "dst") if key in given]
+    peers = [arguments[key] for key in ("root_rank", "src", "dst") if key in arguments]
     # The tensor that has the same size on all ranks: the input, or the output of a scatter.
     prefix = "output" if op == "scatter" else "input"
-    part = next((value for key, value in given.items() if key.startswith(prefix)), next(iter(given.values())))
-    tensors = [] if "barrier" in op else list(tensors_of(part))
-    named = group.group_desc not in ("", "undefined")
-    communicator = group.group_desc if named else f"group {group.group_name}"
+    default = next(iter(arguments.values()))
+    measured = next((value for key, value in arguments.items() if key.startswith(prefix)), default)
+    tensors = [] if "barrier" in op else list(tensors_of(measured))
+    is_named = group.group_desc not in ("", "undefined")
+    communicator = group.group_desc if is_named else f"group {group.group_name}"
     return Collective(
         op=op,
-        group=_asked_for(communicator),
+        group=_caller_label(communicator),
         ranks=ranks,
         numel=sum(tensor.numel() for tensor in tensors),
         dtype="/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
-        is_async=op != "monitored_barrier" and given.get("async_op", True),
+        is_async=op != "monitored_barrier" and arguments.get("async_op", True),
         peer=ranks[peers[0]] if peers else None,
-        site=_site(),
+        site=_user_frames(),
         communicator=communicator,
     )
 
 
-def _asked_for(communicator: str) -> str:
-    """Returns the label of the caller's group, or `communicator` if the call has none.
+def _caller_label(communicator: str) -> str:
+    """Returns the label of the caller's group, or `communicator` if the call has no group.
 
-    Groups of the same members share a communicator with the label of the first group. The labels of the others are only
-    known in `run_guarded`, which starts every exchange.
+    Groups of the same members share a communicator, which has the label of the first group. Only `run_guarded`, which starts
+    every exchange, knows the labels of the other groups.
     """
     frame = sys._getframe().f_back
     while frame and frame.f_code is not run_guarded.__code__:
@@ -248,15 +252,15 @@ def _asked_for(communicator: str) -> str:
     return GroupEntry(members.axis, DEFAULT_CHANNEL, members.ranks).label
 
 
-def _site() -> tuple[str, ...]:
-    """Returns the innermost lines of code outside torch and the recorder that led to the call."""
-    places: list[str] = []
+def _user_frames() -> tuple[str, ...]:
+    """Returns the innermost lines of code outside torch and the recorder."""
+    lines: list[str] = []
     frame = sys._getframe().f_back
-    while frame and len(places) < _NUM_SITES:
-        if not frame.f_code.co_filename.startswith(_HIDDEN):
-            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+    while frame and len(lines) < _NUM_SITES:
+        if not frame.f_code.co_filename.startswith(_HIDDEN_FOLDERS):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return tuple(places)
+    return tuple(lines)
 
 
 Traces = dict[str, dict[str, Any]]
@@ -265,11 +269,11 @@ Traces = dict[str, dict[str, Any]]
 def traces(layers: Iterable[Layer]) -> Traces:
     """Returns the class and attributes of each module of `layers` by name, as comparable plain data.
 
-    Parameters are described by class, attributes, hooks, `requires_grad` and whether they have a gradient, but not by values,
-    dtype or device, which a run sets. The stand-in of a sharded or remote weight is described as that weight.
+    A parameter is described by class, attributes, hooks, `requires_grad` and whether it has a gradient. Values, dtype and
+    device are omitted, since a run sets them. The stand-in of a sharded or remote weight is described as that weight.
     """
     return {
-        name: {"class": type(module).__qualname__} | {key: _described(value) for key, value in vars(module).items()}
+        name: {"class": type(module).__qualname__} | {key: _describe_attribute(value) for key, value in vars(module).items()}
         for layer in layers
         for name, module in layer.module.named_modules(prefix=layer.name)
     }
@@ -278,21 +282,23 @@ def traces(layers: Iterable[Layer]) -> Traces:
 @contextmanager
 def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
     """Yields a list that receives the model of each `assemble` in the block, with its initial traces."""
-    kept: list[tuple[Model, Traces]] = []
+    built_models: list[tuple[Model, Traces]] = []
 
-    def draft(*args: Any) -> Model:
+    def build_and_record(*args: Any) -> Model:
         model = build_meta_model(*args)
-        kept.append((model, traces(model.layers)))
+        built_models.append((model, traces(model.layers)))
         return model
 
-    with mock.patch.object(drafts, "build_meta_model", draft):
-        yield kept
+    with mock.patch.object(assemble, "build_meta_model", build_and_record):
+        yield built_models
 
 
-def _described(value: Any) -> Any:
-    """Returns plain data that describes a module's attribute."""
+def _describe_attribute(value: Any) -> Any:
+    """Describes a module's attribute as plain data."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else at: _described(held) for at, (key, held) in enumerate(value.items())}
+        return {
+            key if isinstance(key, str) else index: _describe_attribute(item) for index, (key, item) in enumerate(value.items())
+        }
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -300,13 +306,13 @@ def _described(value: Any) -> Any:
         return f"{type(value).__qualname__} {name}" if name else type(value).__qualname__
     if isinstance(value, StandIn):
         value = value.shard
-    kind: type[Tensor] = type(value)
+    cls: type[Tensor] = type(value)
     attributes = set(vars(value))
-    if kind is UnregisteredParameter:
-        kind, attributes = nn.Parameter, attributes - {"refusal"}
-    with torch._C.DisableTorchFunctionSubclass():  # also for parameters that refuse to be read
+    if cls is UnregisteredParameter:
+        cls, attributes = nn.Parameter, attributes - {"refusal"}
+    with torch._C.DisableTorchFunctionSubclass():  # some parameters refuse to be read
         return {
-            "class": kind.__qualname__,
+            "class": cls.__qualname__,
             "attributes": sorted(attributes),
             "requires_grad": value.requires_grad,
             "has_gradient": value.is_leaf and value.grad is not None,
@@ -315,17 +321,18 @@ def _described(value: Any) -> Any:
         }
 
 
-def assert_untouched(before: Traces, layers: Iterable[Layer]) -> None:
-    """Asserts that the traces of `layers` equal `before`; the message names the differing attributes."""
-    after = traces(layers)
-    assert after.keys() == before.keys(), sorted(after.keys() ^ before.keys())
+def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
+    """Asserts that the traces of `layers` equal `expected`. The message names the attributes that differ."""
+    actual = traces(layers)
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     differing = {
-        f"{name}: {key}": (before[name].get(key, "nothing"), after[name].get(key, "nothing"))
-        for name in before
-        for key in before[name].keys() | after[name].keys()
-        if before[name].get(key, "nothing") != after[name].get(key, "nothing")
+        f"{name}: {key}": (expected[name].get(key, "nothing"), actual[name].get(key, "nothing"))
+        for name in expected
+        for key in expected[name].keys() | actual[name].keys()
+        if expected[name].get(key, "nothing") != actual[name].get(key, "nothing")
     }
-    assert not differing, "\n".join(f"{place} was {was}, is {now}" for place, (was, now) in sorted(differing.items()))
+    lines = [f"{name} was {old_value}, is {new_value}" for name, (old_value, new_value) in sorted(differing.items())]
+    assert not lines, "\n".join(lines)
 
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -31,7 +31,7 @@ from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_core.table import Table
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
-from sley_testing.parity import differing, trained
+from sley_testing.parity import differing_names, train_bits
 from sley_testing.ranks import Ranks
 from sley_testing.runs import fail_once, gradients
 
@@ -69,7 +69,7 @@ class Squares:
 
 
 class Uneven(nn.Module):
-    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
+    """Uses the linear `often` twice and `never` not at all; `frozen` is not train_bits.
 
     The store reports parameters in reverse order, and `never` only after the backward. So `often` is reported during the
     backward, and earlier modules after it.
@@ -220,12 +220,12 @@ class GradientHandlerContract:
         second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
         _assert_same_bits(first, second, "a second run gives different bits")
         for step, (first_rank, second_rank) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
-            differing = [
+            differing_names = [
                 name
                 for name in first_rank
                 if not name.startswith(ALONE) and not torch.equal(first_rank[name], second_rank[name])
             ]
-            assert not differing, f"step {step}: replicas have different gradients of {differing}"
+            assert not differing_names, f"step {step}: replicas have different gradients of {differing_names}"
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Expects the same collectives on every rank, and as many with three micro-batches as with one."""
@@ -254,7 +254,7 @@ class GradientHandlerContract:
             pytest.skip("the record declares no fixed order")
         plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
         one_rank, two_ranks = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
-        assert differing([trained(one_rank, 2)], ranks_of_two(trained, two_ranks, 2)) == []
+        assert differing_names([train_bits(one_rank, 2)], ranks_of_two(train_bits, two_ranks, 2)) == []
         clean, failed = (ranks_of_two(observe, self._handlers(), 1, fail, False, "canonical") for fail in (False, True))
         _assert_same_bits(clean, failed, "the bits of canonical sums differ after a failed step")
 
@@ -294,8 +294,8 @@ def _assert_same_bits(clean: list[Observation], failed: list[Observation], label
     """Asserts that the gradients of all ranks are bit-identical in two runs. what: the start of the message."""
     for rank, (clean_rank, failed_rank) in enumerate(zip(clean, failed, strict=True)):
         for step, (expected, actual) in enumerate(zip(clean_rank.gradients, failed_rank.gradients, strict=True)):
-            differing = [name for name, gradient in expected.items() if not torch.equal(gradient, actual[name])]
-            assert not differing, f"{label}: rank {rank}, step {step}: the gradients of {', '.join(differing)}"
+            differing_names = [name for name, gradient in expected.items() if not torch.equal(gradient, actual[name])]
+            assert not differing_names, f"{label}: rank {rank}, step {step}: the gradients of {', '.join(differing_names)}"
 
 
 def _assert_equal(expected_steps: list[dict[str, Tensor]], actual_steps: list[dict[str, Tensor]], tolerance: float) -> None:

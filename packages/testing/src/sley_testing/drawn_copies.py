@@ -4,16 +4,16 @@
     with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
         run.step()
 
-A real stream of copies does its work some time between `copy` and a wait, and a run sees one such order. Here a number is
-drawn at each call and at each operation of torch, by which some copies happen, or none. Two things tell a wrong program:
+A real stream executes a copy at some time between `copy` and a wait, and a run sees one such order. Here, random numbers decide
+at each call and at each torch operation which copies are executed. Two checks find a wrong program:
 
-* **bits**: until a copy has happened its target holds NaN, and so does memory that comes back. Whoever reads too early
-  computes with that; a source that was overwritten or freed too early is copied as it then is.
-* **rules** (`happens_before.py`): any order that the waits do not enforce raises AssertionError with what was done, to
-  which tensor, and the wait that is missing. Some races cannot change a bit where the device is the host.
+* **bits**: the target of a pending copy contains NaN, and so does reloaded memory. A read that is too early returns NaN, and a
+  source that is overwritten or freed too early is copied in its later state.
+* **rules** (`happens_before.py`): an order that no wait enforces raises AssertionError with the operation, the tensor, and the
+  missing wait. This also finds races that cannot change a bit if the device is the host.
 
-The device's own work is done when a call returns, as on every CPU: `hold_device` does all copies that it names, since
-the work after it may need them, but only `wait` lets the host touch memory of the host (`host_memory`).
+The device's work is complete when a call returns, as on every CPU. `hold_device` executes all copies of its event, since later
+work may need them, but only `wait` allows the host to use host memory (`host_memory`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sley_testing.happens_before import (
     Clock,
     Ledger,
     MemoryWatch,
-    described,
+    describe_tensor,
     extent,
     merge,
     replaced,
@@ -53,8 +53,8 @@ RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class DrawnDevice(Device):
-    """Provides the device `cpu` with random copies for `World.alone` and `World.join`. order: the random seed of the copies.
-    is_strict: whether broken rules raise.
+    """Provides the device `cpu` with random copies, for `World.alone` and `World.join`. order: the random seed of the copies.
+    is_strict: whether a broken rule raises.
     """
 
     torch_device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -70,14 +70,14 @@ class DrawnDevice(Device):
         return DrawnStream(self.copies)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
-        """Returns host memory, whose use by the host only `wait` orders."""
+        """Returns host memory. Only `wait` orders its use by the host."""
         memory = HostMemory(num_bytes, lock=False)
-        self.copies.ledger.owns(memory.data)
+        self.copies.ledger.mark_host_memory(memory.data)
         return memory
 
-    def keeps_on_host(self, tensor: Tensor) -> None:
+    def mark_host_memory(self, tensor: Tensor) -> None:
         """Marks the memory of `tensor` as host memory, like that of `host_memory`."""
-        self.copies.ledger.owns(tensor.detach())
+        self.copies.ledger.mark_host_memory(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns a context manager that treats this thread's operations as the device's; all copies complete at its end."""
@@ -88,7 +88,7 @@ class DrawnDevice(Device):
 class _Copy:
     target: Span
     source: Span
-    needs: Clock
+    dependencies: Clock
 
 
 class DrawnCopies:
@@ -115,7 +115,7 @@ class DrawnCopies:
             yield
         while self._step():
             pass
-        self.check(self.ledger.forgotten)
+        self.check(self.ledger.check_freed_memory)
 
     def check(self, rule: Callable[..., Any], *args: Any) -> None:
         """Applies a rule of the ledger. Only the first broken rule raises, since the cleanup of a failed run is unordered."""
@@ -126,52 +126,52 @@ class DrawnCopies:
                 self.is_broken = True
                 raise
 
-    def give(self, stream: int, target: Tensor, source: Tensor) -> None:
+    def add_copy(self, stream: int, target: Tensor, source: Tensor) -> None:
         """Adds a copy to the end of a stream."""
         assert target.shape == source.shape, (target.shape, source.shape)
         assert target.dtype == source.dtype, (target.dtype, source.dtype)
-        self.called()
-        torch.autograd.graph.increment_version(target)  # now, as a real stream's `copy_` does, and not when it happens
+        self.handle_call()
+        torch.autograd.graph.increment_version(target)  # at the call, as `copy_` on a real stream does
         try:
-            self.check(self.ledger.copies, stream, target, source)
+            self.check(self.ledger.record_copy, stream, target, source)
         finally:
-            at, own = Span(target), Span(source)
+            target_span, source_span = Span(target), Span(source)
             clock = self.ledger.streams[stream]
-            needs = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
-            if not any(other.source.overlaps(at) for queue in self._pending.values() for other in queue):
-                poison(at)  # else a copy that comes before this one would read it
-            self._pending[stream].append(_Copy(at, own, needs))
+            dependencies = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
+            if not any(copy.source.overlaps(target_span) for queue in self._pending.values() for copy in queue):
+                poison(target_span)  # unless an earlier copy still reads it
+            self._pending[stream].append(_Copy(target_span, source_span, dependencies))
 
     def tick(self) -> None:
         """Executes a random number of copies."""
         while self._random.random() < self.rate and self._step():
             pass
 
-    def called(self) -> None:
+    def handle_call(self) -> None:
         """Handles a call of a stream or an event: checks for memory that was released too early, then calls `tick`."""
-        self.check(self.ledger.forgotten)
+        self.check(self.ledger.check_freed_memory)
         self.tick()
 
-    def ask(self, clock: Clock) -> bool:
-        """Returns whether the host sees that the copies in `clock` are complete; repeated calls eventually return True. The
+    def poll(self, clock: Clock) -> bool:
+        """Returns whether the host sees that the copies in `clock` are complete. Repeated calls eventually return True. The
         host may see a completed copy later than the device.
         """
         needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
         if all(self.ledger.host.get(stream, 0) >= number for stream, number in needed.items()):
             return True
-        self.called()
+        self.handle_call()
         if self._random.random() >= max(self.rate, 0.1):
             return False
         self._step()
         return all(self._num_done.get(stream, 0) >= number for stream, number in needed.items())
 
-    def force(self, clock: Clock) -> None:
+    def wait_for(self, clock: Clock) -> None:
         """Executes the copies in `clock`, their dependencies, and a random number of others."""
-        self.called()
+        self.handle_call()
         needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
         while any(self._num_done.get(stream, 0) < number for stream, number in needed.items()):
-            late = {stream for stream, number in needed.items() if self._num_done.get(stream, 0) < number}
-            assert self._step(late), f"copies that wait for one another: {self._pending}"
+            pending_streams = {stream for stream, number in needed.items() if self._num_done.get(stream, 0) < number}
+            assert self._step(pending_streams), f"copies wait for each other: {self._pending}"
 
     def _step(self, streams: set[int] | None = None) -> bool:
         """Executes the next copy of a random ready stream; returns False if there is none."""
@@ -180,7 +180,7 @@ class DrawnCopies:
             for stream, queue in self._pending.items()
             if queue
             and (streams is None or stream in streams)
-            and all(self._num_done.get(other, 0) >= number for other, number in queue[0].needs.items())
+            and all(self._num_done.get(worker, 0) >= number for worker, number in queue[0].dependencies.items())
         ]
         if not ready:
             return False
@@ -195,7 +195,7 @@ class DrawnCopies:
 
 
 class DrawnStream:
-    """Is a copy stream of a `DrawnDevice`."""
+    """Implements a copy stream of a `DrawnDevice`."""
 
     def __init__(self, copies: DrawnCopies) -> None:
         self._copies = copies
@@ -206,21 +206,21 @@ class DrawnStream:
         return self._copies.ledger.streams[self._number]
 
     def follow(self) -> None:
-        self._copies.called()
+        self._copies.handle_call()
         merge(self._clock, self._copies.ledger.device)
 
     def after(self, event: CopyEvent) -> None:
-        self._copies.called()
+        self._copies.handle_call()
         if isinstance(event, DrawnEvent):
             merge(self._clock, event.clock)
         else:
             event.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self._copies.give(self._number, target, source)
+        self._copies.add_copy(self._number, target, source)
 
     def record(self) -> DrawnEvent:
-        self._copies.called()
+        self._copies.handle_call()
         return DrawnEvent(self._copies, dict(self._clock))
 
 
@@ -232,21 +232,21 @@ class DrawnEvent:
         self._copies = copies
 
     def is_done(self) -> bool:
-        is_done = self._copies.ask(self.clock)
+        is_done = self._copies.poll(self.clock)
         if is_done:
-            self._known()
+            self._merge_clock()
         return is_done
 
     def wait(self) -> None:
-        self._copies.force(self.clock)
-        self._known()
+        self._copies.wait_for(self.clock)
+        self._merge_clock()
 
-    def _known(self) -> None:
+    def _merge_clock(self) -> None:
         merge(self._copies.ledger.host, self.clock)
         merge(self._copies.ledger.device, self.clock)
 
     def hold_device(self) -> None:
-        self._copies.force(self.clock)
+        self._copies.wait_for(self.clock)
         merge(self._copies.ledger.device, self.clock)
 
 
@@ -255,34 +255,34 @@ class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
         super().__init__()
         self._copies = copies
 
-    def saw(self, name: str, accesses: Sequence[Access]) -> None:
+    def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
         self._copies.tick()
-        check_present(name, accesses)
-        self._copies.check(self._copies.ledger.works, name, accesses)
+        assert_allocated(name, accesses)
+        self._copies.check(self._copies.ledger.record_operation, name, accesses)
 
-    def made(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._copies.check(self._copies.ledger.works, name, [Access(tensor, writes=True) for tensor in tensors])
+    def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._copies.check(self._copies.ledger.record_operation, name, [Access(tensor, writes=True) for tensor in tensors])
 
-    def resizes(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None]:
-        self._copies.called()
-        self._copies.check(self._copies.ledger.resized, storage)
-        old = storage.nbytes()
+    def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None]:
+        self._copies.handle_call()
+        self._copies.check(self._copies.ledger.record_resize, storage)
+        old_num_bytes = storage.nbytes()
 
         def poison_new() -> None:
-            if num_bytes > old:  # NaN, whatever they are read as
+            if num_bytes > old_num_bytes:  # these bytes are NaN in every floating-point dtype
                 with _disable_current_modes():
-                    as_tensor(storage, torch.uint8, old, (num_bytes - old,), (1,)).fill_(0xFF)
+                    tensor_from_storage(storage, torch.uint8, old_num_bytes, (num_bytes - old_num_bytes,), (1,)).fill_(0xFF)
 
         return poison_new
 
 
 class Span:
-    """Refers weakly to a tensor, whose owners may free its memory before a copy."""
+    """Refers weakly to a tensor. The memory of the tensor may be freed before a copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
         self._dtype = tensor.dtype
-        self._place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self._geometry = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         self._extent = extent(tensor)
 
     def tensor(self) -> Tensor | None:
@@ -291,7 +291,7 @@ class Span:
         if storage is None or storage.nbytes() < self._extent[1]:
             return None
         with _disable_current_modes():
-            return as_tensor(storage, self._dtype, *self._place)
+            return tensor_from_storage(storage, self._dtype, *self._geometry)
 
     def overlaps(self, other: Span) -> bool:
         (first, last), (start, end) = self._extent, other._extent
@@ -310,29 +310,29 @@ def poison(span: Span) -> None:
             tensor.fill_(0xFF if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).max)
 
 
-def as_tensor(
+def tensor_from_storage(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """Returns a tensor that keeps `storage` alive."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-    found: Tensor = empty.set_(storage, offset, shape, stride)
-    return found
+    tensor: Tensor = empty.set_(storage, offset, shape, stride)
+    return tensor
 
 
 def storage_guard() -> AbstractContextManager[None]:
-    """Returns a context manager in which this thread's operations, those of a backward too, raise AssertionError where
-    a tensor's storage has fewer bytes than its sizes, strides and offset need. It costs some 0.1 ms per operation.
+    """Returns a context manager in which an operation of this thread or its backward raises AssertionError if a tensor needs
+    more bytes than its storage has. It costs about 0.1 ms per operation.
     """
     return _Guard().watching()
 
 
-def check_present(name: str, accesses: Sequence[Access]) -> None:
+def assert_allocated(name: str, accesses: Sequence[Access]) -> None:
     """Raises AssertionError if memory of a tensor of the operation `name` is freed."""
     for access in accesses:
-        needed, present = _bytes(access.tensor)
+        needed, allocated = _needed_and_allocated_bytes(access.tensor)
         verb = "writes" if access.writes else "reads"
-        assert present >= needed, (
-            f"{name} {verb} {described(access.tensor)}, which needs {needed} bytes of a storage of {present}: "
+        assert allocated >= needed, (
+            f"{name} {verb} {describe_tensor(access.tensor)}, which needs {needed} bytes of a storage of {allocated}: "
             "its memory was freed"
         )
 
@@ -341,24 +341,24 @@ def safe_to_print() -> AbstractContextManager[None]:
     """Returns a context manager that makes freed tensors printable, such as in tracebacks."""
 
     def wrap(_name: str, method: Callable[..., str]) -> Callable[..., str]:
-        def of(tensor: Tensor, *args: object, **kwargs: object) -> str:
-            needed, present = _bytes(tensor)
-            return method(tensor, *args, **kwargs) if present >= needed else f"<{described(tensor)}, freed>"
+        def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
+            needed, allocated = _needed_and_allocated_bytes(tensor)
+            return method(tensor, *args, **kwargs) if allocated >= needed else f"<{describe_tensor(tensor)}, freed>"
 
-        return of
+        return safe_repr
 
     return replaced(torch.Tensor, "__repr__", wrap)
 
 
-def _bytes(tensor: Tensor) -> tuple[int, int]:
+def _needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
     """Returns the bytes of its storage that `tensor` needs, and the bytes of the storage."""
     storage = storage_of(tensor)
     return (0, 0) if storage is None else (extent(tensor)[1], storage.nbytes())
 
 
 class _Guard(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
-    def saw(self, name: str, accesses: Sequence[Access]) -> None:
-        check_present(name, accesses)
+    def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
+        assert_allocated(name, accesses)
 
 
 WAITS = ((DrawnStream, "follow"), (DrawnStream, "after"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))
@@ -378,35 +378,35 @@ class Site(NamedTuple):
 
 def wait_sites(program: Callable[[], object]) -> list[Site]:
     """Calls `program`, and returns the sites of its waits in the order of their first calls."""
-    found: dict[Site, None] = {}
+    sites: dict[Site, None] = {}
 
-    def seen(site: Site) -> bool:
-        found[site] = None
+    def record_site(site: Site) -> bool:
+        sites[site] = None
         return True
 
-    with _asked(seen):
+    with _filter_waits(record_site):
         program()
-    return list(found)
+    return list(sites)
 
 
 @contextmanager
-def without(site: Site) -> Iterator[None]:
+def skip_wait(site: Site) -> Iterator[None]:
     """Disables the waits of `site` in the block."""
-    with _asked(lambda one: one != site):
+    with _filter_waits(lambda called_site: called_site != site):
         yield
 
 
 @contextmanager
-def _asked(wants: Callable[[Site], bool]) -> Iterator[None]:
-    """Makes each wait conditional on `wants(site)`."""
+def _filter_waits(is_enabled: Callable[[Site], bool]) -> Iterator[None]:
+    """Makes each wait conditional on `is_enabled(site)`."""
 
     def wrap(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any) -> Any:
+        def call_if_enabled(*args: Any) -> Any:
             caller = sys._getframe(1)
             site = Site(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name, name)
-            return method(*args) if wants(site) else None
+            return method(*args) if is_enabled(site) else None
 
-        return asked
+        return call_if_enabled
 
     with ExitStack() as stack:
         for owner, name in WAITS:

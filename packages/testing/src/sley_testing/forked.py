@@ -1,9 +1,9 @@
-"""Runs `python -m module` in a process forked from the server of `ranks`, which has imported torch already.
+"""Runs `python -m module` in a process that is forked from the server of `ranks`, which has already imported torch.
 
-A fresh interpreter needs seconds of a core for that. What runs is the same: `runpy` executes the module as `__main__`, in a
-session, folder and environment of its own; where it starts modules by `subprocess`, these are forked too (`forked_children`).
-Differences: flags of the interpreter are the server's, `atexit` is not called, and /proc shows the server's environment, so
-`processes_with` finds what is forked by the variable `processes.MARK` alone.
+A fresh interpreter needs seconds of CPU time for this import. `runpy` executes the module as `__main__` in a separate session,
+folder and environment. Modules that the program starts by `subprocess` are forked too (`fork_children`). Differences from a
+fresh interpreter: interpreter flags are those of the server, `atexit` functions are not called, and /proc shows the
+environment of the server, so that `processes_with` finds forked programs only by the variable `processes.MARK`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sley_core.errors import is_installed
-from sley_testing.processes import call_itself
+from sley_testing.processes import set_process_name
 from sley_testing.ranks import preloaded_server
 
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkedProgram:
-    """A running `python -m module`, with those methods of `subprocess.Popen` that a test needs. stdout, stderr: text, to be
-    read until they end and closed by the caller. returncode: None while it runs; -n after signal n.
+    """Represents a running `python -m module`, with the methods of `subprocess.Popen` that tests need. stdout, stderr: text
+    streams, which the caller reads to the end and closes. returncode: None while the program runs, -n after signal n.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
         context = preloaded_server()
         ends = [context.Pipe(duplex=False) for _ in range(2)]
         outputs = [output for _, output in ends]
-        self._process = context.Process(target=_main, args=(module, list(arguments), str(cwd), dict(env), *outputs))
+        self._process = context.Process(
+            target=_run_forked_program, args=(module, list(arguments), str(cwd), dict(env), *outputs)
+        )
         self._process.start()
         for output in outputs:
             output.close()
@@ -55,7 +57,7 @@ class ForkedProgram:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None, "a process that was started"
+        assert self._process.pid is not None, "the process has not started"
         return self._process.pid
 
     @property
@@ -63,12 +65,12 @@ class ForkedProgram:
         return self.poll()
 
     def poll(self) -> int | None:
-        """Returns the exit code, or None while it runs. Any thread may ask."""
-        with self._lock:  # the server says once how a process ended
+        """Returns the exit code, or None while the program runs. Any thread may call it."""
+        with self._lock:  # the server reports an exit code only once
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit code, once there is one; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Waits for the exit code and returns it. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         wait([self._process.sentinel], timeout)
         code = self.poll()
         if code is None:
@@ -76,14 +78,16 @@ class ForkedProgram:
         return code
 
 
-def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
-    """Takes over folder, environment and streams in the new process, and becomes `python -m module`."""
+def _run_forked_program(
+    module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection
+) -> None:
+    """Sets folder, environment and streams of the new process, and runs the module."""
     os.setsid()
-    if sys.platform == "linux":  # the server ends with pytest, and this program with the server: a killed pytest closes neither
-        # The server ends when nobody has the other end of this pipe, of which it gives each process it forks a copy.
+    if sys.platform == "linux":  # if pytest is killed, the server ends, and then this program
+        # The server ends when all copies of this pipe end are closed, and each forked process has a copy.
         server: Any = forkserver._forkserver  # private
         os.close(server._forkserver_alive_fd)
-        server.__init__()  # a program that wants a server starts its own, as in an interpreter of its own
+        server.__init__()  # a program that needs a server starts a new one, as in a fresh interpreter
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(cwd)
     for number, connection in ((1, out), (2, err)):
@@ -91,72 +95,76 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
         connection.close()
     path = list(sys.path)
     fork_children(path)
-    run(module, arguments, env, [cwd], path)
+    run_module(module, arguments, env, [cwd], path)
 
 
-_EVERY_FILE = 65536
-_exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # private
-_ASKED = list(inspect.signature(_exec).parameters)
+_MAX_FILES = 65536
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # private
+_EXECUTE_PARAMETERS = list(inspect.signature(_execute_child).parameters)
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def fork_children(path: Sequence[str]) -> None:
-    """Makes this process fork where it starts a module of Python by `subprocess`. path: `sys.path` of a fresh one."""
+    """Makes `subprocess` fork this process to start a Python module. path: `sys.path` of a fresh process."""
 
-    known = frozenset(sys.modules)
+    initial_modules = frozenset(sys.modules)
 
-    def execute(self: Any, *given: Any) -> None:
-        asked = dict(zip(_ASKED, (self, *given), strict=True))
-        command = _module_of(asked["args"])
-        if command is None or asked["pass_fds"] or asked["preexec_fn"] or asked["env"] is None:
-            _exec(self, *given)
+    def execute(self: Any, *args: Any) -> None:
+        options = dict(zip(_EXECUTE_PARAMETERS, (self, *args), strict=True))
+        command = _parse_module_command(options["args"])
+        if command is None or options["pass_fds"] or options["preexec_fn"] or options["env"] is None:
+            _execute_child(self, *args)
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        ready, begun = os.pipe()
+        read_end, write_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(asked, command, path, begun, known)
+            _run_child(options, command, path, write_end, initial_modules)
         self._child_created = True
-        os.close(begun)
-        os.read(ready, 1)  # as after an `exec`: the process has its session when this one goes on
-        os.close(ready)
-        self._close_pipe_fds(*(asked[name] for name in _PIPES))
+        os.close(write_end)
+        os.read(read_end, 1)  # waits until the child has its session, as after an `exec`
+        os.close(read_end)
+        self._close_pipe_fds(*(options[name] for name in _PIPES))
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 
-def _module_of(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Returns whether the current folder stays out of the path, the module, and its arguments; None for another command."""
+def _parse_module_command(command: Any) -> tuple[bool, str, list[str]] | None:
+    """Returns whether the command has `-P` (no current folder in the path), the module, and its arguments; else None."""
     if not isinstance(command, list | tuple) or list(command[:1]) != [sys.executable]:
         return None
-    rest = [str(one) for one in command[1:]]
-    safe = rest[:1] == ["-P"]
-    rest = rest[1:] if safe else rest
-    rest = rest[1:] if rest[:1] == ["-u"] else rest
-    return (safe, rest[1], rest[2:]) if len(rest) > 1 and rest[0] == "-m" else None
+    arguments = [str(argument) for argument in command[1:]]
+    is_safe_path = arguments[:1] == ["-P"]
+    arguments = arguments[1:] if is_safe_path else arguments
+    arguments = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    return (is_safe_path, arguments[1], arguments[2:]) if len(arguments) > 1 and arguments[0] == "-m" else None
 
 
-def _become(
-    asked: Mapping[str, Any], command: tuple[bool, str, list[str]], path: Sequence[str], begun: int, known: Set[str]
+def _run_child(
+    options: Mapping[str, Any],
+    command: tuple[bool, str, list[str]],
+    path: Sequence[str],
+    ready_file: int,
+    initial_modules: Set[str],
 ) -> NoReturn:
-    """Takes over what `asked` says and runs the module; in the new process. begun: a file that is closed when it has begun.
-    known: the modules of a fresh process.
+    """Applies the `options` of `subprocess` and runs the module in the new process. ready_file: the pipe end to close when the
+    session exists. initial_modules: the modules of a fresh process.
     """
     code = 255
     try:
-        if asked["start_new_session"]:
+        if options["start_new_session"]:
             os.setsid()
-        os.close(begun)
-        for number, wanted in enumerate((asked["p2cread"], asked["c2pwrite"], asked["errwrite"])):
-            if wanted not in (-1, number):
-                os.dup2(wanted, number)
-        if asked["cwd"] is not None:
-            os.chdir(asked["cwd"])
-        _set_back(known)
-        os.closerange(3, _EVERY_FILE)
-        safe, module, arguments = command
-        run(module, arguments, asked["env"], [] if safe else [str(Path.cwd())], path)
+        os.close(ready_file)
+        for number, descriptor in enumerate((options["p2cread"], options["c2pwrite"], options["errwrite"])):
+            if descriptor not in (-1, number):
+                os.dup2(descriptor, number)
+        if options["cwd"] is not None:
+            os.chdir(options["cwd"])
+        _reset_process(initial_modules)
+        os.closerange(3, _MAX_FILES)
+        is_safe_path, module, arguments = command
+        run_module(module, arguments, options["env"], [] if is_safe_path else [str(Path.cwd())], path)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -174,16 +182,18 @@ def _become(
         os._exit(code)
 
 
-def run(module: str, arguments: Sequence[str], env: Mapping[str, str], first: Sequence[str], path: Sequence[str]) -> None:
-    """Runs `module` as `__main__`, and returns at its end, or raises what it raises. first: what of `sys.path` goes before
-    PYTHONPATH. path: what follows it.
+def run_module(
+    module: str, arguments: Sequence[str], env: Mapping[str, str], first_paths: Sequence[str], last_paths: Sequence[str]
+) -> None:
+    """Runs `module` as `__main__`. first_paths: the entries of `sys.path` before PYTHONPATH. last_paths: the entries
+    after it.
     """
     os.environ.clear()
     os.environ.update(env)
-    call_itself(env)
+    set_process_name(env)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding="utf-8", line_buffering=True)
-    sys.path[:] = [*first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *path]
+    sys.path[:] = [*first_paths, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *last_paths]
     sys.argv = [module, *arguments]
 
     import torch
@@ -192,11 +202,11 @@ def run(module: str, arguments: Sequence[str], env: Mapping[str, str], first: Se
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _set_back(known: Set[str]) -> None:
-    """Undoes what the program that forks may have done to its process; changes within modules stay. known: the names of the
-    modules that were there before it.
+def _reset_process(initial_modules: Set[str]) -> None:
+    """Undoes changes that the forking program may have made to its process, except within modules. initial_modules: the names
+    of the modules of a fresh process.
     """
-    subprocess.Popen._execute_child = _exec  # type: ignore[attr-defined]  # private
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # private
     faulthandler.disable()
     gc.enable()
     for number in signal.Signals:
@@ -204,8 +214,8 @@ def _set_back(known: Set[str]) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]  # private
     for server in servers:
-        server.__init__()  # a program that wants one starts its own
-    for name in sys.modules.keys() - known:
+        server.__init__()  # a program that needs a server starts a new one
+    for name in sys.modules.keys() - initial_modules:
         file = getattr(sys.modules[name], "__file__", None)
         if file is not None and not is_installed(file):
-            del sys.modules[name]  # of the program's own folder: it is imported anew
+            del sys.modules[name]  # a module of the program's folder is imported again

@@ -1,7 +1,6 @@
-"""Builds small models that each have one coding habit around a linear: `factory = "sley_testing.habits:model"`,
-`options.habit`.
+"""Builds small models with one coding habit each in their blocks: `factory = "sley_testing.habits:model"`, `options.habit`.
 
-Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`runs.assert_by_hand`).
+A package that replaces linears compares a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Adaptive(Block):
 
 
 class AdaptiveAgain(Adaptive):
-    """Does the same under reentrant checkpointing."""
+    """Runs `Adaptive` under reentrant checkpointing."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
         for _ in range(self.depth(tokens)):
@@ -91,8 +90,8 @@ class GradientWithin(Block):
 
     def forward(self, hidden: Tensor) -> Any:
         with torch.enable_grad():
-            at = hidden.detach().requires_grad_()
-            (step,) = torch.autograd.grad(self.two(self.one(at).tanh()).square().sum(), at)
+            leaf = hidden.detach().requires_grad_()
+            (step,) = torch.autograd.grad(self.two(self.one(leaf).tanh()).square().sum(), leaf)
         return hidden + self.two(self.one(hidden - 0.1 * step).tanh())
 
 
@@ -100,30 +99,30 @@ class Penalty(Block):
     """Trains through a gradient, whose derivative contributes to the weights."""
 
     def forward(self, hidden: Tensor) -> Any:
-        at = hidden.detach().requires_grad_()
-        energy = self.two(self.one(at).tanh()).square().sum()
-        (force,) = torch.autograd.grad(energy, at, create_graph=True)
-        (of_weight,) = torch.autograd.grad(energy, self.two.weight, retain_graph=True)
-        return hidden + force + of_weight.sum(0)
+        leaf = hidden.detach().requires_grad_()
+        energy = self.two(self.one(leaf).tanh()).square().sum()
+        (force,) = torch.autograd.grad(energy, leaf, create_graph=True)
+        (weight_gradient,) = torch.autograd.grad(energy, self.two.weight, retain_graph=True)
+        return hidden + force + weight_gradient.sum(0)
 
 
 class Swapped(Block):
-    """Calls a linear with the weight of another one."""
+    """Calls a linear with the weight of another linear."""
 
     def forward(self, hidden: Tensor) -> Any:
-        other = {"weight": self.two.weight * 2, "bias": self.one.bias}
-        return hidden + torch.func.functional_call(self.one, other, (hidden,)) + self.two(hidden).tanh()
+        parameters = {"weight": self.two.weight * 2, "bias": self.one.bias}
+        return hidden + torch.func.functional_call(self.one, parameters, (hidden,)) + self.two(hidden).tanh()
 
 
 class Mapped(Block):
     """Calls linears under `torch.func.vmap` and forward-mode differentiation."""
 
     def forward(self, hidden: Tensor) -> Any:
-        each = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
+        mapped = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))  # type: ignore[no-untyped-call]  # torch's
             tangent = forward_ad.unpack_dual(self.one(dual)).tangent  # type: ignore[no-untyped-call]  # torch's
-        return hidden + each + tangent
+        return hidden + mapped + tangent
 
 
 class NoGradient(torch.autograd.Function):
@@ -186,39 +185,39 @@ class Clamping(torch.autograd.Function):
 
 
 class WrittenGradients(Block):
-    """Modifies gradients in place that a linear has received before."""
+    """Modifies gradients in place after a linear has received them."""
 
     def forward(self, hidden: Tensor) -> Any:
-        beside = hidden * 1.0
-        beside.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
-        hidden = self.one(hidden) + beside
-        other = hidden * 1.0
-        other.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
-        hidden = self.two(hidden).flatten(0, 1) + other.flatten(0, 1)
+        residual = hidden * 1.0
+        residual.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        hidden = self.one(hidden) + residual
+        second_residual = hidden * 1.0
+        second_residual.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        hidden = self.two(hidden).flatten(0, 1) + second_residual.flatten(0, 1)
         clamped: Tensor = Clamping.apply(hidden)  # type: ignore[no-untyped-call]  # torch's
-        return (self.two(hidden) + clamped).view_as(beside)
+        return (self.two(hidden) + clamped).view_as(residual)
 
 
 class Fused(torch.autograd.Function):
     """Computes a linear whose backward adds to `weight.grad` itself, as fused kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, held: nn.Linear, in_place: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, linear: nn.Linear, in_place: bool) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.held, ctx.in_place = held, in_place
+        ctx.linear, ctx.in_place = linear, in_place
         return hidden @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (hidden,) = ctx.saved_tensors
-        weight = ctx.held.weight
-        of_weight = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+        weight = ctx.linear.weight
+        weight_gradient = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
         if weight.grad is None:
-            weight.grad = of_weight
+            weight.grad = weight_gradient
         elif ctx.in_place:
-            weight.grad.add_(of_weight)
+            weight.grad.add_(weight_gradient)
         else:
-            weight.grad = weight.grad + of_weight
+            weight.grad = weight.grad + weight_gradient
         return gradient @ weight, None, None, None
 
 
@@ -235,7 +234,7 @@ class Assigned(Block):
         return hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 
 
-KINDS: tuple[type[nn.Module], ...] = (
+_CLASSES: tuple[type[nn.Module], ...] = (
     InPlace,
     Adaptive,
     AdaptiveAgain,
@@ -249,9 +248,9 @@ KINDS: tuple[type[nn.Module], ...] = (
     Hooked,
     WrittenGradients,
 )
-HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}  # by name, each called with the width of the model
+HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # each class is called with the width of the model
 
-OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights, Assigned)}
+FULL_GRADIENT_HABITS: dict[str, Any] = {cls.__name__: cls for cls in (HookedWeights, Assigned)}
 """Habits that need full weight gradients and are refused for sharded weights."""
 
 
@@ -271,8 +270,8 @@ class Embed(nn.Embedding):
 def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
     """Returns an embedding, two blocks with the habit, and a head, by name."""
     assert data.vocab_size is not None
-    kind = (HABITS | OF_WHOLE_GRADIENTS)[habit]
-    blocks = [(f"blocks.{at}", kind(hidden)) for at in range(2)]
+    cls = (HABITS | FULL_GRADIENT_HABITS)[habit]
+    blocks = [(f"blocks.{index}", cls(hidden)) for index in range(2)]
     return [("embed", Embed(data.vocab_size, hidden)), *blocks, ("head", nn.Linear(hidden, data.vocab_size))]
 
 

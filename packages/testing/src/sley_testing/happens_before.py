@@ -1,15 +1,15 @@
 """Checks that a program's waits order all conflicting memory accesses, with vector clocks.
 
-The device and each copy stream work in order. The clock of a worker records how much work of the other workers is done before
-its next operation. A wait merges clocks:
+The device and each copy stream work in order. The clock of a worker counts the work of the other workers that is complete
+before its next operation. A wait merges clocks:
 
-    stream.follow()      stream <- device       what the device has been given so far
-    stream.after(e)      stream <- e            what the event's stream was given before it, and what that followed
+    stream.follow()      stream <- device       the work that was issued to the device so far
+    stream.after(e)      stream <- e            the work of the event's stream before the event, and its dependencies
     e.hold_device()      device <- e
-    e.wait()             host, device <- e      the host gives all work, so whatever it gives later comes later
+    e.wait()             host, device <- e      the host issues all work, so later work is ordered after the event
 
-Two accesses to the same bytes must be ordered by clocks if one is a write. A missing order is found in every run, even if
-it did no harm. Freed memory, and memory whose last reference is gone, counts as written by the device.
+Two accesses to the same bytes must be ordered by clocks if one is a write. A missing order is found in every run, even if it
+did no harm. Freed memory, and memory without references, counts as written by the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def merge(clock: Clock, other: Clock) -> None:
 
 @dataclass(frozen=True)
 class Copied:
-    """Holds one end of copy `number` of `stream`: bytes `first` to `last` of a storage, which the copy reads or writes."""
+    """Describes one end of copy `number` of `stream`: the bytes `first` to `last` of a storage, which the copy reads or
+    writes.
+    """
 
     stream: int
     number: int
@@ -72,7 +74,7 @@ class Copied:
 @dataclass
 class _Memory:
     """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: the
-    numbers of the device's last read and last write, by byte range.
+    numbers of the last read and the last write by the device, by byte range.
     """
 
     reference: Any
@@ -91,14 +93,14 @@ class Ledger:
         self._memory: dict[int, _Memory] = {}  # by the address of the storage's object, which the weak reference keeps
         self._copied: dict[int, _Memory] = {}  # those with copies
 
-    def owns(self, data: Tensor) -> None:
+    def mark_host_memory(self, data: Tensor) -> None:
         """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
-        self._of(data).is_host = True
+        self._memory_of(data).is_host = True
 
-    def works(self, name: str, accesses: Sequence[Access]) -> None:
+    def record_operation(self, name: str, accesses: Sequence[Access]) -> None:
         """Records an operation: of the host if all its tensors are in host memory, else of the device."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
-            self.forgotten()
+            self.check_freed_memory()
             for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
                 del self._memory[key]
         touched = [
@@ -112,40 +114,40 @@ class Ledger:
         for memory, access in touched:
             span = extent(access.tensor)
             if memory.copies:
-                text = f"{name} {'writes' if access.writes else 'reads'} {described(access.tensor)}"
+                text = f"{name} {'writes' if access.writes else 'reads'} {describe_tensor(access.tensor)}"
                 clock, wait = (self.host, "`wait`") if is_host else (self.device, "`hold_device`")
                 self._check_copies(memory, clock, (*span, access.writes), text, wait)
             if not memory.is_host:
                 memory.device.setdefault(span, [0, 0])[access.writes] = self.device[DEVICE]
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Records that the device frees or replaces the memory of `storage`."""
         memory = self._memory.get(storage._cdata) or self._remember(storage)
         self.device[DEVICE] += 1
-        whole = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
+        all_bytes = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
         text = f"the storage of {storage.nbytes()} bytes is resized"
-        self._check_copies(memory, self.device, (*whole, True), text, "`hold_device`")
+        self._check_copies(memory, self.device, (*all_bytes, True), text, "`hold_device`")
         memory.device = {(0, 1 << 62): [0, self.device[DEVICE]]}
         memory.copies.clear()
 
-    def copies(self, stream: int, target: Tensor, source: Tensor) -> int:
+    def record_copy(self, stream: int, target: Tensor, source: Tensor) -> int:
         """Records a copy, even if it raises, and returns its number on the stream, from 1."""
         clock = self.streams[stream]
         merge(clock, self.host)
         number = clock.get(stream, 0) + 1
-        ends = [(target, True, f"into {described(target)}"), (source, False, f"from {described(source)}")]
+        ends = [(target, True, f"into {describe_tensor(target)}"), (source, False, f"from {describe_tensor(source)}")]
         try:
             for tensor, writes, text in ends:
                 self._check_end(stream, clock, tensor, writes, text)
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
-                new, memory = Copied(stream, number, *extent(tensor), writes, text), self._of(tensor)
+                new, memory = Copied(stream, number, *extent(tensor), writes, text), self._memory_of(tensor)
                 memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
                 self._copied[storage_id(tensor)] = memory
         return number
 
-    def forgotten(self) -> None:
+    def check_freed_memory(self) -> None:
         """Asserts that no memory lost its last reference before its copies were known to be complete."""
         for key, memory in [*self._copied.items()]:
             memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
@@ -156,20 +158,20 @@ class Ledger:
             clock = self.host if memory.is_host else self.device
             for copy in memory.copies:
                 wait = "`wait`" if memory.is_host else "`hold_device`"
-                assert copy.is_known(clock), f"memory was forgotten while {copy} may be under way: {wait} is missing"
+                assert copy.is_known(clock), f"memory was freed while {copy} may be in flight: {wait} is missing"
 
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
         """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
-        memory = self._of(tensor)
+        memory = self._memory_of(tensor)
         first, last = extent(tensor)
-        for (start, end), (read, written) in memory.device.items():
-            number = max(read, written) if writes else written
+        for (start, end), (last_read, last_write) in memory.device.items():
+            number = max(last_read, last_write) if writes else last_write
             assert not (start < last and first < end) or number <= clock.get(DEVICE, 0), (
-                f"stream {stream} copies {text}, which the device {'wrote' if number == written else 'read'} after "
+                f"stream {stream} copies {text}, which the device {'wrote' if number == last_write else 'read'} after "
                 "the stream last followed it: `follow` is missing"
             )
-        others = {worker: number for worker, number in clock.items() if worker != stream} | {stream: 1 << 62}
-        self._check_copies(memory, others, (first, last, writes), f"stream {stream} copies {text}", "`after`")
+        ordered = {worker: number for worker, number in clock.items() if worker != stream} | {stream: 1 << 62}
+        self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`after`")
 
     def _check_copies(self, memory: _Memory, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
         """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""
@@ -177,10 +179,10 @@ class Ledger:
         for copy in memory.copies:
             is_disjoint = copy.last <= first or last <= copy.first
             assert is_disjoint or not (writes or copy.writes) or copy.is_known(clock), (
-                f"{text} while {copy} may be under way: {wait} is missing"
+                f"{text} while {copy} may be in flight: {wait} is missing"
             )
 
-    def _of(self, tensor: Tensor) -> _Memory:
+    def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
         return self._memory.get(storage._cdata) or self._remember(storage)
 
@@ -224,33 +226,34 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
 
 
-def described(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     """Returns the dtype and shape as text, such as "float32 [2, 3]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Calls `saw` before each operation that reads or writes memory, `made` with its new tensors, and `resizes` before a
-    storage is resized. Subclasses override these methods. Their errors propagate to the caller of the operation.
+    """Calls `before_operation` before each operation that reads or writes memory, `after_allocation` with its new tensors, and
+    `before_resize` before a storage is resized. Subclasses override these methods. Their errors propagate to the caller of
+    the operation.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._thread = threading.get_ident()
 
-    def saw(self, name: str, accesses: Sequence[Access]) -> None:
+    def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
         """Handles the accesses of the operation `name` before it runs; views have no accesses."""
 
-    def made(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Handles the new tensors of the operation `name`."""
 
-    def resizes(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
+    def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
         """Handles a resize of `storage` to `num_bytes`. Returns a function to call after the resize, or None."""
         return None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context manager that watches this thread's operations."""
+        """Watches the operations of this thread."""
         with ExitStack() as stack:
             self._thread = threading.get_ident()
             stack.enter_context(self)
@@ -261,63 +264,69 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # an operation of higher order calls others, which come here too
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operation calls others, which are dispatched here too
             return func(*args, **kwargs)
-        if func.is_view and func._can_decompose():  # in inference mode: a reshape, say, which may be a view or a copy
+        if func.is_view and func._can_decompose():  # in inference mode: for example a reshape, which may be a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
         names, written = _arguments(func)
-        given = () if written is None else (*zip(names, args, strict=False), *kwargs.items())
-        self.saw(str(func), [Access(tensor, name in (written or ())) for name, value in given for tensor in tensors_of(value)])
+        arguments = () if written is None else (*zip(names, args, strict=False), *kwargs.items())
+        accesses = [Access(tensor, name in (written or ())) for name, value in arguments for tensor in tensors_of(value)]
+        self.before_operation(str(func), accesses)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
-            if func.is_view:  # some kinds torch refuses by itself where the memory is not there, without saying which tensor
-                self.saw(str(func), [Access(tensor, writes=False) for tensor in tensors_of([*args, *kwargs.values()])])
+            if func.is_view:  # torch refuses some views of freed memory, but does not name the tensor
+                self.before_operation(
+                    str(func), [Access(tensor, writes=False) for tensor in tensors_of([*args, *kwargs.values()])]
+                )
             raise
-        returned = func._schema.returns
-        parts = [result] if len(returned) == 1 else result or ()
-        fresh = [
-            tensor for one, part in zip(returned, parts, strict=False) if one.alias_info is None for tensor in tensors_of(part)
+        returns = func._schema.returns
+        values = [result] if len(returns) == 1 else result or ()
+        new_tensors = [
+            tensor
+            for returned, value in zip(returns, values, strict=False)
+            if returned.alias_info is None
+            for tensor in tensors_of(value)
         ]
-        if fresh:
-            self.made(str(func), fresh)
+        if new_tensors:
+            self.after_allocation(str(func), new_tensors)
         return result
 
     def _before_host_reads(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a tensor method to call `saw` first, in the watched thread."""
+        """Wraps a tensor method to call `before_operation` first, in the watched thread."""
 
-        def told(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def check_and_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == self._thread:
-                self.saw(f"Tensor.{name}", [Access(tensor, writes=False)])
+                self.before_operation(f"Tensor.{name}", [Access(tensor, writes=False)])
             return method(tensor, *args, **kwargs)
 
-        return told
+        return check_and_call
 
     def _around_resize(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a storage method to call `resizes` first, and the returned function afterwards."""
+        """Wraps a storage method to call `before_resize` first, and the returned function afterwards."""
 
-        def told(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-            ours = threading.get_ident() == self._thread
-            then = self.resizes(storage, num_bytes) if ours else None
+        def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            is_watched = threading.get_ident() == self._thread
+            after_resize = self.before_resize(storage, num_bytes) if is_watched else None
             result = method(storage, num_bytes)
-            if then is not None:
-                then()
+            if after_resize is not None:
+                after_resize()
             return result
 
-        return told
+        return resize
 
 
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Replaces a method of `owner` for the duration of the context, for methods that torch does not dispatch."""
-    is_own = name in vars(owner)
+    is_defined_here = name in vars(owner)
     method = getattr(owner, name)
     setattr(owner, name, wrap(name, method))
     try:
         yield
     finally:
-        if is_own:
+        if is_defined_here:
             setattr(owner, name, method)
         else:
             delattr(owner, name)
@@ -325,11 +334,13 @@ def replaced(owner: Any, name: str, wrap: Callable[[str, Callable[..., Any]], Ca
 
 @cache
 def _arguments(func: Any) -> tuple[list[str], set[str] | None]:
-    """Returns the names of an operation's arguments and of its written arguments, or None if it accesses no memory."""
+    """Returns the names of an operation's arguments and of its written arguments. The latter is None if it accesses no
+    memory.
+    """
     names = [argument.name for argument in func._schema.arguments]
     operation = func._schema.name.partition("::")[2]
-    written = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
-    if func.namespace == "c10d":  # their schemas do not say
+    written = {arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write}
+    if func.namespace == "c10d":  # their schemas declare no writes
         written = {name for name in names if name.startswith("output") or (name == "tensors" and operation != "send")}
     if func.is_view or operation in _SHAPE_ONLY or operation.endswith("_like") or operation.startswith("new_"):
         return names, None
@@ -341,5 +352,5 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_of(part)
+        for item in value:
+            yield from tensors_of(item)

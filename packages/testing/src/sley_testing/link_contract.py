@@ -48,19 +48,19 @@ ROUTES = {
 """The stage of each position, for each placement."""
 
 
-def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]], keeps: bool, seed: int) -> None:
+def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]], keeps_tensors: bool, seed: int) -> None:
     """Executes walks on this rank; every second walk is followed by its forwards only. walks: the micro-batch lengths of each
-    walk. keeps: whether to keep received tensors. Raises AssertionError if a received or kept tensor is wrong.
+    walk. keeps_tensors: whether to keep received tensors. Raises AssertionError if a received or kept tensor is wrong.
     """
     placement = Placement(route)
     with open_link(link) as (stage_link, stage):
-        walker = Walker(stage_link, placement, stage, keeps=keeps)
+        walker = Walker(stage_link, placement, stage, keeps_tensors=keeps_tensors)
         for number, lengths in enumerate(walks):
             lists = random_action_lists(placement, len(lengths), Random(seed + number))
             walker.walk(lists, lengths)
             if number % 2:
                 walker.walk([forward_only(actions) for actions in lists], lengths, training=False)
-            walker.check_kept()
+            walker.check_stored_tensors()
 
 
 def mismatch_error_code(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]]) -> str:
@@ -149,20 +149,20 @@ def open_link(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
 
 
 class Walker:
-    """Executes one stage's walks over `link`. keeps: whether to keep all received tensors and to write to some of them, for
-    `check_kept`.
+    """Executes one stage's walks over `link`. keeps_tensors: whether to keep all received tensors and to write to some of
+    them, for `check_stored_tensors`.
     """
 
-    def __init__(self, link: StageLink, placement: Placement, stage: int, *, keeps: bool = False) -> None:
+    def __init__(self, link: StageLink, placement: Placement, stage: int, *, keeps_tensors: bool = False) -> None:
         self.placement = placement
         self.stage = stage
-        self.keeps = keeps
+        self.keeps_tensors = keeps_tensors
         self._crossing = Crossing(placement, stage, link)
         self._number = 0
         self._lengths: Sequence[int] = ()
         self._sent: dict[tuple[Flow, int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Description] = {}
-        self._kept: list[tuple[Any, Tensor]] = []
+        self._stored_tensors: list[tuple[Any, Tensor]] = []
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
         """Executes this stage's list. lengths: the length of each micro-batch, which sets the shapes of its messages. Raises
@@ -186,28 +186,28 @@ class Walker:
         self._crossing.end()
         self._sent.clear()
 
-    def check_kept(self) -> None:
+    def check_stored_tensors(self) -> None:
         """Raises AssertionError if a kept tensor has changed."""
-        for value, expected in self._kept:
+        for value, expected in self._stored_tensors:
             actual = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             assert torch.equal(actual, expected), f"a received and kept tensor changed from {expected} to {actual}"
 
     def _forward(self, action: Action) -> None:
         """Receives the input of a forward, if any, and sends its output."""
-        position, micro = self.placement.position(self.stage, action.chunk), action.micro
+        position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
-            self._received[action.chunk, micro] = self._receive("forward", action, position - 1)
+            self._received[action.chunk, micro_batch] = self._receive("forward", action, position - 1)
         if position + 1 < self.placement.num_positions:
-            self._send("forward", action, *self._output(position, micro))
+            self._send("forward", action, *self._output(position, micro_batch))
 
     def _backward(self, action: Action) -> None:
         """Receives the output gradients of a backward, if any, and sends the input gradients."""
-        position, micro = self.placement.position(self.stage, action.chunk), action.micro
+        position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._receive("backward", action, position + 1)
         if position > 0:
-            description = self._received.pop((action.chunk, micro)).gradients
-            self._send("backward", action, description, self._gradients(position, micro, description))
+            description = self._received.pop((action.chunk, micro_batch)).gradients
+            self._send("backward", action, description, self._gradients(position, micro_batch, description))
 
     def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
         """Receives the message of the chunk at position `origin`, and compares it with the sent one."""
@@ -226,45 +226,45 @@ class Walker:
         assert len(tensors) == len(expected), f"{label}: received {len(tensors)} tensors, not {len(expected)}"
         for index, (actual, sent_tensor) in enumerate(zip(tensors, expected, strict=True)):
             assert torch.equal(actual, sent_tensor), f"{label}: tensor {index} was received as {actual}, not {sent_tensor}"
-        if self.keeps and is_sent:
-            self._keep(tensors, expected, action.micro)
+        if self.keeps_tensors and is_sent:
+            self._store(tensors, expected, action.micro)
         return description
 
     def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
         self._sent[flow, action.chunk, action.micro] = tensors
         self._crossing.give(flow, action.chunk, action.micro, (description, tensors))
 
-    def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro: int) -> None:
+    def _store(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
         """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd micro-batches."""
         versions = [tensor._version for tensor in tensors[1:]]
-        if tensors and micro % 2:
+        if tensors and micro_batch % 2:
             tensors[0].fill_(7)
             expected = [torch.full_like(expected[0], 7), *expected[1:]]
         assert versions == [tensor._version for tensor in tensors[1:]], "a write to one tensor changes the version of another"
-        self._kept += [
-            ((tensor, tensor.view_as(tensor), tensor.numpy())[(index + micro) % 3], value.clone())
+        self._stored_tensors += [
+            ((tensor, tensor.view_as(tensor), tensor.numpy())[(index + micro_batch) % 3], value.clone())
             for index, (tensor, value) in enumerate(zip(tensors, expected, strict=True))
         ]
 
-    def _output(self, position: int, micro: int) -> tuple[Description, list[Tensor]]:
+    def _output(self, position: int, micro_batch: int) -> tuple[Description, list[Tensor]]:
         """Returns the output of the chunk at `position`: several dtypes, an empty, a repeated and two overlapping tensors."""
-        random_generator, length = self._generator(position, micro, 0), self._lengths[micro]
+        random_generator, length = self._generator(position, micro_batch, 0), self._lengths[micro_batch]
         hidden = torch.randn(length + 2, 3, generator=random_generator)
         counts = torch.randint(0, 99, (2,), generator=random_generator)
         scalar = torch.randn((), generator=random_generator, dtype=torch.float64)
         tensors = [hidden, counts, scalar, torch.empty(0, length), hidden[1:3], counts]
-        gradients = [micro % 3 != 2, False, micro % 2 == 0, False, False, False]
-        leaves = [
+        gradients = [micro_batch % 3 != 2, False, micro_batch % 2 == 0, False, False, False]
+        specs = [
             Leaf(tensor.dtype, tuple(tensor.shape), requires_gradient)
             for tensor, requires_gradient in zip(tensors, gradients, strict=True)
         ]
-        leaves[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
-        return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
+        specs[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
+        return Description(tuple(specs), {"tuple": list(range(6))}), tensors
 
-    def _gradients(self, position: int, micro: int, description: Description) -> list[Tensor]:
+    def _gradients(self, position: int, micro_batch: int, description: Description) -> list[Tensor]:
         """Returns the input gradients of the chunk at `position`."""
-        random_generator = self._generator(position, micro, 1)
+        random_generator = self._generator(position, micro_batch, 1)
         return [torch.randn(leaf.shape, generator=random_generator, dtype=leaf.dtype) for leaf in description.leaves]
 
-    def _generator(self, position: int, micro: int, channel: int) -> torch.Generator:
-        return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro) * 2 + channel)
+    def _generator(self, position: int, micro_batch: int, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro_batch) * 2 + stream)

@@ -4,8 +4,8 @@
         run.step()
     peak_bytes(profile)
 
-torch's profiler hears of memory alone, and of no operators. That is faster, and an exchange of gloo that it hears of keeps the
-modes of the thread that began it, and by them what a layer had kept for its second run, until the exchange is dropped.
+torch's profiler records only memory here, and no operators. This is faster. It also avoids that a recorded gloo exchange keeps
+the dispatch modes of its thread, and thereby tensors of a recomputation, alive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch._C import _autograd, _profiler  # torch's: nothing public tells each allocation, or leaves operators out
+from torch._C import _autograd, _profiler  # private: no public API reports each allocation or omits operators
 from torch.autograd.profiler import profile
 
 from sley_core.assemble import assemble
@@ -27,7 +27,7 @@ from sley_core.plan.load import plan_from_dict
 
 
 class Allocation(NamedTuple):
-    """Describes an allocation or a free. at_ns: the time. address: the address. num_bytes: the size, negative for a free."""
+    """Describes an allocation or a free. at_ns: the time. num_bytes: the size, negative for a free."""
 
     at_ns: int
     address: int
@@ -38,10 +38,10 @@ class Allocation(NamedTuple):
 def memory_profile() -> Iterator[list[Allocation]]:
     """Yields a list that receives, after the block, the host allocations and frees of its threads in order of time."""
     events: list[Allocation] = []
-    torchs: Any = profile(profile_memory=True)
-    enable: Any = _autograd._enable_profiler  # its stub lacks the scopes
-    _autograd._prepare_profiler(torchs.config(create_trace_id=True), torchs.kineto_activities)
-    enable(torchs.config(), torchs.kineto_activities, {_profiler.RecordScope.LITE_INTERPRETER})  # which no run has
+    profiler: Any = profile(profile_memory=True)
+    enable: Any = _autograd._enable_profiler  # its type stub lacks the scopes
+    _autograd._prepare_profiler(profiler.config(create_trace_id=True), profiler.kineto_activities)
+    enable(profiler.config(), profiler.kineto_activities, {_profiler.RecordScope.LITE_INTERPRETER})  # a scope that no run uses
     try:
         yield events
     finally:
@@ -52,8 +52,8 @@ def memory_profile() -> Iterator[list[Allocation]]:
 
 
 def peak_bytes(events: list[Allocation]) -> int:
-    """Returns the most bytes that were there at once within a profile, above what was there before, by address. The profiler's
-    own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
+    """Returns the maximum number of bytes that a profile allocates at the same time. Bytes are tracked by address, since the
+    profiler's own sum misses memory that gloo's threads free.
     """
     live: dict[int, int] = {}
     total = peak = 0
@@ -68,18 +68,18 @@ def peak_bytes(events: list[Allocation]) -> int:
 
 @dataclass(frozen=True)
 class RealBytes:
-    """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly, and
-    without the samples: the thread that reads them is not heard by torch's profiler (`RankBytes.batch` says what they take).
-    found: values of the plan that only the run could determine, as the seconds of layers by which it cut the model.
+    """Holds the measured bytes of a rank. states: the bytes of the run's parts after the last step. peak: the maximum of live
+    bytes above those before assembly, without samples, whose thread the profiler does not record (see `RankBytes.batch`).
+    plan_values: values of the plan that only the run could determine, such as a partition.
     """
 
     states: dict[str, int]
     peak: int
-    found: Mapping[KeyPath, Any]
+    plan_values: Mapping[KeyPath, Any]
 
 
 def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes."""
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the world in the environment."""
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, memory_profile() as events, assemble(plan, world) as run:
         for _ in range(num_steps):
@@ -91,7 +91,7 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
 class Figure(NamedTuple):
     """Holds a figure with its unit. target: the target, or "". is_met: whether the target is met, or None."""
 
-    what: str
+    name: str
     figure: str
     target: str = ""
     is_met: bool | None = None
@@ -99,7 +99,7 @@ class Figure(NamedTuple):
 
 def note(figure: Figure) -> None:
     """Adds a line to the file in the environment variable SLEY_FIGURES, if set; `nox -s gpu` prints that file."""
-    if place := os.environ.get("SLEY_FIGURES"):
+    if path := os.environ.get("SLEY_FIGURES"):
         verdict = {True: "met", False: "NOT MET", None: ""}[figure.is_met]
-        with Path(place).open("a", encoding="utf-8") as file:
-            file.write(f"{figure.what:<70}{figure.figure:<40}{figure.target:<20} {verdict}\n")
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"{figure.name:<70}{figure.figure:<40}{figure.target:<20} {verdict}\n")

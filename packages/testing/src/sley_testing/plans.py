@@ -1,6 +1,6 @@
 """Builds tables of small plans for tests, and the text files that they read.
 
-tables = small_plan(batch__micro_size=1)                      # keys by `table__key`, whole tables by their name
+tables = small_plan(batch__micro_size=1)                      # `table__key` sets a key, `table` sets a table
 reference = record(tables, 3, folder=texts)                   # `texts` is a fixture: a folder with the text files
 layouts = ranks(2)(record, changed(tables, parallel={"dp": 2}), 3, folder=texts)
 assert_parity(reference, layouts, "fp64")
@@ -36,8 +36,8 @@ _SMALL: Tables = {
 
 
 def small_plan(**changes: Any) -> Tables:
-    """Returns the tables of a one-process CPU plan, with `changes` as in `changed`. A two-layer Llama takes three fp64 steps on
-    the documents of `texts`. A tenth of the documents is held out, for plans with `evaluation`.
+    """Returns the tables of a one-process CPU plan, with `changes` as in `changed`. A two-layer Llama takes three fp64 steps
+    on the documents of `texts`. One tenth of the documents is held out, for plans with `evaluation`.
     """
     return changed(_SMALL, **changes)
 
@@ -79,13 +79,13 @@ TOKENS = DataInfo(
 """The data info of packed tokens with 97 ids and sequences of 24."""
 
 
-def on_meta(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
+def build_meta_model(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
     """Builds the model of `function(info)` on meta."""
-    component: Any = SimpleNamespace(build=function, name="given")  # stands for a plan's
+    component: Any = SimpleNamespace(build=function, name="function")  # stands for the component of a plan
     return build_on_meta(component, info, seed)
 
 
-def with_values(
+def build_model_with_values(
     function: Callable[[DataInfo], Any],
     dtype: torch.dtype = torch.float32,
     owned: set[str] | None = None,
@@ -93,7 +93,7 @@ def with_values(
     info: DataInfo = TOKENS,
 ) -> Model:
     """Builds the model of `function(info)` on the CPU with initial values. owned: the layers that get values; None for all."""
-    model = on_meta(function, info, seed)
+    model = build_meta_model(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned
     host = HostModel(model)
     host.drop_unowned(host.place(names, dtype=dtype, device=torch.device("cpu")), names)

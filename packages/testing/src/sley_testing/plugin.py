@@ -24,24 +24,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long the ranks of a test may take where the test does not say so (default 60)",
+        help="the time limit of the ranks of a test that sets none (default 60)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    needs = "needs that many CUDA devices, or one that ranks may share (NCCL_MULTI_RANK_GPU_ENABLE=1); skipped elsewhere"
-    config.addinivalue_line("markers", f"gpu(count=1): {needs}")
+    description = "needs `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1), else it is skipped"
+    config.addinivalue_line("markers", f"gpu(count=1): {description}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test marked `gpu` on a machine with too few of them; one is enough where NCCL lets ranks share it."""
+    """Skips a test marked `gpu` if the machine has too few devices. One is enough if NCCL lets ranks share it."""
     if marker := item.get_closest_marker("gpu"):
         import torch
 
-        needed, present = (*marker.args, *marker.kwargs.values(), 1)[0], torch.cuda.device_count()
-        ranks_share = present > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if present < needed and not ranks_share:
-            pytest.skip(f"needs {needed} CUDA devices, here are {present}")
+        num_needed, num_devices = (*marker.args, *marker.kwargs.values(), 1)[0], torch.cuda.device_count()
+        ranks_share = num_devices > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if num_devices < num_needed and not ranks_share:
+            pytest.skip(f"the test needs {num_needed} CUDA devices, but the machine has {num_devices}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -49,9 +49,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if "SLEY_FIGURES" in os.environ:
         from sley_testing.live_bytes import Figure, note
 
-        passed, failed, errors = (len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error"))
-        wrong = failed + errors
-        note(Figure("tests", f"{passed} passed, {wrong} failed", "some, and none fails", is_met=passed > 0 and not wrong))
+        passed, failed, errors = (len(terminalreporter.stats.get(status, ())) for status in ("passed", "failed", "error"))
+        failed += errors
+        note(
+            Figure(
+                "tests", f"{passed} passed, {failed} failed", "at least one, and none fails", is_met=passed > 0 and not failed
+            )
+        )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,7 +74,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     """Returns `ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns n results.
 
     `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`.
-    This process works with one thread meanwhile, as each rank does: a kernel's sums depend on how many there are.
+    This process also uses a single thread meanwhile, since the sums of a kernel depend on the number of threads.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Imports the modules that ranks need once in the fork server, so that a rank starts in milliseconds.
 
-torch's own late imports are here too: the first optimizer of a process imports torch._dynamo, which takes a second.
-A module that does not import here is left to the rank that needs it, whose error then names the test.
+This includes late imports of torch: the first optimizer of a process imports torch._dynamo, which takes a second. If a module
+cannot be imported here, the rank that needs it raises the error, which then names the test.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from sley_core.table import Table
 
 
 def modules() -> Iterator[str]:
-    """Yields the names of modules that ranks probably need: pytest, torch, core, and all installed packages that need core."""
+    """Yields the names of modules that ranks probably need: pytest, torch, core, and all installed packages that require
+    core.
+    """
     yield from ("pytest", "torch.distributed", "torch._dynamo", "torch.profiler._cupti_monitor", "packaging.requirements")
-    yield from _all_of(sley_core)
+    yield from _submodules(sley_core)
     for dist in distributions():
-        if any(re.match(r"sley-core\b", need) for need in dist.requires or ()):
+        if any(re.match(r"sley-core\b", requirement) for requirement in dist.requires or ()):
             for name in sorted({point.module.partition(".")[0] for point in dist.entry_points}):
                 with contextlib.suppress(Exception):
-                    yield from _all_of(import_module(name))
+                    yield from _submodules(import_module(name))
 
 
-def _all_of(package: ModuleType) -> Iterator[str]:
+def _submodules(package: ModuleType) -> Iterator[str]:
     # A package that does not import is not walked.
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
         if not module.name.endswith("__main__"):
@@ -44,8 +46,8 @@ def _all_of(package: ModuleType) -> Iterator[str]:
 def assemble_once() -> None:
     """Assembles a small run, so that lazily created state of torch and pydantic exists before the fork.
 
-    It takes no step: autograd refuses to work in a process that was forked after its first backward. The random numbers of
-    this process are as they were.
+    The run takes no step, since autograd does not work in a process that was forked after its first backward. The random state
+    of this process does not change.
     """
     from sley_core.assemble import assemble
     from sley_core.comm.backends import installed_transports
@@ -58,17 +60,17 @@ def assemble_once() -> None:
         plan = plan_from_dict(small_plan(run__keep_freed_memory=False), Path(folder))
         with World.alone("cpu") as world, assemble(plan, world):
             pass
-    installed_transports()  # a world of one asks for none
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-        kind([torch.zeros(1)])  # the first of a class wraps the class's `step`
+    installed_transports()  # a world of one rank does not load them
+    for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        optimizer([torch.zeros(1)])  # the first instance wraps the `step` of its class
 
 
-gc.disable()  # imports allocate much and free nothing: to look for garbage meanwhile is a quarter of the time that they take
+gc.disable()  # imports free nothing, and garbage collection would take a quarter of their time
 for _name in modules():
     with contextlib.suppress(Exception):
         import_module(_name)
 _tables: list[type[Table]] = [Table]
-for _table in _tables:  # pydantic makes the validator of a table when it is first used
+for _table in _tables:  # else pydantic builds the validator of a table at its first use
     _tables += _table.__subclasses__()
     with contextlib.suppress(Exception):
         _table.model_rebuild()
@@ -76,6 +78,4 @@ torch.set_num_threads(1)
 with contextlib.suppress(Exception):
     assemble_once()
 gc.enable()
-
-gc.freeze()
-"""A rank does not look through, nor copy, what it shares with the others."""
+gc.freeze()  # so that garbage collection in a rank does not copy shared pages

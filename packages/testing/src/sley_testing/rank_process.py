@@ -1,9 +1,9 @@
 """Runs one rank of a test in a process that `ranks` starts.
 
-    receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─> wait for the others
+    receive the job ─> apply the parent's settings ─> join the world ─> call ─> send the outcome ─> wait for the other ranks
 
-A rank that succeeded keeps its sockets open until all are done, so that no peer sees a connection closed in the middle
-of a collective. A rank that failed leaves at once, so that peers that wait for it fail instead of hanging.
+A successful rank keeps its sockets open until all ranks are done, so that no peer loses a connection during a collective. A
+failed rank exits at once, so that peers fail instead of hanging.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _LONGEST_VALUE = 400
 
 @dataclass(frozen=True)
 class Job:
-    """Holds the input of a rank. call: the packed (function, args, kwargs)."""
+    """Holds the input of a rank. call: the packed (function, args, kwargs). folder: a private folder for the output and stacks
+    of each rank. filters: the `warnings.filters` of the parent, so that the same warnings are errors.
+    """
 
     rank: int
     size: int
@@ -46,17 +48,17 @@ class Job:
     call: Packed
     store: str
     folder: str
-    """Private to this run: output and stacks of each rank go here."""
     cwd: str
     sys_path: list[str]
     environ: dict[str, str]
     filters: Packed
-    """`warnings.filters` of the parent, so that a warning is an error here if it is one there."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of a rank. value: the pickled result. error: the pickled exception of a failed rank."""
+    """Holds the result of a rank. value: the pickled result. error: the pickled exception of a failed rank. ended_s: the time
+    on the monotonic clock, which all processes of a machine share.
+    """
 
     rank: int
     failed: bool
@@ -64,36 +66,35 @@ class Outcome:
     error: bytes = b""
     summary: str = ""
     trace: str = ""
-    ended: float = 0.0
-    """On the monotonic clock, which processes of one machine share."""
+    ended_s: float = 0.0
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Outcome:
+    def from_error(cls, rank: int, error: BaseException) -> Outcome:
         summary = "".join(traceback.format_exception_only(error)).strip()
-        return cls(rank, True, b"", _pickled(error), summary, _trace(error), time.monotonic())
+        return cls(rank, True, b"", _pickle_error(error), summary, _format_traceback(error), time.monotonic())
 
     @classmethod
-    def lost(cls, rank: int, how: str, ended: float, trace: str = "") -> Outcome:
+    def without_result(cls, rank: int, summary: str, ended_s: float, trace: str = "") -> Outcome:
         """Returns the outcome of a rank that sent none."""
-        return cls(rank, True, summary=how, trace=trace, ended=ended)
+        return cls(rank, True, summary=summary, trace=trace, ended_s=ended_s)
 
 
 def rank_main(connection: Connection) -> None:
     """Runs one job in this process. Exits silently if the parent ends before it sends a job."""
-    # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
+    # In its own group, the parent can kill the rank with its children, and Ctrl-C reaches only the parent.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     try:
         job: Job = pickle.loads(connection.recv_bytes())
     except EOFError:
         return
-    with _surroundings(job):
+    with _apply_settings(job):
         outcome = _run(job)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(outcome))
         if not outcome.failed:
-            with contextlib.suppress(EOFError):  # the parent closes it when all are done
+            with contextlib.suppress(EOFError):  # the parent closes it when all ranks are done
                 connection.recv_bytes()
 
 
@@ -104,19 +105,19 @@ def _run(job: Job) -> Outcome:
         if job.init:
             import torch.distributed as dist
 
-            # Longer than the parent waits, so that a hang is the parent's to report, with the stacks of all ranks.
+            # Longer than the time limit of the parent, which reports a hang with the stacks of all ranks.
             timeout = timedelta(seconds=job.timeout_s + 60)
             dist.init_process_group("gloo", init_method=job.store, rank=job.rank, world_size=job.size, timeout=timeout)
         with _background_failures_are_warnings():
             result = function(*args, **kwargs)
         return Outcome(job.rank, False, pack_result(result))
     except BaseException as error:
-        return Outcome.of(job.rank, error)
+        return Outcome.from_error(job.rank, error)
 
 
 @contextlib.contextmanager
-def _surroundings(job: Job) -> Iterator[None]:
-    """Sets the parent's folder, path, environment and warning filters, and redirects output and stacks to files."""
+def _apply_settings(job: Job) -> Iterator[None]:
+    """Applies the folder, path, environment and warning filters of the parent, and redirects output and stacks to files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
@@ -126,7 +127,7 @@ def _surroundings(job: Job) -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
         assert isinstance(stream, io.TextIOWrapper), stream
-        stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that a rank that is killed has said it all
+        stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that the output of a killed rank is complete
     os.close(output)
     with Path(job.folder, f"rank{job.rank}.stacks").open("w") as stacks:
         # SIGABRT dumps the stacks of all threads from C, even while the interpreter waits in a collective.
@@ -152,22 +153,22 @@ def _background_failures_are_warnings() -> Iterator[None]:
     def text(failure: Any) -> str:
         return "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
 
-    def in_thread(failure: threading.ExceptHookArgs) -> None:
+    def report_thread_failure(failure: threading.ExceptHookArgs) -> None:
         failures.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{text(failure)}"))
 
-    def unraisable(failure: sys.UnraisableHookArgs) -> None:
-        what = f"{failure.err_msg or 'in'} {failure.object!r}"
-        failures.append(pytest.PytestUnraisableExceptionWarning(f"{what}\n{text(failure)}"))
+    def report_unraisable(failure: sys.UnraisableHookArgs) -> None:
+        source = f"{failure.err_msg or 'in'} {failure.object!r}"
+        failures.append(pytest.PytestUnraisableExceptionWarning(f"{source}\n{text(failure)}"))
 
-    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    threading.excepthook, sys.unraisablehook = report_thread_failure, report_unraisable
     yield
     for warning in failures:
         warnings.warn(warning, stacklevel=2)
 
 
 def _end_with_parent() -> None:
-    """Kills this rank and its child processes when pytest ends. PR_SET_PDEATHSIG would watch the fork server, which lives as
-    long as its ranks do.
+    """Kills this rank and its child processes when pytest ends. PR_SET_PDEATHSIG does not work, since it watches the fork
+    server, which outlives pytest until its ranks end.
     """
     parent = parent_process()
     assert parent is not None, "a rank is started by multiprocessing"
@@ -175,22 +176,22 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _pickled(error: BaseException) -> bytes:
+def _pickle_error(error: BaseException) -> bytes:
     """Returns a pickle of `error` that loads to an equal exception, or b"". Exceptions whose constructor does not accept `args`
     are rebuilt without calling it.
     """
-    for candidate in (error, _Rebuilt(error)):
+    for candidate in (error, _RebuiltError(error)):
         try:
             data = pickle.dumps(candidate)
-            again = pickle.loads(data)
-            if type(again) is type(error) and str(again) == str(error):
+            loaded = pickle.loads(data)
+            if type(loaded) is type(error) and str(loaded) == str(error):
                 return data
         except Exception:
             continue
     return b""
 
 
-class _Rebuilt:
+class _RebuiltError:
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
@@ -206,22 +207,22 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
-def _trace(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     """Returns the traceback without the kit's frames, with the locals of the last frame for assertion errors."""
-    own = str(Path(__file__))
+    kit_file = str(Path(__file__))
     step = error.__traceback__
-    while step and step.tb_frame.f_code.co_filename == own:
+    while step and step.tb_frame.f_code.co_filename == kit_file:
         step = step.tb_next
     text = "".join(traceback.format_exception(type(error), error, step or error.__traceback__))
     if not isinstance(error, AssertionError) or step is None:
         return text
     while step.tb_next:
         step = step.tb_next
-    values = (f"    {name} = {_short(value)}\n" for name, value in step.tb_frame.f_locals.items())
+    values = (f"    {name} = {_short_repr(value)}\n" for name, value in step.tb_frame.f_locals.items())
     return text + "  where\n" + "".join(values)
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Returns the shortened `repr` of a value, or a placeholder if `repr` raises."""
     try:
         text = repr(value)

@@ -32,18 +32,18 @@ from sley_testing.shipping import Packed, pack
 
 GRACE_S = 1.0  # the time limit of other ranks after the first failure
 
-_LAST_WORDS_S = 2.0
+_EXIT_S = 2.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class RankError(Exception):
-    """A rank failed with an exception that cannot be pickled, or died without an exception."""
+    """Means that a rank failed with an exception that cannot be pickled, or died without an exception."""
 
 
 class RankTimeoutError(RankError):
-    """The time limit passed. The message has the Python stacks of every unfinished rank."""
+    """Means that ranks exceeded the time limit. The message has the Python stacks of every unfinished rank."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Ranks:
         call = pack((function, args, kwargs))
         environ = tuple(sorted((name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"))
         key = (self.size, self.init, call.data, tuple(sys.path), str(Path.cwd()), environ)
-        if key not in _known:
-            _known[key] = self._values(call)
-        return [pickle.loads(value) for value in _known[key]]
+        if key not in _cached_results:
+            _cached_results[key] = self._values(call)
+        return [pickle.loads(value) for value in _cached_results[key]]
 
     def _values(self, call: Packed) -> list[bytes]:
         """Returns the pickled result of `call` on each rank."""
@@ -84,14 +84,14 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
             world.start(self._jobs(call, folder))
             outcomes = world.collect(self.timeout_s)
-        if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended):
-            first, *others = failed
+        if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended_s):
+            first, *later = failed
             error = pickle.loads(first.error) if first.error else None
             if not isinstance(error, BaseException) or isinstance(error, SystemExit | KeyboardInterrupt):
                 error = RankError(f"rank {first.rank} of {self.size}: {first.summary}")
             error.add_note(f"rank {first.rank} of {self.size} failed first\n{first.trace}".rstrip())
-            for other in sorted(others, key=lambda outcome: outcome.rank):
-                error.add_note(f"rank {other.rank}: {other.summary}")
+            for outcome in sorted(later, key=lambda outcome: outcome.rank):
+                error.add_note(f"rank {outcome.rank}: {outcome.summary}")
             raise error
         return [outcome.value for outcome in outcomes]
 
@@ -119,7 +119,7 @@ class Ranks:
         ]
 
 
-_known: dict[Hashable, list[bytes]] = {}  # the results of `Ranks.once`
+_cached_results: dict[Hashable, list[bytes]] = {}  # the results of `Ranks.once`
 
 
 @dataclass
@@ -137,25 +137,25 @@ class _World:
         for connection in self.connections:
             connection.close()
         # Successful ranks exit by themselves when the connection closes; after a failure there is no wait.
-        deadline = time.monotonic() + (0.0 if failure[0] else _LAST_WORDS_S)
+        deadline = time.monotonic() + (0.0 if failure[0] else _EXIT_S)
         for process in self.processes:
             if process.pid is not None:
                 process.join(max(0.0, deadline - time.monotonic()))
                 kill(process)
         for rank in range(len(self.processes)):
-            for line in _read(Path(self.folder, f"rank{rank}.out")).splitlines():
+            for line in _read_text(Path(self.folder, f"rank{rank}.out")).splitlines():
                 print(f"[rank {rank}] {line}")
 
     def start(self, jobs: list[Job]) -> None:
         """Starts a process for each job. The first call also starts the fork server, outside any time limit."""
         context = preloaded_server()
         for job in jobs:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
+            parent_end, rank_end = context.Pipe()
+            process = context.Process(target=rank_main, args=(rank_end,), name=f"rank {job.rank}")
             self.processes.append(process)
-            self.connections.append(ours)
+            self.connections.append(parent_end)
             process.start()
-            theirs.close()
+            rank_end.close()
         # Send jobs after all processes have started: a rank without a job exits when its connection closes.
         for connection, job in zip(self.connections, jobs, strict=True):
             with contextlib.suppress(BrokenPipeError):
@@ -175,7 +175,7 @@ class _World:
                     raise self._timed_out(set(outcomes), timeout_s)
                 break
             for connection in ready:
-                rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns what it was given
+                rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns connections of its argument
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].failed and not failed:
                     failed = True
@@ -183,7 +183,9 @@ class _World:
         for rank, process in enumerate(self.processes):
             if rank not in outcomes:
                 kill(process)
-                outcomes[rank] = Outcome.lost(rank, f"still at work {GRACE_S:g} s after that, killed", ended=float("inf"))
+                outcomes[rank] = Outcome.without_result(
+                    rank, f"still at work {GRACE_S:g} s after that, killed", ended_s=float("inf")
+                )
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
@@ -193,23 +195,25 @@ class _World:
             assert isinstance(outcome, Outcome), outcome
             return outcome
         except (EOFError, ConnectionResetError):
-            self.processes[rank].join(_LAST_WORDS_S)
+            self.processes[rank].join(_EXIT_S)
             # A rank that dies silently causes the errors of its peers, so it comes first.
             code = self.processes[rank].exitcode
-            how = "closed its connection without a result" if code is None else f"left with exit code {code} before it returned"
+            summary = "closed its connection without a result"
+            if code is not None:
+                summary = f"left with exit code {code} before it returned"
             if code is not None and code < 0:
-                how = f"died of {signal.Signals(-code).name}"
-            return Outcome.lost(rank, how, ended=0.0, trace=self._stacks(rank))
+                summary = f"died of {signal.Signals(-code).name}"
+            return Outcome.without_result(rank, summary, ended_s=0.0, trace=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
         """Returns the Python stacks that faulthandler wrote in `rank`, without the kit's own frames."""
-        kept: list[str] = []
-        for thread in _read(Path(self.folder, f"rank{rank}.stacks")).split("\n\n"):
+        stacks: list[str] = []
+        for thread in _read_text(Path(self.folder, f"rank{rank}.stacks")).split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith(("Thread", "Current thread", "  File"))]
-            kits = [index for index, line in enumerate(frames) if rank_process.__file__ in line]
-            if frames and not (kits and frames[kits[0]].endswith(" in _end_with_parent")):
-                kept += frames[: kits[0] if kits else None]
-        return "\n".join(kept)
+            kit_frames = [index for index, line in enumerate(frames) if rank_process.__file__ in line]
+            if frames and not (kit_frames and frames[kit_frames[0]].endswith(" in _end_with_parent")):
+                stacks += frames[: kit_frames[0] if kit_frames else None]
+        return "\n".join(stacks)
 
     def _timed_out(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
         """Kills the unfinished ranks and returns an error with their stacks."""
@@ -217,7 +221,7 @@ class _World:
         for _, process in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGABRT)
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _EXIT_S
         for _, process in hung:
             process.join(max(0.0, deadline - time.monotonic()))
             kill(process)
@@ -228,7 +232,7 @@ class _World:
         return RankTimeoutError("\n".join(lines))
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
 
 

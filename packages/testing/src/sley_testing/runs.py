@@ -8,7 +8,7 @@ assert_parity(reference, layouts, "fp32")
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -77,29 +77,29 @@ def record(
     prepare: Callable[[Run], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
     device: Device | None = None,
-    is_alone: bool = False,
+    is_single_process: bool = False,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
 
     folder: the plan's folder. prepare: is called with the run before its first step. batches: global batches that replace the
-    plan's data; this rank uses its rows. device: replaces the plan's device. is_alone: whether to run as one process, even on
-    a rank of a larger world.
+    plan's data; this rank uses its rows. device: replaces the plan's device. is_single_process: whether to run as one process,
+    even on a rank of a larger world.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
-    join = World.alone if is_alone else World.join
+    join = World.alone if is_single_process else World.join
     with join(device or plan.run.device) as world, assemble(plan, world) as run:
         if prepare is not None:
             prepare(run)
         recorded.first = weights(run)
         for number in range(num_steps):
-            own_batch = None if batches is None else batches[number]
-            if isinstance(own_batch, Mapping):  # this rank's rows, or those of its micro-batches
-                own_batch = {name: value[run.rows] for name, value in own_batch.items()}
-            elif own_batch is not None:
+            local_batch = None if batches is None else batches[number]
+            if isinstance(local_batch, Mapping):  # this rank's rows, or those of its micro-batches
+                local_batch = {name: value[run.rows] for name, value in local_batch.items()}
+            elif local_batch is not None:
                 size = plan.batch.micro_size
-                own_batch = own_batch[run.rows.start // size : run.rows.stop // size]
-            recorded.rows.append(run.step(own_batch))
+                local_batch = local_batch[run.rows.start // size : run.rows.stop // size]
+            recorded.rows.append(run.step(local_batch))
             recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
         if run.held_out is not None:
@@ -113,70 +113,74 @@ def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path 
     Use it for references of several layouts, but not in a test that changes a run other than by its plan.
     """
     key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
-    if key not in _alone:
-        _alone[key] = record(tables, num_steps, folder=folder)
-    return _alone[key]
+    if key not in _cached_references:
+        _cached_references[key] = record(tables, num_steps, folder=folder)
+    return _cached_references[key]
 
 
-_alone: dict[str, Recorded] = {}
+_cached_references: dict[str, Recorded] = {}
 
 
 def gradients(run: Run) -> Tensors:
-    """Returns host copies of this rank's accumulated gradients, by name. Sharded gradients, and those that a reducer leaves in
-    parts, are gathered.
+    """Returns host copies of this rank's accumulated gradients, by name. Sharded gradients, and those that a reducer leaves
+    as shards, are gathered.
     """
-    parts: dict[Param, Tensor] = {}
+    gathered: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
         if buffer.shard is not None:  # a collective of the buffer's ranks, in one order on all
             group = run.groups[buffer.shard.axis]
-            whole = torch.empty_like(buffer.data)
-            group.all_gather(whole, buffer.own, what="parts of gradients", channel=next(iter(group.channels))).wait()
+            full_buffer = torch.empty_like(buffer.data)
+            group.all_gather(full_buffer, buffer.own, what="parts of gradients", channel=next(iter(group.channels))).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
-                parts[param] = whole[start : start + view.numel()].view(view.shape)
+                gathered[param] = full_buffer[start : start + view.numel()].view(view.shape)
     # The order of the registry is the same on all ranks of `wp`.
     present = set(run.store.params)
-    parts = {param: parts[param] if param in parts else run.store.gradient(param) for param in run.registry if param in present}
-    return {param.name: gradient.cpu() for param, gradient in gather_full_tensors(parts, run.groups).items()}
+    gathered = {
+        param: gathered[param] if param in gathered else run.store.gradient(param) for param in run.registry if param in present
+    }
+    return {param.name: gradient.cpu() for param, gradient in gather_full_tensors(gathered, run.groups).items()}
 
 
 def weights(run: Run) -> Tensors:
     """Returns host copies of this rank's parameters and buffers, by name. Sharded parameters are gathered."""
-    parts = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
-    tensors = {param.name: weight.cpu() for param, weight in parts.items()}
+    full_weights = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
+    tensors = {param.name: weight.cpu() for param, weight in full_weights.items()}
     for layer in run.layers:
         tensors |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
     return tensors
 
 
-def assert_same_run(reference: Recorded, other: Recorded) -> None:
+def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
     """Asserts that losses, norms, gradients, weights and held-out losses of two runs are bit-identical."""
-    for expected, actual in zip(reference.rows, other.rows, strict=True):
+    for expected, actual in zip(reference.rows, actual_run.rows, strict=True):
         assert (expected["loss"], expected["grad_norm"]) == (actual["loss"], actual["grad_norm"]), (expected, actual)
-    for expected_gradients, actual_gradients in zip(reference.gradients, other.gradients, strict=True):
+    for expected_gradients, actual_gradients in zip(reference.gradients, actual_run.gradients, strict=True):
         assert_same_bits(expected_gradients, actual_gradients)
-    assert_same_bits(reference.weights, other.weights)
-    assert reference.held_out == other.held_out
+    assert_same_bits(reference.weights, actual_run.weights)
+    assert reference.held_out == actual_run.held_out
 
 
-def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
-    """Asserts that each rank in `others` matches the one-process `reference` within the tolerances of this precision."""
+def assert_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+    """Asserts that each rank in `layouts` matches the one-process `reference` within the tolerances of this precision."""
     # A gradient below this share of the model's largest gradient is rounding noise.
     floor = 1e-6 * max((float(gradient.double().norm()) for gradient in reference.gradients[0].values()), default=0.0)
-    for rank, other in enumerate(others):
-        assert_same_bits(reference.first, other.first)
-        assert_close_gradients(reference.gradients[0], other.gradients[0], GRADIENTS[precision], floor=floor)
-        _assert_close_rows(reference, other, precision, rank)
-        assert_close_gradients(reference.weights, other.weights, WEIGHTS[precision])
+    for rank, layout in enumerate(layouts):
+        assert_same_bits(reference.first, layout.first)
+        assert_close_gradients(reference.gradients[0], layout.gradients[0], GRADIENTS[precision], floor=floor)
+        _assert_close_rows(reference, layout, precision, rank)
+        assert_close_gradients(reference.weights, layout.weights, WEIGHTS[precision])
 
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
     """Asserts parity of ranks that each hold a part of the model, and that every parameter is on a rank."""
     gradient_tolerance, weight_tolerance = GRADIENTS[precision], WEIGHTS[precision]
     for rank, layout in enumerate(layouts):
-        assert_same_bits(_part(reference.first, layout.first), layout.first)
-        own_gradients = layout.gradients[0]
-        assert_close_gradients(_part(reference.gradients[0], own_gradients), own_gradients, gradient_tolerance, floor=1e-6)
-        assert_close_gradients(_part(reference.weights, layout.weights), layout.weights, weight_tolerance)
+        assert_same_bits(_select(reference.first, layout.first), layout.first)
+        local_gradients = layout.gradients[0]
+        assert_close_gradients(
+            _select(reference.gradients[0], local_gradients), local_gradients, gradient_tolerance, floor=1e-6
+        )
+        assert_close_gradients(_select(reference.weights, layout.weights), layout.weights, weight_tolerance)
         _assert_close_rows(reference, layout, precision, rank)
         if reference.held_out is not None:
             assert layout.held_out is not None
@@ -186,9 +190,9 @@ def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], pre
     assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
 
 
-def _assert_close_rows(reference: Recorded, other: Recorded, precision: str, rank: int) -> None:
+def _assert_close_rows(reference: Recorded, actual_run: Recorded, precision: str, rank: int) -> None:
     """Asserts that loss and norm are close and the number of tokens is equal in each step."""
-    for expected, actual in zip(reference.rows, other.rows, strict=True):
+    for expected, actual in zip(reference.rows, actual_run.rows, strict=True):
         label = f"rank {rank}, step {expected['step']}"
         limit = (GRADIENTS if expected["step"] == 1 else WEIGHTS)[precision]
         assert actual.get("tokens") == expected.get("tokens"), f"{label}: {actual.get('tokens')} tokens"
@@ -197,14 +201,14 @@ def _assert_close_rows(reference: Recorded, other: Recorded, precision: str, ran
             assert error <= limit, f"{label}: {key} {actual[key]}, not {expected[key]}"
 
 
-def _part(whole: Tensors, of: Tensors) -> Tensors:
-    return {name: whole[name] for name in of}
+def _select(tensors: Tensors, names: Iterable[str]) -> Tensors:
+    return {name: tensors[name] for name in names}
 
 
 def assert_equal_replicas(recorded: Sequence[Recorded]) -> None:
     """Asserts that the final weights of all replicas are bit-identical."""
-    for other in recorded[1:]:
-        assert_same_bits(recorded[0].weights, other.weights)
+    for actual_run in recorded[1:]:
+        assert_same_bits(recorded[0].weights, actual_run.weights)
 
 
 def assert_by_hand(
@@ -234,11 +238,11 @@ def assert_by_hand(
     loop.load(start)
     for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
         size = len(next(iter(batch.values())))
-        micros = [
+        micro_batches = [
             {name: value[offset : offset + micro_size] for name, value in batch.items()}
             for offset in range(0, size, micro_size)
         ]
-        assert_step(loop.step(micros), row, gradients, {}, tolerance)
+        assert_step(loop.step(micro_batches), row, gradients, {}, tolerance)
     weights = loop.weights
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
 
@@ -272,21 +276,21 @@ def counts_of(part: object) -> dict[str, float]:
     return first
 
 
-def random_action_lists(placement: Placement, micros: int, generator: Random) -> list[list[Action]]:
+def random_action_lists(placement: Placement, num_micro_batches: int, generator: Random) -> list[list[Action]]:
     """Returns random valid action lists, with full or split backwards."""
     lists: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
-    ready = [(Kind.FORWARD, 0, micro) for micro in range(micros)]
+    ready = [(Kind.FORWARD, 0, micro_batch) for micro_batch in range(num_micro_batches)]
     while ready:
-        kind, position, micro = ready.pop(generator.randrange(len(ready)))
+        action_type, position, micro_batch = ready.pop(generator.randrange(len(ready)))
         stage, chunk = placement.holder(position)
-        lists[stage].append(Action(kind, chunk, micro))
-        if kind is Kind.FORWARD and position < last:
-            ready.append((Kind.FORWARD, position + 1, micro))
-        elif kind is Kind.FORWARD:
-            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, micro))
-        elif kind is not Kind.WEIGHT_GRADIENT and position > 0:
-            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, micro))
-        if kind is Kind.INPUT_GRADIENT:
-            ready.append((Kind.WEIGHT_GRADIENT, position, micro))
+        lists[stage].append(Action(action_type, chunk, micro_batch))
+        if action_type is Kind.FORWARD and position < last:
+            ready.append((Kind.FORWARD, position + 1, micro_batch))
+        elif action_type is Kind.FORWARD:
+            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, micro_batch))
+        elif action_type is not Kind.WEIGHT_GRADIENT and position > 0:
+            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, micro_batch))
+        if action_type is Kind.INPUT_GRADIENT:
+            ready.append((Kind.WEIGHT_GRADIENT, position, micro_batch))
     return lists

@@ -3,7 +3,7 @@
     class TestHanayo(ScheduleContract):
         pipeline = {"use": "mine.hanayo", "waves": 2}
 
-        def most_held(self, stage, stages, micros):
+        def max_micro_batches(self, stage, stages, micros):
             return 4 * min(stages, micros)
 
 Most tests start no process. They draw numbers of stages and micro-batches at random, and generate, lower and simulate action
@@ -36,7 +36,7 @@ NUM_STEPS = 2
 
 
 class ScheduleContract:
-    """Tests a pipeline schedule: inherit, set `pipeline` to its table, write `most_held`, and pytest does the rest.
+    """Tests a pipeline schedule: inherit, set `pipeline` to its table, write `max_micro_batches`, and pytest does the rest.
 
     tables: further tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros: the
     supported numbers of stages and micro-batches. num_draws: the number of random sizes to test.
@@ -48,11 +48,13 @@ class ScheduleContract:
     micros: ClassVar[Sequence[int]] = range(1, 25)
     num_draws: ClassVar[int] = 24
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         """Returns the maximum number of micro-batches that `stage` holds at a time, each counted once per chunk. A stage holds
         a micro-batch from its forward until all its gradients, including weight gradients, are complete.
         """
-        raise NotImplementedError("implement `most_held`: the number of held micro-batches, which determines activation memory")
+        raise NotImplementedError(
+            "implement `max_micro_batches`: the number of held micro-batches, which determines activation memory"
+        )
 
     def test_lists_complete_at_any_size(self) -> None:
         """Simulates steps and evaluations with random durations, and expects no deadlock."""
@@ -77,8 +79,8 @@ class ScheduleContract:
             for stage, actions in enumerate(lists):
                 _assert_once_in_order(actions, schedule.chunks, micros, f"stage {stage} of {stages}")
 
-    def test_peak_micro_batches_equal_most_held(self) -> None:
-        """Expects at most `most_held` micro-batches at every size, and exactly as many at one size."""
+    def test_peak_equals_max_micro_batches(self) -> None:
+        """Expects at most `max_micro_batches` micro-batches at every size, and exactly as many at one size."""
         is_reached = False
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
@@ -86,11 +88,11 @@ class ScheduleContract:
             lowered = lower(schedule.lists(stages, micros), placement, micros)
             peaks = simulate(lowered, placement, Costs.even(placement.num_positions)).peaks
             for stage, peak in enumerate(peaks):
-                limit = self.most_held(stage, stages, micros)
+                limit = self.max_micro_batches(stage, stages, micros)
                 label = f"stage {stage} of {stages}, {micros} micro-batches"
-                assert peak.pairs <= limit, f"{label}: holds {peak.pairs}, but `most_held` is {limit}"
+                assert peak.pairs <= limit, f"{label}: holds {peak.pairs}, but `max_micro_batches` is {limit}"
                 is_reached |= peak.pairs == limit
-        assert is_reached, "`most_held` is larger than the peak of every stage at every size"
+        assert is_reached, "`max_micro_batches` is larger than the peak of every stage at every size"
 
     def test_lists_are_deterministic(self) -> None:
         """Expects lists that depend neither on earlier calls nor on chance, since every rank generates all lists."""

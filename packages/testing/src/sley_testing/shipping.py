@@ -1,11 +1,11 @@
 """Pickles a call so that another process can load it, even if pytest generated the module name.
 
-With `--import-mode=importlib` a test module is called `packages.core.tests.test_x` and no import statement finds it.
-A call is therefore sent with the source of every module that its pickle names, and the receiver loads by file what it
-cannot import by name, under the same name, so that objects of those modules can travel back.
+With `--import-mode=importlib`, a test module is called `packages.core.tests.test_x`, which no import statement can find. A
+call is therefore sent with the source of every module that its pickle names. If the receiver cannot import a module by name,
+it loads the file under the same name, so that objects of those modules can be returned.
 
-Pickling by value (cloudpickle) was the alternative: it copies a function's globals, so that two ranks would not see the
-test module's own classes (`isinstance` fails on results), and it would be a dependency of everyone who installs core.
+Pickling by value (cloudpickle) copies a function's globals: ranks would not see the classes of the test module (`isinstance`
+fails on results). It would also be a dependency of all users of core.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pack(value: Any) -> Packed:
 def unpack(packed: Packed) -> Any:
     """Loads the needed modules and returns the value that was passed to `pack`."""
     for name, source in packed.sources.items():
-        _ensure(name, source)
+        _import_from(name, source)
     return pickle.loads(packed.data)
 
 
@@ -70,7 +70,7 @@ def pack_result(value: Any) -> bytes:
 class _ResultPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Pickles a plain host tensor as its bytes, dtype and shape."""
-        import torch  # a process that packs calls alone has no need of it
+        import torch  # not needed by a process that only packs calls
 
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
             return NotImplemented
@@ -103,9 +103,9 @@ class _Pickler(pickle.Pickler):
 
 def _sources(names: set[str]) -> dict[str, Source]:
     """Returns the sources of these modules and of their parent packages, packages first."""
-    parts = [name.split(".") for name in names if name != "__main__" and _file(sys.modules.get(name))]
-    wanted = {".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1)}
-    modules = {name: module for name in sorted(wanted) if (module := sys.modules.get(name))}
+    paths = [name.split(".") for name in names if name != "__main__" and _file(sys.modules.get(name))]
+    all_names = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+    modules = {name: module for name in sorted(all_names) if (module := sys.modules.get(name))}
     return {
         name: Source(_file(module), tuple(module.__path__) if hasattr(module, "__path__") else None)
         for name, module in modules.items()
@@ -117,10 +117,10 @@ def _file(module: ModuleType | None) -> str | None:
     return str(Path(file).resolve()) if file else None
 
 
-def _ensure(name: str, source: Source) -> None:
+def _import_from(name: str, source: Source) -> None:
     """Imports the module `name` from the same file as in the parent process."""
-    known = sys.modules.get(name)
-    if known and (source.file is None or _file(known) == source.file):
+    module = sys.modules.get(name)
+    if module and (source.file is None or _file(module) == source.file):
         return
     try:
         spec = importlib.util.find_spec(name)
@@ -130,7 +130,7 @@ def _ensure(name: str, source: Source) -> None:
         importlib.import_module(name)
         return
     folders = None if source.folders is None else list(source.folders)
-    if source.file is None:  # a package that pytest has made up is made up again
+    if source.file is None:  # a package without a file, as pytest generates it
         module = sys.modules[name] = ModuleType(name)
         module.__path__ = folders or []
         return

@@ -30,7 +30,7 @@ WITHOUT_RANKS = [name for name in vars(ScheduleContract) if name.startswith("tes
 class TestHanayo(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "wave.hanayo", "waves": 1}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return 2 * min(stages, micros)
 
 
@@ -38,14 +38,14 @@ class TestHanayo(ScheduleContract):
 class TestTwoWaves(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "wave.hanayo", "waves": 2}
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return 4 * min(stages, micros)
 
 
 class OneByOne(ScheduleContract):
     """The claim of a schedule that ends each micro-batch before the next one begins."""
 
-    def most_held(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return 1
 
 
@@ -66,7 +66,7 @@ def test_the_slowest_schedule_is_a_right_one(test: str) -> None:
     [
         ("blocked", "test_lists_complete_at_any_size", "schedule-deadlock"),
         ("careless", "test_each_micro_batch_visits_each_chunk_once", r"\('F', 1\).*not FB or FIW"),
-        ("greedy", "test_peak_micro_batches_equal_most_held", "holds .*, but `most_held` is 1"),
+        ("greedy", "test_peak_equals_max_micro_batches", "holds .*, but `max_micro_batches` is 1"),
         ("forgetful", "test_lists_are_deterministic", "two calls return different lists"),
     ],
 )

@@ -91,7 +91,7 @@ def _check_distribution(dist: str | None, level: Level, form: OutputFormat) -> i
         verdicts.append(verdict)
         if form is OutputFormat.text:
             subject = f"{verdict.plugin}.{verdict.record}" if verdict.record else verdict.plugin
-            reason = f": {verdict.why}" if verdict.why else ""
+            reason = f": {verdict.reason}" if verdict.reason else ""
             typer.echo(f"{verdict.level:9} {verdict.status:8} {subject}{reason}")
     if form is OutputFormat.json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))

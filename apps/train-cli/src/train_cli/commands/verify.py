@@ -5,7 +5,7 @@ this process     one process of the plan ──> losses, gradients, weights of e
 its ranks        the plan's layout       ──> each rank compares its tensors ──> findings
 this process     findings ──> agreement, or the first difference
 
-With `--league` it verifies plans of the test kit (sley-testing), which also does the comparing.
+With `--league` it verifies plans of the test kit (sley-testing), which also compares the results.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def verify(
     plan_options = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
     plan_options["--plain"] = plain or None
     module_of("testing", "sley_testing", "`train-cli verify`")
-    _check_subject(league, [name for name, value in plan_options.items() if value is not None], rows)
+    _check_arguments(league, [name for name, value in plan_options.items() if value is not None], rows)
     if plan is None:
-        raise typer.Exit(_play_league(rows, form, settings))
+        raise typer.Exit(_verify_league(rows, form, settings))
     changes, steps = overrides or [], steps or STEPS
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
@@ -107,13 +107,13 @@ def verify(
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
     try:
         ranks_findings = _compare_with_one_process(loaded, size, arguments, settings, habits)
-    finally:  # a habit may be the reason why a run is refused
+    finally:  # a habit may be the reason for a refusal
         if form is OutputFormat.text:
             for line in findings.habit_lines(habits or ()):
                 typer.echo(line)
     allowed = limits(loaded, tolerance, is_plain=plain)
     if form is OutputFormat.json:
-        content = findings.as_json(ranks_findings, allowed, steps)
+        content = findings.findings_to_json(ranks_findings, allowed, steps)
         if habits is not None:
             content["habits"] = [{"where": habit.location, "what": habit.description} for habit in habits]
         typer.echo(json.dumps(content, indent=2))
@@ -125,7 +125,7 @@ def verify(
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
-def _check_subject(league: bool, plan_options: list[str], rows: str | None) -> None:
+def _check_arguments(league: bool, plan_options: list[str], rows: str | None) -> None:
     """Raises UsageError unless the arguments name either a plan or the league. plan_options: the options in use that need a
     plan.
     """
@@ -149,8 +149,8 @@ def _compare_with_one_process(
     """
     import torch
 
-    from sley_testing.verify.findings import read
-    from sley_testing.verify.measure import check_complete, dropout_modules, keep
+    from sley_testing.verify.findings import read_findings
+    from sley_testing.verify.measure import check_complete, dropout_modules, save_reference
     from sley_testing.verify.plain import check_plain_support, save_plain_steps
     from train_cli.local_launch import launch
     from train_cli.rank import joined
@@ -168,7 +168,7 @@ def _compare_with_one_process(
                 raise UsageError("verify-dropout", message, hint="remove dropout, or `sp`, to verify it")
             stopping.working(run.stop)
             if habits is None:
-                keep(run, arguments["steps"], folder)
+                save_reference(run, arguments["steps"], folder)
             else:
                 save_plain_steps(run, arguments["steps"], folder, habits)
         if stopping.exit_code is not None:
@@ -182,19 +182,19 @@ def _compare_with_one_process(
         console.show(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
-        ranks_findings = read(folder, size)
+        ranks_findings = read_findings(folder, size)
         check_complete(ranks_findings, folder)
         return ranks_findings
 
 
 def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> int:
     """Takes the steps of one rank, compares them with the reference in `folder`, and returns the exit code."""
-    from sley_testing.verify.measure import compare
+    from sley_testing.verify.measure import compare_steps
     from train_cli.rank import joined
 
     with joined(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
         stopping.working(run.stop)
-        compare(run, steps, Path(folder))
+        compare_steps(run, steps, Path(folder))
     return stopping.exit_code or EXIT_OK
 
 
@@ -214,7 +214,7 @@ def league_rows(names: str | None) -> list[LeagueRow]:
     return [row for row in ROWS if row.name in chosen]
 
 
-def _play_league(names: str | None, form: OutputFormat, settings: Settings) -> int:
+def _verify_league(names: str | None, form: OutputFormat, settings: Settings) -> int:
     """Verifies rows of the league, prints a table of results on stdout, and returns the exit code: 1 if a row does not hold.
 
     Raises the errors of `league_rows`, and SleyError if a plugin is not installed, before anything runs.
@@ -222,54 +222,54 @@ def _play_league(names: str | None, form: OutputFormat, settings: Settings) -> i
     rows = league_rows(names)
     for row in rows:
         row.plans()
-    from sley_testing.league.play import play
-    from sley_testing.league.rows import as_json, in_lines
+    from sley_testing.league.rows import format_results, results_to_json
+    from sley_testing.league.verify import verify_rows
 
     with TemporaryDirectory(prefix="sley-league-", ignore_cleanup_errors=True) as name:
-        by_name = {result.row.name: result for result in play(rows, Path(name), partial(_play_on_ranks, settings))}
+        by_name = {result.row.name: result for result in verify_rows(rows, Path(name), partial(_launch_rows, settings))}
     results = [by_name[row.name] for row in rows]
     if form is OutputFormat.json:
-        typer.echo(json.dumps(as_json(results), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(results_to_json(results), indent=2, ensure_ascii=False))
     else:
-        for line in in_lines(results):
+        for line in format_results(results):
             typer.echo(line)
     return EXIT_OK if all(result.holds for result in results) else EXIT_RUN_FAILED
 
 
-def _play_on_ranks(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
+def _launch_rows(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
     """Verifies the rows that need `num_ranks` ranks, in new processes if there are several. Returns the reason of a failure, or
     "". Raises typer.Exit if a signal ended them.
     """
     from sley_core.comm.world import World
-    from sley_testing.league.play import take
+    from sley_testing.league.verify import compare_rows
     from train_cli.local_launch import launch
 
     console.say(f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} on {ranks(num_ranks)}")
     if num_ranks == 1:
         try:
-            take(rows, World.alone("cpu"), folder)
+            compare_rows(rows, World.alone("cpu"), folder)
         except Exception as error:
             fault = Fault.of(error)
         else:
             return ""
     else:
         arguments = {"names": ",".join(row.name for row in rows), "folder": str(folder)}
-        target = f"{__name__}:play_on_rank"
+        target = f"{__name__}:compare_rows_on_rank"
         fault = launch(target, arguments, num_ranks, folder, say=console.say, terminated_s=TERMINATED_S)
         if fault.exit_code >= EXIT_HUNG_UP:
             raise typer.Exit(fault.exit_code)
     console.show(fault, settings)
     if fault.exit_code == EXIT_OK:
         return ""
-    return fault.diagnostics[0].message if fault.diagnostics else "its ranks have ended without a report"
+    return fault.diagnostics[0].message if fault.diagnostics else "the ranks ended without a report"
 
 
-def play_on_rank(names: str, folder: str) -> int:
+def compare_rows_on_rank(names: str, folder: str) -> int:
     """Takes the steps of one rank for the rows `names`, compares them with `folder`, and returns the exit code."""
     from sley_core.comm.world import World
-    from sley_testing.league.play import take
+    from sley_testing.league.verify import compare_rows
 
     rows = league_rows(names)
     with World.join("cpu", timeout_s=rows[0].plans()[0].limits.start_timeout_s) as world:
-        take(rows, world, Path(folder))
+        compare_rows(rows, world, Path(folder))
     return EXIT_OK

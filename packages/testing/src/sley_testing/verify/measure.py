@@ -1,13 +1,13 @@
 """Takes the steps of `train-cli verify`: one process saves its results, and each rank compares its own with them.
 
-One process saves the loss, norm, gradients and weights of each step as files. A rank reads one tensor at a time.
+The loss, norm, gradients and weights of each step are saved as files. A rank reads one tensor at a time.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,20 @@ from sley_core.run import Run
 from sley_testing.parity import relative_errors
 from sley_testing.plain import PlainStep
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
-from sley_testing.verify.findings import Comparison, Kind, Limits, RankFindings
+from sley_testing.verify.findings import Comparison, Limits, Quantity, RankFindings
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
 """The share of the model's largest gradient below which a gradient is rounding noise, such as that of a key bias, which softmax
 ignores. Adam takes full-size steps in random directions from noise, so that such a weight cannot be compared. In a fused
 weight, such as queries, keys and values in one, single elements can be noise although the whole gradient agrees."""
 
-_NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
+_ROW_QUANTITIES: dict[str, Quantity] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
 def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False) -> Limits:
-    """Returns the allowed errors: `tolerance` if given, 0 for canonical sums, else from the precision and handler records."""
+    """Returns the allowed errors: `tolerance` if it is not None, 0 for canonical sums, else those of the precision and handler
+    records.
+    """
     if tolerance is not None:
         return Limits(tolerance, tolerance)
     if plan.parallel.reduction == "canonical" and not is_plain:
@@ -50,20 +52,20 @@ def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False
     return Limits(GRADIENTS[precision], WEIGHTS[precision], reduced)
 
 
-def keep(run: Run, num_steps: int, folder: Path) -> None:
+def save_reference(run: Run, num_steps: int, folder: Path) -> None:
     """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
-    save_file(own_weights(run), file_of(folder, 0, "weights"))
+    save_file(full_weights(run), tensor_file(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
-        _keep_step(folder, step, row, gradients(run), own_weights(run), run.plan.optimizer.config.clip_norm)
+        _save_step(folder, step, row, gradients(run), full_weights(run), run.plan.optimizer.config.clip_norm)
 
 
 def save_plain_step(folder: Path, step: int, plain_step: PlainStep, clip_norm: float | None, **numbers: float) -> None:
-    """Saves the results of a plain-loop step in the format of `keep`. numbers: further numbers of the row."""
+    """Saves the results of a plain-loop step in the format of `save_reference`. numbers: further numbers of the row."""
     row = {"step": step, "loss": plain_step.loss, "grad_norm": plain_step.grad_norm, **numbers}
-    _keep_step(folder, step, row, plain_step.gradients, plain_step.weights, clip_norm)
+    _save_step(folder, step, row, plain_step.gradients, plain_step.weights, clip_norm)
 
 
-def _keep_step(
+def _save_step(
     folder: Path,
     step: int,
     row: Mapping[str, float],
@@ -72,102 +74,106 @@ def _keep_step(
     clip_norm: float | None,
 ) -> None:
     (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
-    save_file(_unclipped(gradients, row, clip_norm), file_of(folder, step, "gradients"))
-    save_file(_contiguous(weights), file_of(folder, step, "weights"))
+    save_file(_unclipped(gradients, row, clip_norm), tensor_file(folder, step, "gradients"))
+    save_file(_contiguous(weights), tensor_file(folder, step, "weights"))
 
 
-def compare(run: Run, num_steps: int, folder: Path) -> None:
+def compare_steps(run: Run, num_steps: int, folder: Path) -> None:
     """Takes the same steps on this rank, compares each with `folder`, and writes the findings there."""
-    beside = StepComparer(run.world.rank, run.plan, folder)
-    beside.begin(run)
+    comparer = StepComparer(run.world.rank, run.plan, folder)
+    comparer.begin(run)
     for step, row in _steps(run, num_steps):
-        beside.step(run, step, row)
-    beside.found.write(folder)
+        comparer.step(run, step, row)
+    comparer.findings.write(folder)
 
 
 class StepComparer:
-    """Compares this rank's tensors step by step with those that one process saved in `folder`. found: the findings so far."""
+    """Compares the tensors of this rank step by step with those that one process saved in `folder`. findings: the comparisons
+    so far.
+    """
 
     def __init__(self, rank: int, plan: Plan, folder: Path) -> None:
         precision = plan.precision.compute
-        self.found = RankFindings(rank, stage=0)
+        self.findings = RankFindings(rank, stage=0)
         self._folder = folder
-        self._share = NOISE[precision]
-        # Parameters whose gradient was zero but for rounding, below `floor`, in this step or one before, which has moved the
-        # weight at random.
-        self._quiet: set[str] = set()
-        self._floor = 0.0
-        self._far = WEIGHTS[precision] + limits(plan).reduced
-        self._noise: dict[str, Tensor] = {}
+        self._noise_share = NOISE[precision]
+        # Parameters whose gradient norm was below the noise floor in this or an earlier step: their weights are random.
+        self._noise_parameters: set[str] = set()
+        self._noise_floor = 0.0
+        self._weight_limit = WEIGHTS[precision] + limits(plan).reduced
+        self._noise_masks: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:
         """Records this rank's stage, and compares first values if the run has not taken a step."""
-        self.found.stage = run.groups["pp"].coord
+        self.findings.stage = run.groups["pp"].coord
         if run.num_steps_done == 0:
-            self.found.compared += self._tensors("first value", 0, own_weights(run), "weights")
+            self.findings.comparisons += self._compare_tensors("first value", 0, full_weights(run), "weights")
 
     def step(self, run: Run, step: int, row: Mapping[str, float]) -> None:
-        """Compares the results of step `step`, counted from 1. All ranks call it, since sharded tensors are gathered."""
+        """Compares the results of step `step`, counted from 1. All ranks must call it, since sharded tensors are gathered."""
         reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
-        self.found.compared += _numbers(step, row, reference)
+        self.findings.comparisons += _compare_numbers(step, row, reference)
         if row.get("skipped") and reference.get("skipped"):
-            self.found.skipped.append(step)  # gradients that are not finite have nothing to compare
+            self.findings.skipped.append(step)  # gradients that are not finite have nothing to compare
         else:
-            found = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
-            self._look(step, found)
-            self.found.compared += self._tensors("gradient", step, found, "gradients")
-        self.found.compared += self._tensors("weight", step, own_weights(run), "weights")
+            unclipped = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
+            self._record_noise(step, unclipped)
+            self.findings.comparisons += self._compare_tensors("gradient", step, unclipped, "gradients")
+        self.findings.comparisons += self._compare_tensors("weight", step, full_weights(run), "weights")
 
-    def _tensors(self, kind: Kind, step: int, tensors_by_name: Mapping[str, Tensor], what: str) -> list[Comparison]:
-        """Compares each of this rank's tensors, in the order of the registry."""
-        with _opened(file_of(self._folder, step, what)) as tensors:
+    def _compare_tensors(
+        self, quantity: Quantity, step: int, actual_tensors: Mapping[str, Tensor], file_name: str
+    ) -> list[Comparison]:
+        """Compares the tensors of this rank in registry order."""
+        with _open_tensors(tensor_file(self._folder, step, file_name)) as expected_tensors:
             return [
-                self._tensor(kind, step, name, tensors.get_tensor(name), tensor) for name, tensor in tensors_by_name.items()
+                self._compare_tensor(quantity, step, name, expected_tensors.get_tensor(name), tensor)
+                for name, tensor in actual_tensors.items()
             ]
 
-    def _tensor(self, kind: Kind, step: int, name: str, expected: Tensor, found: Tensor) -> Comparison:
-        error = relative_errors({name: expected}, {name: found})[name]
-        sizes, times = (_norm(expected), _norm(found)), _times(expected, found, error)
+    def _compare_tensor(self, quantity: Quantity, step: int, name: str, expected: Tensor, actual: Tensor) -> Comparison:
+        error = relative_errors({name: expected}, {name: actual})[name]
+        sizes, times = (_norm(expected), _norm(actual)), _common_factor(expected, actual, error)
         if step == 0 or not error:
-            return Comparison(kind, step, name, error, *sizes, times)
-        if name in self._quiet and (kind == "weight" or sizes[1] <= 8 * self._floor):
-            return Comparison(kind, step, name, error, *sizes, times, num_noise=expected.numel(), sure=0.0)
-        noise = self._noise.get(name)
-        if kind != "weight" or noise is None:
-            return Comparison(kind, step, name, error, *sizes, times, sure=error)
-        sure = relative_errors({name: expected}, {name: torch.where(noise, expected, found)})[name]
-        return Comparison(kind, step, name, error, *sizes, times, int(noise.count_nonzero()), sure)
+            return Comparison(quantity, step, name, error, *sizes, times)
+        if name in self._noise_parameters and (quantity == "weight" or sizes[1] <= 8 * self._noise_floor):
+            return Comparison(quantity, step, name, error, *sizes, times, num_noise=expected.numel(), error_without_noise=0.0)
+        noise = self._noise_masks.get(name)
+        if quantity != "weight" or noise is None:
+            return Comparison(quantity, step, name, error, *sizes, times, error_without_noise=error)
+        error_without_noise = relative_errors({name: expected}, {name: torch.where(noise, expected, actual)})[name]
+        return Comparison(quantity, step, name, error, *sizes, times, int(noise.count_nonzero()), error_without_noise)
 
-    def _look(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Records the rounding noise of this step's gradients: parameters with a small norm, and elements that differ by more
-        than the weight limit.
+    def _record_noise(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+        """Records the rounding noise of the gradients: parameters with a small norm, and elements that differ by more than the
+        weight limit.
         """
-        with _opened(file_of(self._folder, step, "gradients")) as tensors:
+        with _open_tensors(tensor_file(self._folder, step, "gradients")) as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
-            self._floor = self._share * max(norms.values(), default=0.0)
-            # Exactly zero is no noise: nothing but zero agrees with it.
-            self._quiet |= {name for name, norm in norms.items() if 0.0 < norm < self._floor}
-            for name, found in gradients.items():
+            self._noise_floor = self._noise_share * max(norms.values(), default=0.0)
+            # An exact zero is no noise: only zero agrees with it.
+            self._noise_parameters |= {name for name, norm in norms.items() if 0.0 < norm < self._noise_floor}
+            for name, actual in gradients.items():
                 expected = tensors.get_tensor(name)
-                differs = (found - expected).abs() > self._far * expected.abs()
+                differs = (actual - expected).abs() > self._weight_limit * expected.abs()
                 if bool(differs.any()):
-                    self._noise[name] = differs | self._noise.get(name, differs)
+                    self._noise_masks[name] = differs | self._noise_masks.get(name, differs)
 
 
 def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
     """Raises RunError "not-compared" if one process saved a first value, gradient or weight that no rank has compared."""
-    saved: list[tuple[Kind, int]] = [("first value", 0)]
+    saved: list[tuple[Quantity, int]] = [("first value", 0)]
     for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
         skipped = any(step in rank.skipped for rank in ranks)
         saved += [("weight", step)] if skipped else [("gradient", step), ("weight", step)]
-    found: dict[tuple[Kind, int], set[str]] = {}
-    for comparison in (comparison for rank in ranks for comparison in rank.compared):
-        found.setdefault((comparison.kind, comparison.step), set()).add(comparison.name)
-    for kind, step in saved:
-        with _opened(file_of(folder, step, "gradients" if kind == "gradient" else "weights")) as tensors:
-            if missing := sorted(set(tensors.keys()) - found.get((kind, step), set())):
-                of_step = f" of step {step}" if step > 1 else ""
-                message = f"no rank has the {kind}{of_step} of `{missing[0]}` (of {len(missing)} such parameters)"
+    compared_names: dict[tuple[Quantity, int], set[str]] = {}
+    for comparison in (comparison for rank in ranks for comparison in rank.comparisons):
+        compared_names.setdefault((comparison.quantity, comparison.step), set()).add(comparison.name)
+    for quantity, step in saved:
+        with _open_tensors(tensor_file(folder, step, "gradients" if quantity == "gradient" else "weights")) as tensors:
+            if missing := sorted(set(tensors.keys()) - compared_names.get((quantity, step), set())):
+                label = f"{quantity} of step {step}" if step > 1 else quantity
+                message = f"no rank has the {label} of `{missing[0]}` (of {len(missing)} such parameters)"
                 raise RunError("not-compared", message)
 
 
@@ -192,29 +198,31 @@ def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | in
             return
 
 
-def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Comparison]:
+def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Comparison]:
     """Yields the comparison of each number of a row with the reference."""
-    for key, kind in _NUMBERS.items():
+    for key, quantity in _ROW_QUANTITIES.items():
         if key in reference:
-            expected, found = float(reference[key]), float(row[key])
+            expected, actual = float(reference[key]), float(row[key])
             scale = max(abs(expected), 1e-30)
-            same = expected == found or (math.isnan(expected) and math.isnan(found))
-            error = 0.0 if same else abs(found - expected) / scale
-            yield Comparison(kind, step, "", error if math.isfinite(error) else math.inf, expected, found)
+            is_equal = expected == actual or (math.isnan(expected) and math.isnan(actual))
+            error = 0.0 if is_equal else abs(actual - expected) / scale
+            yield Comparison(quantity, step, "", error if math.isfinite(error) else math.inf, expected, actual)
 
 
-def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
-    """Returns the common factor found / expected within 0.1 %, or None if there is none or the error is small."""
+def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | None:
+    """Returns the ratio actual / expected if all elements share it within 0.1 %. Returns None otherwise, or if the error is
+    small.
+    """
     if not 0.01 < error < math.inf:
         return None
-    expected_flat, found_flat = (tensor.detach().to("cpu").double().reshape(-1) for tensor in (expected, found))
+    expected_flat, actual_flat = (tensor.detach().to("cpu").double().reshape(-1) for tensor in (expected, actual))
     size = float(expected_flat @ expected_flat)
-    factor = float(expected_flat @ found_flat) / size if size else 0.0
-    residual = float((found_flat - factor * expected_flat).norm())
+    factor = float(expected_flat @ actual_flat) / size if size else 0.0
+    residual = float((actual_flat - factor * expected_flat).norm())
     return factor if factor and residual <= 1e-3 * abs(factor) * math.sqrt(size) else None
 
 
-def own_weights(run: Run) -> dict[str, Tensor]:
+def full_weights(run: Run) -> dict[str, Tensor]:
     """Returns the full parameters of this rank's layers in registry order, without buffers."""
     all_weights = weights(run)
     return _contiguous({name: all_weights[name] for name in run.registry.names})
@@ -230,12 +238,14 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def file_of(folder: Path, step: int, what: str) -> str:
+def tensor_file(folder: Path, step: int, file_name: str) -> str:
     """Returns the path of the `gradients` or `weights` file of a step. Step 0 is before the first step."""
-    return str(folder / f"{what}-{step}.safetensors")
+    return str(folder / f"{file_name}-{step}.safetensors")
 
 
-_opened: Callable[[str], AbstractContextManager[Any]] = lambda file: safe_open(file, "pt")  # noqa: E731
+def _open_tensors(file: str) -> AbstractContextManager[Any]:
+    """Opens a safetensors file, whose tensors are read one at a time."""
+    return safe_open(file, "pt")
 
 
 def _norm(tensor: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Makes docs/hooks.md from core's hookspecs, and docs/plan.md from the models of the tables.
 
-    python -m sley_testing.reference hooks > docs/hooks.md
-    python -m sley_testing.reference plan > docs/plan.md
+    python .ci/reference_pages.py hooks > docs/hooks.md
+    python .ci/reference_pages.py plan > docs/plan.md
 
 A hook's docstring is a sentence or two, then fixed lines; tests check the lines and that the pages are up to date.
 """
@@ -33,7 +33,7 @@ HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 _INTRODUCTION = """\
 # Hooks
 
-This page is generated from `sley_core/hookspecs.py` by `python -m sley_testing.reference hooks`.
+This page is generated from `sley_core/hookspecs.py` by `python .ci/reference_pages.py hooks`.
 
 A plugin is an installed distribution with an entry point in the group `sley.plugins`; plans use the name of the entry
 point (`narrow.reducer` is the record `reducer` of the plugin `narrow`). The module behind it marks functions with
@@ -101,7 +101,7 @@ def hooks_page() -> str:
 INTRODUCTION = f"""\
 # Plan reference
 
-<!-- Written by `python -m sley_testing.reference plan` from the models of the tables; do not edit. -->
+<!-- Written by `python .ci/reference_pages.py plan` from the models of the tables; do not edit. -->
 
 A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with file, line and column. This
 page lists core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and
