@@ -35,8 +35,8 @@ from sley_core.whole_files import write_atomically
 from train_cli.stopping import WARNINGS
 
 _OWN = frozenset(
-    {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_isp"}
-    | {"sley_memory", "sley_metrics", "sley_models", "sley_pp", "sley_testing", "train_cli"}
+    {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
+    | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_pp", "sley_testing", "train_cli"}
 )
 _BELOW = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
 _ABOVE = frozenset({"typer", "rich", "click", "__main__"})

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from sley_core.comm.device import Device
 from sley_core.model import attention
-from sley_core.model.attention import Attention, document_mask, once_per_field
+from sley_core.model.attention import Attention, attention_mask, once_per_field
 
 BATCH, LENGTH, DIM = 2, 11, 6
 BOUNDS = [[0, 4, 5, 11, 11], [0, 11, 11, 11, 11]]
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, bounds: list[list[int]]) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, one query at a time."""
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[list[int]], scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """softmax(scale q k^T) v, one query at a time."""
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     rows = []
     for row, starts in enumerate(bounds):
         heads = []
@@ -29,7 +32,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, bounds: list[list[int]]) -> Tensor:
             context = []
             for at in range(q.shape[1]):
                 begin = max(start for start in starts if start <= at)
-                scores = k[row, begin : at + 1, shared] @ q[row, at, head] / math.sqrt(q.shape[3])
+                begin = begin if window is None else max(begin, at + 1 - window)
+                scores = k[row, begin : at + 1, shared] @ q[row, at, head] * scale
                 context.append(scores.softmax(0) @ v[row, begin : at + 1, shared])
             heads.append(torch.stack(context))
         rows.append(torch.stack(heads, dim=1))
@@ -47,13 +51,17 @@ def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tup
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_forward_and_gradients_equal_the_naive_form(heads: int, kv_heads: int, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "scale", "window"), [(4, 4, None, None), (4, 2, 0.3, 3), (4, 1, None, 1), (4, 2, None, LENGTH)]
+)
+def test_forward_and_gradients_equal_the_naive_form(
+    heads: int, kv_heads: int, scale: float | None, window: int | None, packed: bool
+) -> None:
     q, k, v = inputs(heads, kv_heads)
     bounds = BOUNDS if packed else [[0]] * BATCH
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if packed else None
-    ours = Attention()(q, k, v, cu_seqlens)
-    oracle = naive(q, k, v, bounds)
+    ours = Attention()(q, k, v, cu_seqlens, scale, window)
+    oracle = naive(q, k, v, bounds, scale, window)
     torch.testing.assert_close(ours, oracle, rtol=1e-10, atol=1e-12)
     weights = torch.linspace(-1, 1, oracle.numel(), dtype=oracle.dtype).view_as(oracle)
     found, wanted = (torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (ours, oracle))
@@ -65,20 +73,21 @@ def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(
     built, half = [], torch.bfloat16
     real = attention._compute_mask
 
-    def counted(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
-        built.append(dtype)
-        return real(cu_seqlens, num_positions, dtype)
+    def counted(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
+        built.append(x.dtype)
+        return real(cu_seqlens, window, x)
 
     monkeypatch.setattr(attention, "_compute_mask", counted)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
-    masks = [document_mask(cu_seqlens, LENGTH, half) for _ in range(3)]
+    x = torch.empty((len(BOUNDS), LENGTH), dtype=half)
+    masks = [attention_mask(cu_seqlens, None, x) for _ in range(3)]
     assert masks[0] is masks[1] is masks[2]
     assert built == [half]
     assert masks[0].unique().tolist() == [float("-inf"), 0.0]
     cu_seqlens[1, 1] = 3
-    assert not torch.equal(document_mask(cu_seqlens, LENGTH, half), masks[0])
-    document_mask(cu_seqlens.clone(), LENGTH, half)
-    document_mask(cu_seqlens, LENGTH, torch.float32)
+    assert not torch.equal(attention_mask(cu_seqlens, None, x), masks[0])
+    attention_mask(cu_seqlens.clone(), None, x)
+    attention_mask(cu_seqlens, None, x.float())
     assert built == [half, half, half, torch.float32]
 
 
@@ -87,6 +96,7 @@ def reference_varlen(
 ) -> Tensor:
     """What torch's varlen kernel promises, for the options that are used here."""
     assert options["window_size"] == (-1, 0)
+    assert options["scale"] is None
     assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
     assert torch.equal(bounds_q, bounds_k)
@@ -103,7 +113,7 @@ def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "varlen", lambda: reference_varlen)
     q, k, v = inputs(4, kv_heads)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
-    torch.testing.assert_close(attention._attend_with_varlen(q, k, v, cu_seqlens), naive(q, k, v, BOUNDS))
+    torch.testing.assert_close(attention._attend_with_varlen(q, k, v, cu_seqlens, None, None), naive(q, k, v, BOUNDS))
 
 
 @pytest.mark.gpu

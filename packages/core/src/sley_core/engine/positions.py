@@ -283,7 +283,12 @@ class PositionProbe:
 def _restore_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
     states = [
-        (module, dict(vars(module)), dict(module._buffers), [(one, one.clone()) for one in module.buffers(recurse=False)])
+        (
+            module,
+            dict(vars(module)),
+            dict(module._buffers),
+            [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers(recurse=False)],
+        )
         for module in modules
     ]
     try:
@@ -294,5 +299,6 @@ def _restore_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-            for buffer, value in values:
-                buffer.copy_(value)
+            for buffer, value, version in values:
+                if buffer._version != version:  # a write would invalidate what autograd has saved
+                    buffer.copy_(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -50,47 +51,79 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Attention(nn.Module):
-    """Computes softmax(q k^T / sqrt(d)) v causally within each document."""
+    """Computes softmax(scale q k^T) v causally within each document."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
         """Returns the context [b, s, h, d], in the dtype of q.
 
-        q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of h_kv.
-        cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s. None: one
-        document per row.
+        q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of h_kv. cu_seqlens: [b, n + 1] integers: the starts of
+        each row's documents, 0 first, then padded with s; None: one document per row. scale: the factor of the scores; 1 /
+        sqrt(d) if None. window: the number of positions that a position attends to, itself included; all earlier ones if None.
+        dropout: the probability with which attention weights are dropped.
         """
         is_cuda = device_kind(q) == "cuda"
-        if cu_seqlens is not None and is_cuda and q.dtype in _HALF and varlen() is not None:
-            return _attend_with_varlen(q, k, v, cu_seqlens)
-        mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1], q.dtype)
+        if cu_seqlens is not None and is_cuda and q.dtype in _HALF and not dropout and varlen() is not None:
+            return _attend_with_varlen(q, k, v, cu_seqlens, scale, window)
+        has_window = window is not None and window < q.shape[1]
+        mask = attention_mask(cu_seqlens, window, q) if has_window or cu_seqlens is not None else None
         grouped = q.shape[2] != k.shape[2]
         if grouped and is_cuda and (mask is not None or q.dtype not in _HALF):
             # only torch's math kernel supports groups here; the memory-efficient one needs equal numbers of heads
             k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
             grouped = False
         context = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
         return context.transpose(1, 2)
 
 
-def document_mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Returns the additive attention mask, [b, 1, s, s] of `dtype`.
+def attention_mask(cu_seqlens: Tensor | None, window: int | None, x: Tensor) -> Tensor:
+    """Returns the additive attention mask of the s positions of x [b, s, ...], [b, 1, s, s] or [1, 1, s, s], in its dtype.
 
-    It is 0 for earlier or equal positions of the same document, and minus infinity otherwise. It is built once per micro-batch
-    (`once_per_field`). From a boolean mask torch would build it in every layer, and save each for the backward.
+    It is 0 for the last `window` positions of the same document up to the query's own, and minus infinity otherwise. It is
+    built once per micro-batch (`once_per_field`). From a boolean mask torch would build it in every layer, and save each for the
+    backward.
     """
-    key = "document mask", num_positions, dtype
-    return once_per_field(cu_seqlens, key, lambda: _compute_mask(cu_seqlens, num_positions, dtype))
+    if cu_seqlens is None:
+        return _causal_mask(x.shape[1], window, x.dtype, x.device)
+    key = "attention mask", window, x.shape[1], x.dtype
+    return once_per_field(cu_seqlens, key, lambda: _compute_mask(cu_seqlens, window, x))
 
 
-def _compute_mask(cu_seqlens: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Computes the mask of `document_mask`, on the device of `cu_seqlens`."""
-    positions = torch.arange(num_positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+@lru_cache(maxsize=2)
+@torch.no_grad()
+def _causal_mask(num_positions: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Computes the mask of `attention_mask` for one document per row."""
+    one_document = torch.tensor([[0, num_positions]], device=device)
+    return _compute_mask(one_document, window, torch.empty((1, num_positions), dtype=dtype, device=device))
+
+
+def _compute_mask(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
+    """Computes the mask of `attention_mask`, on the device of `cu_seqlens`."""
+    positions = torch.arange(x.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True)
-    is_other = document[:, :, None] != document[:, None, :]
-    is_hidden = (is_other | (positions[:, None] < positions[None, :]))[:, None]
-    return torch.where(is_hidden, torch.full((), float("-inf"), dtype=dtype, device=is_hidden.device), 0.0)
+    is_hidden = document[:, :, None] != document[:, None, :]
+    distance = positions[:, None] - positions[None, :]
+    is_hidden = is_hidden | (distance < 0)
+    if window is not None:
+        is_hidden = is_hidden | (distance >= window)
+    return torch.where(is_hidden[:, None], torch.full((), float("-inf"), dtype=x.dtype, device=is_hidden.device), 0.0)
 
 
 _varlen_cache: list[Any] = []
@@ -114,7 +147,7 @@ def _import_varlen() -> Any:
     return kernel if has_all else None
 
 
-def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
     """Computes the attention with torch's varlen kernel, which skips pairs of positions in different documents."""
     batch, num_positions = q.shape[:2]
     bounds = once_per_field(cu_seqlens, ("varlen", num_positions), lambda: _flat_bounds(cu_seqlens, num_positions))
@@ -126,7 +159,8 @@ def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> 
         bounds,
         num_positions,
         num_positions,  # upper bounds: to know the true maximum, the host would have to wait for the device
-        window_size=(-1, 0),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return context.reshape(batch, num_positions, *context.shape[1:])

@@ -32,7 +32,7 @@ from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
 from sley_core.table import RecordKind, Table
 from sley_core.words import suggestion
 
-FIRST_PARTY = ("checkpoint", "data", "dp", "isp", "memory", "metrics", "models", "pp")
+FIRST_PARTY = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
 
 BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)

@@ -1,0 +1,1 @@
+"""Decoders of Hugging Face transformers for Sley, and adapters of peft."""

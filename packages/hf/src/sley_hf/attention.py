@@ -1,0 +1,108 @@
+"""The attention that `hf.decoder` registers with transformers: Sley's own, which knows packed documents and sequence slices.
+
+transformers calls `attend` from the forward of each attention module. It calls the `SleyAttention` that `add_attention` placed
+there, and which `[sequence]` finds and makes work on slices. No class of transformers is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from sley_core.api.model import Attention, attention_mask
+from sley_core.errors import RunError
+
+NAME = "sley"
+CORE = "sley_core"
+
+
+class SleyAttention(Attention):
+    """Core's attention, which also soft-caps scores, as in Gemma 2.
+
+    eager: whether to compute with matrix products. cu_seqlens: the document bounds of the call in progress, set by the block:
+    not every family hands keyword arguments down to its attention. was_called: whether a forward has called it.
+    """
+
+    def __init__(self, *, eager: bool) -> None:
+        super().__init__()
+        self.eager = eager
+        self.was_called = False
+        self.cu_seqlens: Tensor | None = None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Returns the context [b, s, h, d]. Arguments as in `Attention`; scores become softcap x tanh(scores / softcap)."""
+        if softcap is None and not self.eager:
+            return super().forward(q, k, v, cu_seqlens, scale, window, dropout)
+        mask = attention_mask(cu_seqlens, window, q)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (shared.repeat_interleave(q.shape[1] // shared.shape[1], dim=1) for shared in (k, v))
+        scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)  # [b, h, s, s]
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + mask
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        weights = nn.functional.dropout(scores.softmax(-1, dtype=dtype).to(q.dtype), dropout, self.training)
+        return (weights @ v).transpose(1, 2)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Returns the context [b, s, h, d], and no weights. query: [b, h, s, d]; key, value: [b, h_kv, s, d].
+
+    transformers calls it with the scale of the scores, the width of the sliding window, and the cap of the scores.
+    """
+    if attention_mask is not None or s_aux is not None:
+        argument = "attention sinks" if attention_mask is None else "a mask of its own"
+        message = f"`{type(module).__name__}` uses {argument}, which `hf.decoder` does not support"
+        raise RunError("hf-attention", message, hint="this family is not supported")
+    attention = cast(SleyAttention, module.get_submodule(CORE))
+    attention.was_called = True
+    context = attention(
+        *(heads.transpose(1, 2) for heads in (query, key, value)),
+        cu_seqlens=attention.cu_seqlens,
+        scale=scaling,
+        window=sliding_window,
+        dropout=dropout if module.training else 0.0,
+        softcap=softcap,
+    )
+    return context, None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def uses_interface(model_class: type) -> bool:
+    """Returns whether the attentions of a class of transformers look their kernel up by its registered name."""
+    return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model_class.__module__])
+
+
+def add_attention(model: nn.Module, *, eager: bool) -> None:
+    """Adds a `SleyAttention` to each attention module of a model."""
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
+            module.add_module(CORE, SleyAttention(eager=eager))

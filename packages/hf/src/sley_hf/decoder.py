@@ -1,0 +1,234 @@
+"""`hf.decoder`: a causal language model of transformers as layers `embed`, `blocks.0` ... and `head`.
+
+    embed    the base model's forward up to its first decoder layer: tables, learned positions, scaling
+    block    one decoder layer, unchanged, with the arguments that the base model's forward computes for it
+    head     the norm, and the forward of the causal model after its base: projection, soft cap, scaling
+
+The classes are transformers' own. `structure.py` finds the parts, `attention.py` replaces the attention kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sley_core.api.model import Model, attention_mask
+from sley_core.errors import PlanError, RunError
+from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
+from sley_hf.structure import LayerArguments, Structure, UnsupportedModelError, find_structure, record_calls, with_recorders
+
+if TYPE_CHECKING:
+    from sley_core.api.data import DataInfo
+    from sley_hf.config import DecoderConfig
+
+
+def layers(config: DecoderConfig, data: DataInfo) -> Model:
+    """Returns the model; each rank builds only its layers, and reads only their tensors.
+
+    The first layer reads the field `tokens` [b, s]. Layers read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has
+    them. Raises PlanError "hf-structure" for a model that is no plain decoder, "model-vocabulary" if the data has more
+    token ids than the model, and "model-weights" if the files cannot be read or belong to another model.
+    """
+    causal, structure = build_on_meta(config)
+    vocab_size = causal.config.vocab_size
+    if data.vocab_size is not None and vocab_size < data.vocab_size:
+        message = f"the model has {vocab_size} token ids, fewer than the {data.vocab_size} of the data"
+        raise PlanError("model-vocabulary", message, path=("model",), hint="use the tokenizer of the model")
+    arguments = LayerArguments(causal, structure)
+    builders: Any = [
+        ("embed", partial(_copy_embed, causal, structure)),
+        *(
+            (f"blocks.{index}", partial(_copy_block, causal, structure, arguments, index))
+            for index in range(causal.config.num_hidden_layers)
+        ),
+        ("head", partial(_copy_head, causal, structure)),
+    ]
+    if config.weights is None:
+        return Model(builders, partial(_initialise, causal), ties=ties(causal, structure))
+    from sley_hf.weights import FileInitializer
+
+    return Model(builders, FileInitializer(config.weights, causal, structure), ties=ties(causal, structure))
+
+
+def build_on_meta(config: DecoderConfig) -> tuple[Any, Structure]:
+    """Returns the model of transformers with its parameters on meta and its buffers on the host, and its structure.
+
+    Raises PlanError "hf-structure".
+    """
+    hf_config = AutoConfig.from_pretrained(config.config_file)
+    return build_from_config(hf_config, eager=config.attention == "eager", experts=config.experts)
+
+
+def build_from_config(hf_config: Any, *, eager: bool, experts: str = "grouped_mm") -> tuple[Any, Structure]:
+    """Does what `build_on_meta` does for a config of transformers."""
+    hf_config = copy.deepcopy(hf_config)
+    hf_config.output_router_logits = False
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    if model_class is None:
+        raise _structure_error(f"transformers has no causal language model of the type `{hf_config.model_type}`")
+    has_interface = uses_interface(model_class)
+    kernel = NAME if has_interface else "eager" if eager or not model_class._supports_sdpa else "sdpa"
+    try:
+        with torch.device("meta"):
+            experts_option = {"experts_implementation": experts} if model_class._can_set_experts_implementation() else {}
+            causal = model_class._from_config(hf_config, attn_implementation=kernel, **experts_option)
+        structure = find_structure(causal)
+    except (UnsupportedModelError, ValueError) as error:
+        raise _structure_error(str(error)) from None
+    for parameter in causal.parameters():
+        parameter.__dict__.pop("_is_hf_initialized", None)  # set on meta, and it would keep values from being drawn
+    _compute_buffers(causal)
+    if has_interface:
+        add_attention(causal, eager=eager)
+    return causal, structure
+
+
+def _structure_error(message: str) -> PlanError:
+    return PlanError("hf-structure", message, path=("model",), hint="docs/how-to.md lists families that work")
+
+
+@torch.no_grad()
+def _compute_buffers(causal: Any) -> None:
+    """Moves the buffers from meta to the host, with the values that transformers gives them."""
+    for module in causal.modules():
+        on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in on_meta:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        if on_meta:
+            causal._init_weights(module)
+
+
+def _initialise(causal: Any, module: nn.Module, name: str) -> None:
+    """Draws the initial values of a module as transformers does."""
+    causal._init_weights(module)
+
+
+def ties(causal: Any, structure: Structure) -> list[tuple[str, str]]:
+    """Returns the ties of the model under the names of its layers: embedding first, head second."""
+    if not causal.config.tie_word_embeddings:
+        return []
+    tied = dict(causal._tied_weights_keys or {})
+    return [(layer_name(source, structure), layer_name(target, structure)) for target, source in tied.items()]
+
+
+def layer_name(name: str, structure: Structure) -> str:
+    """Returns the registry's name of the parameter that transformers calls `name`."""
+    blocks, norm = structure.prefix(structure.blocks), structure.prefix(structure.norm)
+    if name.startswith(f"{blocks}."):
+        index, _, path = name.removeprefix(f"{blocks}.").partition(".")
+        return f"blocks.{index}.layer.{path}"
+    if name.startswith(f"{norm}."):
+        return f"head.norm.{name.removeprefix(f'{norm}.')}"
+    if name.startswith(f"{structure.base}."):
+        return f"embed.base.{name.removeprefix(f'{structure.base}.')}"
+    return f"head.causal.{name}"
+
+
+def _copy_embed(causal: Any, structure: Structure) -> nn.Module:
+    return Embed(*with_recorders(causal, structure, 1))
+
+
+def _copy_block(causal: Any, structure: Structure, arguments: LayerArguments, index: int) -> nn.Module:
+    blocks = structure.stack_of(getattr(causal, structure.base)).get_submodule(structure.blocks)
+    return Block(copy.deepcopy(list(blocks.children())[index]), arguments, index, causal.config._attn_implementation != NAME)
+
+
+def _copy_head(causal: Any, structure: Structure) -> nn.Module:
+    stack = structure.stack_of(getattr(causal, structure.base))
+    norm = copy.deepcopy(stack.get_submodule(structure.norm))
+    hidden = _Hidden()
+    return Head(norm, copy.deepcopy(causal, {id(stack): hidden}), hidden)
+
+
+class Embed(nn.Module):
+    """The forward of the base model up to its first decoder layer, [b, s] -> [b, s, hidden]."""
+
+    def __init__(self, base: nn.Module, recorders: list[Any]) -> None:
+        super().__init__()
+        self.base = base
+        self._recorders = recorders
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the hidden states [b, s, hidden] of token ids [b, s]. positions: [b, s], or None to count from 0."""
+        inputs = {} if positions is None else {"position_ids": positions}
+        hidden: Tensor = record_calls(self.base, self._recorders, input_ids=tokens, **inputs)[0][0]
+        return hidden
+
+
+class Block(nn.Module):
+    """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]."""
+
+    def __init__(self, layer: nn.Module, arguments: LayerArguments, index: int, needs_mask: bool) -> None:
+        """needs_mask: whether the layer's attention takes a mask, since it does not call the registered attention."""
+        super().__init__()
+        self.layer = layer
+        self._arguments = arguments
+        self._index = index
+        self._needs_mask = needs_mask
+        self._attentions = tuple(module for module in layer.modules() if isinstance(module, SleyAttention))
+
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Returns [b, s, hidden]. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1], as in `Attention`."""
+        mask = None
+        if self._needs_mask and cu_seqlens is not None:
+            mask = attention_mask(cu_seqlens, None, hidden).expand(hidden.shape[0], -1, -1, -1)
+        field = cu_seqlens if positions is None else positions
+        args, kwargs = self._arguments(self._index, hidden, positions, mask, field)
+        for attention in self._attentions:
+            attention.cu_seqlens = cu_seqlens
+        output: Any = self.layer(hidden, *args, **kwargs)
+        for attention in self._attentions:
+            attention.cu_seqlens = None
+        if self._attentions and not any(attention.was_called for attention in self._attentions):
+            message = f"`{type(self.layer).__name__}` does not call the attention that is registered with transformers"
+            raise RunError("hf-attention", message, hint="this family is not supported")
+        output_states: Tensor = output[0] if isinstance(output, tuple) else output
+        return output_states
+
+
+class _Output:
+    """The output of a base model: hidden states, and None for everything else that a causal model may read."""
+
+    def __init__(self, last_hidden_state: Tensor | None) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Hidden(nn.Module):
+    """Stands in for the module that owns the decoder layers: returns the hidden states that `Head` sets."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self.hidden)
+
+
+class Head(nn.Module):
+    """The last norm and the forward of the causal model after its base, [b, s, hidden] -> [b, s, v]."""
+
+    def __init__(self, norm: nn.Module, causal: nn.Module, source: _Hidden) -> None:
+        """causal: the model of transformers with `source` in place of its decoder layers and embeddings."""
+        super().__init__()
+        self.norm = norm
+        self.causal = causal
+        self._source = (source,)  # a tuple, since `causal` owns the module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [b, s, v]."""
+        source = self._source[0]
+        source.hidden = self.norm(hidden)
+        try:
+            logits: Tensor = self.causal(input_ids=None, use_cache=False).logits
+        finally:
+            source.hidden = None
+        return logits

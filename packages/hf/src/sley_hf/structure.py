@@ -1,0 +1,215 @@
+"""Finds the parts of a causal language model of transformers, and runs its own forward around single parts.
+
+A decoder of transformers has this structure, under names that differ by family:
+
+    causal                     LlamaForCausalLM            GPT2LMHeadModel
+      <base>                   model                       transformer
+        embeddings             embed_tokens                wte, wpe, drop
+        <blocks>               layers                      h
+        <norm>                 norm                        ln_f
+        others                 rotary_emb
+      head                     lm_head                     lm_head
+
+Everything that a decoder layer needs beside the hidden states (rotary tables, masks, positions) is computed by the forward of
+the base. `LayerArguments` runs that forward without parameters and with recorders in place of the layers, so no family needs
+code of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.api.model import once_per_field
+
+
+class UnsupportedModelError(ValueError):
+    """The model does not have the structure of a decoder."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The names of a model's parts.
+
+    base: the attribute of the base model. stack: the path of the module that owns the decoder layers, within the base; "" for
+    the base itself. blocks, norm: attributes of the stack.
+    """
+
+    base: str
+    stack: str
+    blocks: str
+    norm: str
+
+    def stack_of(self, base: nn.Module) -> nn.Module:
+        """Returns the module that owns the decoder layers."""
+        return base.get_submodule(self.stack)
+
+    def prefix(self, attribute: str) -> str:
+        """Returns the full name of an attribute of the stack, such as `model.layers`."""
+        return ".".join(name for name in (self.base, self.stack, attribute) if name)
+
+
+def find_structure(causal: Any) -> Structure:
+    """Returns the names of the parts of a model of transformers. Raises UnsupportedModelError if it is no plain decoder."""
+    config = causal.config
+    family = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"`{family}` is an encoder-decoder; only decoders can be cut into layers")
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(f"`{family}` with attention in both directions is no causal decoder")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise UnsupportedModelError(
+            f"`{family}` has layers of the types {', '.join(sorted(kinds))}, which keep state across positions"
+        )
+    base_name = causal.base_model_prefix
+    base = getattr(causal, base_name, None)
+    if not isinstance(base, nn.Module):
+        raise UnsupportedModelError(f"`{family}` has no base model `{base_name}`")
+    num_layers = config.num_hidden_layers
+    lists = [path for path, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
+    lists = [path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)]
+    if len(lists) != 1:
+        raise UnsupportedModelError(f"`{family}` must have one list of {num_layers} decoder layers, but has {len(lists)}")
+    stack, _, blocks = lists[0].rpartition(".")
+    names = [name for name, _ in base.get_submodule(stack).named_children()]
+    planned = list(getattr(base, "_pp_plan", None) or ()) if not stack else []
+    if blocks in planned:
+        norms = planned[planned.index(blocks) + 1 :]
+    else:  # a module with parameters after the layers, or one that is called a norm
+        after = names[names.index(blocks) + 1 :]
+        norms = [name for name in after if any(True for _ in base.get_submodule(stack).get_submodule(name).parameters())]
+        norms = norms or [name for name in names if "norm" in name and "embed" not in name]
+    if len(norms) != 1:
+        raise UnsupportedModelError(
+            f"`{family}` must have one norm after its decoder layers, but has {', '.join(norms) or 'none'}"
+        )
+    return Structure(base_name, stack, blocks, norms[0])
+
+
+class _LastLayerReached(Exception):  # noqa: N818  # no error
+    """Ends a forward of the base model after its last recorder."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer, and records the arguments with which the base model calls it."""
+
+    def __init__(self, layer: nn.Module, *, is_last: bool) -> None:
+        """layer: the layer whose plain attributes, such as the type of its attention, the base model may read."""
+        super().__init__()
+        self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "forward"}
+        self.is_last = is_last
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Records the call; returns the hidden states as they are."""
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        self.calls.append((hidden, args[1:], kwargs))
+        if self.is_last:
+            raise _LastLayerReached
+        return hidden
+
+
+def record_calls(
+    base: nn.Module, recorders: list[_Recorder], **inputs: Any
+) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Runs the base model up to its last recorder; returns hidden states and further arguments of each recorder's call."""
+    with contextlib.suppress(_LastLayerReached):
+        base(**inputs, use_cache=False)
+    return [recorder.calls.pop() for recorder in recorders]
+
+
+class _NoEmbedding(nn.Module):
+    """Stands in for an embedding table: returns zeros [..., hidden], which take no memory."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros((), device=ids.device).expand(*ids.shape, self.hidden)
+
+
+class _Unchanged(nn.Module):
+    """Stands in for any other module with parameters: returns its first argument."""
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+def with_recorders(causal: Any, structure: Structure, num_recorders: int | None = None) -> tuple[nn.Module, list[_Recorder]]:
+    """Returns a copy of the base model whose decoder layers are recorders, and these. num_recorders: all layers if None."""
+    original = getattr(causal, structure.base)
+    blocks = structure.stack_of(original).get_submodule(structure.blocks)
+    layers = list(blocks.children())[:num_recorders]
+    recorders = [_Recorder(layer, is_last=layer is layers[-1]) for layer in layers]
+    memo: dict[int, Any] = {id(blocks): nn.ModuleList(recorders)}
+    base = copy.deepcopy(original, memo)
+    setattr(structure.stack_of(base), structure.norm, nn.Identity())
+    return base, recorders
+
+
+class LayerArguments:
+    """Computes the arguments of every decoder layer, beside the hidden states, once per microbatch.
+
+    All blocks of a model share this object. It is no module, since its small buffers (rotary frequencies) keep their dtypes and
+    belong to no layer.
+    """
+
+    def __init__(self, causal: Any, structure: Structure) -> None:
+        base, recorders = with_recorders(causal, structure)
+        hidden = causal.config.hidden_size
+        for module in list(base.modules()):
+            for name, child in list(module.named_children()):
+                if any(True for _ in child.parameters(recurse=False)):
+                    is_embedding = isinstance(child, nn.Embedding)
+                    setattr(module, name, _NoEmbedding(hidden) if is_embedding else _Unchanged())
+        self._base: dict[torch.device, tuple[nn.Module, list[_Recorder]]] = {}
+        self._original = base, recorders
+        self._hidden = hidden
+        self._last: tuple[Any, Any] = (None, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerArguments:
+        """Returns this object: copies of a block share it."""
+        return self
+
+    def __call__(
+        self, index: int, hidden: Tensor, positions: Tensor | None, mask: Tensor | None, field: Tensor | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns positional and keyword arguments of the decoder layer `index`.
+
+        hidden: [b, s, h]. positions: [b, s], or None to count from 0. mask: the additive mask [b, 1, s, s] for attentions that
+        need one. field: the field of the microbatch with which the arguments are cached; None if they depend on the shape only.
+        """
+        key = (id(self), tuple(hidden.shape), hidden.dtype, hidden.device)
+
+        def compute() -> Any:
+            return self._compute(hidden, positions, mask)
+
+        if field is not None:
+            calls = once_per_field(field, key, compute)
+        else:
+            if self._last[0] != key or mask is not None:
+                with torch.no_grad():
+                    self._last = key, compute()
+            calls = self._last[1]
+        _, args, kwargs = calls[index]
+        return args, kwargs
+
+    def _compute(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Any:
+        device = hidden.device
+        if device not in self._base:
+            base, recorders = copy.deepcopy(self._original)
+            self._base[device] = base.to(device), recorders
+        base, recorders = self._base[device]
+        base.train(False)
+        zeros = hidden.new_zeros(()).expand(*hidden.shape)
+        # a copy of the positions, since a cached value must not refer to the field that owns the cache
+        inputs = {} if positions is None else {"position_ids": positions.clone()}
+        calls = record_calls(base, recorders, inputs_embeds=zeros, attention_mask=mask, **inputs)
+        return [(None, args, kwargs) for _, args, kwargs in calls]

@@ -1,0 +1,176 @@
+"""Every family: logits and gradients of the layers equal those of transformers' own forward."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sley_core.api.data import DataInfo, Field
+from sley_core.api.model import Model
+from sley_hf.config import DecoderConfig
+from sley_hf.decoder import layer_name, layers
+from sley_hf.structure import find_structure
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 255,
+}
+GEMMA = {"head_dim": 16, "sliding_window": 5}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUT = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "embedding_dropout", "residual_dropout"),
+    0.0,
+)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {},
+    "stablelm": {},
+    "cohere": {},
+    "cohere2": {},
+    "gpt_neox": {},
+    "gpt2": {},
+    "gptj": {"rotary_dim": 8},
+    "starcoder2": {"sliding_window": 5},
+    "falcon": {},
+    "opt": {"word_embed_proj_dim": 64, "dropout": 0.0},
+    "mpt": {},
+    "glm4": {},
+    "nemotron": {},
+    "helium": {"head_dim": 16},
+    "exaone4": {},
+    "ernie4_5": {},
+    "seed_oss": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": MOE | {"moe_intermediate_size": 32},
+    "olmoe": MOE,
+}
+"""The keys by which a config differs from `SIZES`, by `model_type`."""
+
+
+def small_config(family: str, **changes: Any) -> Any:
+    """Returns a config of transformers with two small layers and no dropout."""
+    return AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **FAMILIES.get(family, {}), **changes})
+
+
+def computes_in_fp32(config: Any) -> bool:
+    """Returns whether parts of the model compute in fp32, whatever the dtype of its weights."""
+    return config.model_type.startswith(("gemma", "cohere", "helium", "mpt"))
+
+
+BOUNDS = [[0, 5, 12, 12], [0, 3, 8, 12]]
+LENGTH = 12
+DATA = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256)
+
+
+def decoder_config(folder: Any) -> DecoderConfig:
+    return DecoderConfig.model_validate({"config": folder, "experts": "eager"})
+
+
+def transformers_model(config: Any) -> Any:
+    torch.manual_seed(0)
+    needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "mpt"
+    options: dict[str, Any] = {"attn_implementation": "eager" if needs_eager else "sdpa"}
+    if hasattr(config, "num_experts_per_tok"):
+        options["experts_implementation"] = "eager"
+    return AutoModelForCausalLM.from_config(config, **options).double()
+
+
+def model_of(folder: Any, reference: Any) -> tuple[Model, dict[str, Tensor]]:
+    """Returns the layers over the parameters of `reference`, and these by the names of the layers."""
+    model = layers(decoder_config(folder), DATA).build()
+    structure = find_structure(reference)
+    values = {layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
+    names = set()
+    for layer in model.layers:
+        for path, _ in list(layer.module.named_parameters(remove_duplicate=False)):
+            owner, _, attribute = path.rpartition(".")
+            setattr(layer.module.get_submodule(owner), attribute, values[f"{layer.name}.{path}"])
+            names.add(f"{layer.name}.{path}")
+    assert names == values.keys()
+    return model, values
+
+
+def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    embed, *blocks, head = (layer.module for layer in model.layers)
+    hidden = embed(tokens, positions)
+    for block in blocks:
+        hidden = block(hidden, positions, cu_seqlens)
+    out: Tensor = head(hidden)
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: bool, tmp_path: Any) -> None:
+    config = small_config(family)
+    config.save_pretrained(tmp_path)
+    reference = transformers_model(config)
+    model, _ = model_of(tmp_path, reference)
+    tokens = torch.randint(0, 255, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    if packed:
+        positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(b)]) for b in BOUNDS])
+        ours = logits(model, tokens, positions, torch.tensor(BOUNDS))
+        rows = [
+            torch.cat([reference(input_ids=tokens[[row], s:e]).logits[0] for s, e in pairwise(b) if e > s])
+            for row, b in enumerate(BOUNDS)
+        ]
+        theirs = torch.stack(rows)
+    else:
+        ours, theirs = logits(model, tokens), reference(input_ids=tokens).logits
+    tolerance = 1e-6 if computes_in_fp32(config) else 1e-12
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
+    parameters = list(reference.parameters())
+    actual, expected = (torch.autograd.grad((out * weights).sum(), parameters) for out in (ours, theirs))
+    largest = max(
+        float(gradient.abs().max()) for gradient in expected
+    )  # some gradients, of key biases, are zero but for rounding
+    torch.testing.assert_close(actual, expected, rtol=10 * tolerance, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [("llama", {"is_causal": False}, "both directions"), ("mamba", {}, "keep state"), ("t5", {}, "no causal language model")],
+)
+def test_models_that_are_no_plain_decoders_are_refused(family: str, changes: Any, message: str, tmp_path: Any) -> None:
+    from sley_core.errors import PlanError
+
+    small_config(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(PlanError) as refused:
+        layers(decoder_config(tmp_path), DATA)
+    assert refused.value.diagnostics[0].code == "hf-structure"
+    assert message in refused.value.diagnostics[0].message
+
+
+def test_no_module_of_transformers_is_changed(tmp_path: Any) -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama.LlamaAttention))
+    small_config("llama").save_pretrained(tmp_path)
+    layers(decoder_config(tmp_path), DATA).build()
+    assert dict(vars(modeling_llama.LlamaAttention)) == before
+    assert isinstance(modeling_llama.LlamaAttention.forward, type(nn.Module.forward))
