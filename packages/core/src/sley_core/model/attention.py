@@ -97,8 +97,8 @@ def attention_mask(cu_seqlens: Tensor | None, window: int | None, x: Tensor) -> 
     """Returns the additive attention mask of the s positions of x [b, s, ...], [b, 1, s, s] or [1, 1, s, s], in its dtype.
 
     It is 0 for the last `window` positions of the same document up to the query's own, and minus infinity otherwise. It is
-    built once per micro-batch (`once_per_field`). From a boolean mask torch would build it in every layer, and save each for the
-    backward.
+    built once per microbatch (`once_per_field`). From a boolean mask torch would build it in every layer, and save each for
+    the backward.
     """
     if cu_seqlens is None:
         return _causal_mask(x.shape[1], window, x.dtype, x.device)
