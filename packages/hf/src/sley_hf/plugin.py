@@ -9,4 +9,4 @@ from sley_hf.config import DecoderConfig
 
 @hookimpl
 def sley_records() -> list[Record]:
-    return [ModelRecord(name="decoder", config=DecoderConfig, build="sley_hf.decoder:layers", names_are_own=True)]
+    return [ModelRecord(name="decoder", config=DecoderConfig, build="sley_hf.decoder:layers", uses_layer_names=True)]
