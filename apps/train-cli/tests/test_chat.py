@@ -100,16 +100,24 @@ def _held_out(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_keeps_its_template(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.template='own.jinja'",
+        "data={use='data.mixture', sequence=160, sources=[{name='chats', use='data.chat', files=['chats.jsonl'], "
+        "tokenizer='tokenizer', template='own.jinja', weight=1}]}",
+    ],
+)
+def test_a_run_keeps_its_template(folder: Path, tmp_path: Path, change: str) -> None:
     """The end of a turn is that of the plan's template, not of the tokenizer's, when the file is gone."""
     template = folder / "own.jinja"
     template.write_text(TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "utf-8")
-    resolved = load_plan(folder / "plan.toml", ["data.template='own.jinja'"])
+    resolved = load_plan(folder / "plan.toml", [change])
     (tmp_path / PLAN).write_text(resolved.to_toml(), "utf-8")
     keep_files(resolved, tmp_path)
     template.unlink()
-    moved = plan_of_run(tmp_path)
-    ids = text_ids(moved.data.config, None)
+    config: Any = plan_of_run(tmp_path).data.config
+    ids = text_ids(config.sources[0].component.config if "mixture" in change else config, None)
     assert "".join(ids.decode([ids.end])) == "<|im_start|>"
 
 
@@ -180,6 +188,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
         'use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer"',
         'use="data.text", files=["chats.jsonl"], tokenizer="tokenizer", separator="\\n"',
         'use="data.tokens", files=["tokens.bin"], vocab_size=65536',
+        'use="data.mixture", sources=[{name="chats", use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer", weight=1}]',
     ],
 )
 def test_data_show_needs_no_torch(folder: Path, data: str) -> None:

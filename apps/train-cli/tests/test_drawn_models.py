@@ -24,7 +24,7 @@ from sley_core.actions import action
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
-from sley_core.data.feed import Order
+from sley_core.data.order import Order
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.check import check_plan

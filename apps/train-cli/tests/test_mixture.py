@@ -16,8 +16,10 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
+from sley_core.plan.load import load_plan, plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, assert_parity_of_parts, record, weights
@@ -175,7 +177,12 @@ def test_data_show_counts_each_source(folder: Path, capsys: pytest.CaptureFixtur
     assert texts["tokens"] == 160 * texts["samples"]
     assert chats["trained"] / chats["tokens"] < 0.6 < texts["trained"] / texts["tokens"]
     assert shown["trained"] == texts["trained"] + chats["trained"]
-    assert shown["sample"]["source"] in ([0], [1])
+    dataset = open_dataset(load_plan(folder / "plan.toml").data, DataContext())
+    assert shown["samples"] == len(dataset)
+    assert shown["sample"] == {name: value.reshape(-1).tolist() for name, value in dataset[0].items()}
+    sets = ["--set", "evaluation={every=1, sets={fresh={use='data.text', files=['texts.txt'], sequence=16}}}"]
+    assert main(["data", "show", path, *sets, "--split", "fresh"]) == 0
+    assert "fresh: " in capsys.readouterr().out
     assert main(["data", "show", path, "--sample", "0", "--split", "held_out"]) == 0
     text = capsys.readouterr().out
     assert "  chats: " in text

@@ -67,7 +67,7 @@ def documents(rows: ChatRows) -> list[tuple[list[int], list[int]]]:
 def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any) -> None:
     random = Random(0)
     texts = [["q" * random.randint(0, 9), "a" * random.randint(0, 20)] * random.randint(1, 2) for _ in range(40)]
-    rows = ChatRows(table([chat(*each) for each in texts], sequence=160), "train")
+    rows = ChatRows(table([chat(*each) for each in texts], sequence=160), DataContext())
     pieces = documents(rows)
     decoded = Counter()
     for tokens, labels in pieces:
@@ -85,7 +85,7 @@ def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any
 
 def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
     config = table([chat("a", "b"), chat("c", "d")])
-    dataset, rows = ChatDataset(config, DataContext()), ChatRows(config, "train")
+    dataset, rows = ChatDataset(config, DataContext()), ChatRows(config, DataContext())
     assert len(dataset) == len(rows) == 1
     assert {name: value.tolist() for name, value in dataset[0].items()} == rows.row(0)
     assert dataset.info.fields.keys() == dataset[0].keys()
@@ -104,7 +104,7 @@ def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
     [({}, 1, TOO_LONG, 1), ({"too_long": "cut"}, 2, CUT, 2), ({"sequence": 256}, 2, None, 2)],
 )
 def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: str | None, num_samples: int) -> None:
-    rows = ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], **more), "train")
+    rows = ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], **more), DataContext())
     assert rows.fates.samples == num_samples
     assert rows.fates.dropped == (Counter({fate: 1}) if fate else Counter())
     assert len(documents(rows)) == count
@@ -113,24 +113,24 @@ def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: st
 
 def test_too_long_can_be_refused(table: Any) -> None:
     with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, more than `sequence`"):
-        ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"), "train")
+        ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"), DataContext())
 
 
 def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: Any) -> None:
     for rows in ([chat("only the user speaks")], [{"messages": [{"role": "Assistant", "content": "only the user speaks"}]}]):
         with pytest.raises(PlanError, match=r"no conversation has a token to train on.*only the user speaks"):
-            ChatRows(table(rows), "train")
+            ChatRows(table(rows), DataContext())
     everything = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     config = table([chat("a", "only this")])
     template = config.files[0].with_name("template.jinja")
     template.write_text(everything, "utf-8")
     with pytest.raises(PlanError, match=r"all tokens are trained on.*only this"):
-        ChatRows(config.model_copy(update={"template": template}), "train")
-    assert ChatRows(table([chat("a", "b")], train_on="all"), "train").counts["trained"] > 0
+        ChatRows(config.model_copy(update={"template": template}), DataContext())
+    assert ChatRows(table([chat("a", "b")], train_on="all"), DataContext()).counts["trained"] > 0
 
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
-    rows = ChatRows(table([chat("a"), chat("a", "b")]), "train")
+    rows = ChatRows(table([chat("a"), chat("a", "b")]), DataContext())
     assert rows.fates.notes() == [f"1 samples are left out, `chats.jsonl#1` first: {NOT_TRAINED}"]
 
 
@@ -149,10 +149,10 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
 
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
-    assert ChatRows(config, "train").fates.notes() == [
+    assert ChatRows(config, DataContext()).fates.notes() == [
         "2 conversations of `files` are in `held_out_files` too: they are not trained on"
     ]
-    assert ChatRows(config, "held_out").counts["documents"] == 1
+    assert ChatRows(config, DataContext(split="held_out")).counts["documents"] == 1
 
 
 def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) -> None:
@@ -173,13 +173,13 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
-    wanted = ChatRows(table(rows, cache="none"), "train")
+    wanted = ChatRows(table(rows, cache="none"), DataContext())
     config, calls = table(rows, cache=str(tmp_path / "kept")), []
     encode = ChatTemplate.encode
     monkeypatch.setattr(ChatTemplate, "encode", lambda *args: (calls.append(args), encode(*args))[1])
 
     def check(num_calls: int) -> None:
-        kept = ChatRows(config, "train")
+        kept = ChatRows(config, DataContext())
         assert [kept.row(number) for number in range(len(kept))] == [wanted.row(number) for number in range(len(wanted))]
         assert (kept.counts, kept.fates.notes(), kept.digest) == (wanted.counts, wanted.fates.notes(), wanted.digest)
         assert len(calls) == num_calls
@@ -194,7 +194,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
         counted = ChatTemplate.encode
         patch.setattr(ChatTemplate, "encode", killed)
         with pytest.raises(KeyboardInterrupt):
-            ChatRows(config, "train")
+            ChatRows(config, DataContext())
     (folder,) = (tmp_path / "kept").iterdir()
     check(num_parts := 5)  # one of them twice: it was unfinished
     assert len(list(folder.glob("*.tokens"))) == num_parts - 1
@@ -210,8 +210,8 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
     check(num_parts + 1)  # none in this process
-    ChatRows(config.model_copy(update={"too_long": "cut"}), "train")
-    ChatRows(config.model_copy(update={"train_on": "last"}), "train")
+    ChatRows(config.model_copy(update={"too_long": "cut"}), DataContext())
+    ChatRows(config.model_copy(update={"train_on": "last"}), DataContext())
     assert len(list((tmp_path / "kept").iterdir())) == 3
 
 

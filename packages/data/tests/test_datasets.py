@@ -117,9 +117,9 @@ def test_rows_are_the_samples_without_torch(
             count = len(data)
         except PlanError as error:
             with pytest.raises(PlanError, match=re.escape(error.diagnostics[0].message)):
-                TokenRows(data._config, "train")
+                TokenRows(data._config, DataContext())
             continue
-        rows = TokenRows(data._config, "train")
+        rows = TokenRows(data._config, DataContext())
         samples = [{name: value.tolist() for name, value in data[index].items()} for index in range(count)]
         assert [rows.row(index) for index in range(len(rows))] == samples
         labels = [label for sample in samples for label in sample["labels"] if label != IGNORED]

@@ -189,7 +189,7 @@ def test_exhausted_sources_end_the_epoch_or_are_refused() -> None:
     assert sorted(one for one in first if one >= APART) == sorted(one for one in second if one >= APART)
     refused = mixture(sources, exhausted="refuse")
     assert len(opened(refused, num_samples=size)) == size
-    with pytest.raises(PlanError, match=f"takes {size + 1} samples, and after {size} the source `s1` is exhausted"):
+    with pytest.raises(PlanError, match=f"needs {size + 1} samples, but the source `s1` is exhausted after {size}"):
         len(opened(refused, num_samples=size + 1))
     with pytest.raises(RunError, match="data-exhausted"):
         ids(refused, [size, size])

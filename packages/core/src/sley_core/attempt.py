@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,10 +42,12 @@ COPIES = {
 
 def use_copied_files(document: Document, folder: Path) -> Document:
     """Returns the plan's document with the copies of files in the run's `folder` in place of the originals."""
-    tables: dict[str, Any] = dict(document.tables)
+    tables: dict[str, Any] = deepcopy(dict(document.tables))
     for (table, key), name in COPIES.items():
-        if key in tables.get(table, {}) and (folder / name).exists():
-            tables[table] = {**tables[table], key: str((folder / name).absolute())}
+        content = tables.get(table, {})
+        for owner in (content, *content.get("sources", ())):  # a mixture's sources share their token ids
+            if isinstance(owner, dict) and key in owner and (folder / name).exists():
+                owner[key] = str((folder / name).absolute())
     return replace(document, tables=tables)
 
 

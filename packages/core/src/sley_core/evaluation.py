@@ -42,7 +42,7 @@ def build_evaluation_feeds(plan: Plan, parts: Parts, info: DataInfo, feed: FeedM
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
     if plan.evaluation is not None and plan.evaluation.held_out:
         held_out = feed(open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), size, shuffle=True)
-        feeds[""] = EvaluationFeed(held_out, plan.evaluation.steps * size, size, held_out.rows.start)
+        feeds[""] = EvaluationFeed(held_out, plan.evaluation.steps * size, size, held_out.rows.start, info.fields)
     facts: dict[str, str] = {}
     for name, one in plan.evaluation_sets.items():
         try:
@@ -56,7 +56,7 @@ def build_evaluation_feeds(plan: Plan, parts: Parts, info: DataInfo, feed: FeedM
         is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
         batch_size = size if is_fixed else evaluation_batch_size(num_samples, size, unit)
         of_set = feed(dataset, batch_size, shuffle=one.data.config.shuffle)
-        feeds[name] = EvaluationFeed(of_set, num_samples, batch_size, of_set.rows.start, SOURCE in info.fields)
+        feeds[name] = EvaluationFeed(of_set, num_samples, batch_size, of_set.rows.start, dataset.info.fields)
     if facts:
         agree(facts, parts.groups["control"])  # over all ranks; blocks
     return feeds

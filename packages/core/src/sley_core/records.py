@@ -73,7 +73,8 @@ class DatasetRecord(Record):
         `train-cli sample`. tokenizer: the path of a tokenizer that replaces the table's.
     describe_overlap: `describe_overlap(training, evaluated) -> str` describes the held-out data of the table `evaluated` on
         which a run with the table `training` is trained; "" if there is none.
-    rows: `rows(config, split) -> api.data.DataRows` reads a split without torch, for `train-cli data show`.
+    rows: `rows(config, context: DataContext) -> api.data.DataRows | None` reads a split without torch, for `train-cli data
+        show`; None if it needs torch.
     """
 
     check: str | None = None

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from sley_core.api.data import IGNORED, Split
+from sley_core.api.data import IGNORED, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
@@ -81,12 +81,12 @@ class ChatRows:
     without a conversation, "data-too-long" for one that the plan refuses, and "chat-mask" if no token, or each, is trained on.
     """
 
-    def __init__(self, config: ChatConfig, split: Split, template: ChatTemplate | None = None) -> None:
+    def __init__(self, config: ChatConfig, context: DataContext, template: ChatTemplate | None = None) -> None:
         """template: the table's, if it is loaded already."""
         self.sequence = config.sequence
         self.template = template or ChatTemplate(config.tokenizer, config.template)
         self.fates = Fates()
-        self._config, self._split = config, split
+        self._config, self._split = config, context.split
         self._first: Conversation | None = None
         pairs = self._cached_parts() or self._tokenized()
         self.parts = [ids for ids, _ in pairs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from sley_core.api.data import Split
+from sley_core.api.data import DataContext, Split
 from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
@@ -61,7 +61,7 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
                 yield from _problems_of(nothing_left(config, "held_out"))
             return
         for split in splits:
-            count = len(ChatRows(config, split, template))
+            count = len(ChatRows(config, DataContext(split=split), template))
             if split == "train" and (problem := config.changed(count)):
                 yield problem
     except SleyError as error:

@@ -263,5 +263,14 @@ class MixtureConfig(DataConfig):
     @property
     def tokenizer(self) -> Path | None:
         """The tokenizer of the sources, which share their token ids; None if no source's table names it."""
-        paths = (getattr(source.component.config, "tokenizer", None) for source in self.sources)
-        return next((path for path in paths if path is not None), None)
+        return getattr(self._tokenizer_table, "tokenizer", None)
+
+    @property
+    def template(self) -> Path | None:
+        """The chat template file of the source that names `tokenizer`, or None."""
+        return getattr(self._tokenizer_table, "template", None)
+
+    @property
+    def _tokenizer_table(self) -> object:
+        tables = (source.component.config for source in self.sources)
+        return next((table for table in tables if getattr(table, "tokenizer", None) is not None), None)

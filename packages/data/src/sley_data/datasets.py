@@ -151,7 +151,7 @@ class ChatDataset:
 
     def __init__(self, config: ChatConfig, context: DataContext) -> None:
         self._config = config
-        self._split = context.split
+        self._context = context
         self.data_notes: list[str] = []
 
     @cached_property
@@ -165,7 +165,7 @@ class ChatDataset:
 
     @cached_property
     def _rows(self) -> ChatRows:
-        rows = ChatRows(self._config, self._split, self._template)
+        rows = ChatRows(self._config, self._context, self._template)
         self.data_notes += rows.fates.notes()
         return rows
 

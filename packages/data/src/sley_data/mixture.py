@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, cast
 
 import torch
 
 from sley_core.api.data import SOURCE, DataContext, DataInfo, Dataset, Field, Sample, is_stream
-from sley_core.api.parts import Draws, Order, open_dataset, read_sample, set_epoch
+from sley_core.api.parts import Draws, open_dataset, read_sample, set_epoch
 from sley_core.errors import PlanError, RunError
 from sley_data.config import MixtureConfig, SourceTable
-from sley_data.interleave import Interleave, whole_shares
-from sley_data.sources import component_of, located, sources_of
+from sley_data.sources import MixtureOrder, component_of, located, source_seed, sources_of
 
 _LOOKS = 4
 """Reads of each source in which it is looked at whether it draws random numbers."""
@@ -50,10 +49,9 @@ class Mixture:
         chosen = sources_of(config, context.split)
         self.sources = tuple(table.name for _, table in chosen)
         self._sources = [self._opened(number, table) for number, table in chosen]
-        self._is_fresh = context.split == "train" and config.exhausted != "repeat"
 
     def _opened(self, number: int, table: SourceTable) -> _Source:
-        seed = int.from_bytes(blake2b(f"{self._context.seed}/{table.name}".encode(), digest_size=7).digest())
+        seed = source_seed(self._context, table)
         with located(number, table.name):
             dataset = open_dataset(component_of(self._config, number), replace(self._context, seed=seed, num_samples=None))
         if is_stream(dataset) or hasattr(dataset, "collate"):
@@ -92,63 +90,24 @@ class Mixture:
         return lengths
 
     @cached_property
-    def _interleave(self) -> Interleave:
-        tables = [source.table for source in self._sources]
-        if self._config.by_epochs:
-            counts = [(table.epochs or 0) * length for table, length in zip(tables, self.lengths, strict=True)]
-            return Interleave([max(1, round(count)) for count in counts])
-        return Interleave(whole_shares([table.weight or 0 for table in tables]))
-
-    @cached_property
-    def _length(self) -> int:
-        order = self._interleave
-        if self._config.by_epochs:
-            return order.total
-        ends = [(order.last_with if self._is_fresh else order.first_with)(*each) for each in enumerate(self.lengths)]
-        length = min(ends) if self._is_fresh else max(ends)
-        needed = self._context.num_samples
-        if self._config.exhausted == "refuse" and self._is_fresh and needed is not None and needed > length:
-            name = self.sources[ends.index(length)]
-            message = f"the run takes {needed} samples, and after {length} the source `{name}` is exhausted"
-            hint = 'take fewer steps, give it less weight, or write `exhausted = "repeat"`'
-            raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
-        return length
+    def _order(self) -> MixtureOrder:
+        return MixtureOrder(self._config, self._context, self.lengths)
 
     def __len__(self) -> int:
-        """The samples of an epoch: until every source has been seen once; with `exhausted = "end"` or "refuse", until the first
-        one has; with `epochs`, until each has been seen so often.
+        """The number of samples in an epoch: until every source has been read once; with `exhausted = "end"` or "refuse", until
+        the first source has; with `epochs`, until each source has been read so often.
         """
-        return self._length
+        return len(self._order)
 
     def set_epoch(self, epoch: int) -> None:
         """Is called before the samples of an epoch are read."""
-        if epoch and self._is_fresh and self._config.exhausted == "refuse":
+        if epoch and self._context.split == "train" and self._config.exhausted == "refuse":
             raise RunError("data-exhausted", f"a source of the mixture is exhausted after {len(self)} samples", path=("data",))
         self._epoch = epoch
 
     def place(self, index: int) -> tuple[int, int, int]:
-        """Returns of sample `index` of the present epoch: the index of its source, the source's epoch, and its sample there."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number, epoch, place = self._number(index)
-        return number, epoch, self._order(number, epoch)[place]
-
-    def _number(self, index: int) -> tuple[int, int, int]:
-        if self._is_fresh:
-            source, place = self._interleave[index]
-            return source, self._epoch, place
-        source, count = self._interleave[self._epoch * len(self) + index]
-        return source, *divmod(count, self.lengths[source])
-
-    @cached_property
-    def _order(self) -> Any:
-        @lru_cache(maxsize=2 * len(self._sources))
-        def order(number: int, epoch: int) -> Order:
-            source = self._sources[number]
-            is_shuffled = self._config.shuffle and getattr(source.table.component.config, "shuffle", True)
-            return Order(self.lengths[number], seed=source.seed, epoch=epoch, shuffle=is_shuffled)
-
-        return order
+        """Returns the source of sample `index` of the current epoch, the source's epoch, and the sample in the source."""
+        return self._order.place(self._epoch, index)
 
     def __getitem__(self, index: int) -> Sample:
         """Returns sample `index`: that of its source, with `source`, int64, and boundaries of one shape in all sources."""

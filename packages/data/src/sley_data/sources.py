@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.api.data import Split, TextIds
-from sley_core.errors import KeyPath, SleyError, UsageError
+from sley_core.api.data import SOURCE, DataContext, DataRows, Order, Split, TextIds
+from sley_core.errors import KeyPath, PlanError, SleyError, UsageError
 from sley_core.records import DatasetRecord, Problem
 from sley_data.config import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
 from sley_data.documents import copied_tokens
 from sley_data.files import token_files
+from sley_data.interleave import Interleave, whole_shares
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Component
@@ -59,6 +62,102 @@ def located(number: int, name: str) -> Iterator[None]:
         every = error.diagnostics
         moved = (replace(one, message=f"source `{name}`: {one.message}", path=path_of(number, one.path)) for one in every)
         raise type(error).many(moved) from error
+
+
+def source_seed(context: DataContext, source: SourceTable) -> int:
+    """Returns the seed of a source, which depends on its name, but not on the other sources."""
+    return int.from_bytes(blake2b(f"{context.seed}/{source.name}".encode(), digest_size=7).digest())
+
+
+class MixtureOrder:
+    """Maps the samples of a mixture to those of its sources.
+
+    Number n of the whole run is number c of one source. This is place c % length in epoch c // length of the source, which has
+    an order of its own. lengths: the numbers of samples of the sources that have the split. Raises PlanError "data-exhausted"
+    if the run needs more samples than a source with `exhausted = "refuse"` has.
+    """
+
+    def __init__(self, config: MixtureConfig, context: DataContext, lengths: Sequence[int]) -> None:
+        self._config = config
+        self._context = context
+        self._lengths = lengths
+        self._sources = [source for _, source in sources_of(config, context.split)]
+        self._starts_over = context.split == "train" and config.exhausted != "repeat"
+        self._order = lru_cache(maxsize=2 * len(lengths))(self._source_order)
+        if config.by_epochs:
+            counts = [(source.epochs or 0) * length for source, length in zip(self._sources, lengths, strict=True)]
+            self._interleave = Interleave([max(1, round(count)) for count in counts])
+            self._length = self._interleave.total
+        else:
+            self._interleave = Interleave(whole_shares([source.weight or 0 for source in self._sources]))
+            self._length = self._epoch_length()
+
+    def _epoch_length(self) -> int:
+        end_of = self._interleave.last_with if self._starts_over else self._interleave.first_with
+        ends = [end_of(source, length) for source, length in enumerate(self._lengths)]
+        length = min(ends) if self._starts_over else max(ends)
+        num_needed = self._context.num_samples
+        if self._config.exhausted == "refuse" and self._starts_over and num_needed is not None and num_needed > length:
+            name = self._sources[ends.index(length)].name
+            message = f"the run needs {num_needed} samples, but the source `{name}` is exhausted after {length}"
+            hint = 'use fewer steps, a smaller weight for it, or `exhausted = "repeat"`'
+            raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
+        return length
+
+    def _source_order(self, number: int, epoch: int) -> Order:
+        source = self._sources[number]
+        is_shuffled = self._config.shuffle and getattr(source.component.config, "shuffle", True)
+        return Order(self._lengths[number], seed=source_seed(self._context, source), epoch=epoch, shuffle=is_shuffled)
+
+    def __len__(self) -> int:
+        """The number of samples in an epoch of the mixture."""
+        return self._length
+
+    def place(self, epoch: int, index: int) -> tuple[int, int, int]:
+        """Returns the source of sample `index` of an epoch, the source's epoch, and the sample in the source."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self._starts_over:
+            number, place = self._interleave[index]
+        else:
+            number, count = self._interleave[epoch * len(self) + index]
+            epoch, place = divmod(count, self._lengths[number])
+        return number, epoch, self._order(number, epoch)[place]
+
+
+class MixtureRows:
+    """The samples of the first epoch of a mixture as lists of numbers: `api.data.DataRows`."""
+
+    counts = None
+
+    def __init__(self, config: MixtureConfig, context: DataContext, rows: Sequence[DataRows]) -> None:
+        self.sources = tuple(source.name for _, source in sources_of(config, context.split))
+        self._rows = rows
+        self._order = MixtureOrder(config, replace(context, num_samples=None), list(map(len, rows)))
+        self._num_starts = max(len(source.row(0).get("cu_seqlens", ())) for source in rows)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def row(self, index: int) -> dict[str, Sequence[int]]:
+        number, _, sample = self._order.place(0, index)
+        row = {**self._rows[number].row(sample), SOURCE: [number]}
+        if starts := row.get("cu_seqlens"):
+            row["cu_seqlens"] = [*starts, *[starts[-1]] * (self._num_starts - len(starts))]
+        return row
+
+
+def mixture_rows(config: MixtureConfig, context: DataContext) -> MixtureRows | None:
+    """Returns the samples of a mixture; None if a source can be read only with torch: `DatasetRecord.rows`."""
+    rows = []
+    for number, source in sources_of(config, context.split):
+        component = component_of(config, number)
+        record = component.record
+        if not isinstance(record, DatasetRecord) or record.rows is None:
+            return None
+        with located(number, source.name):
+            rows.append(record.load(record.rows)(component.config, replace(context, seed=source_seed(context, source))))
+    return None if None in rows else MixtureRows(config, context, rows)
 
 
 def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:

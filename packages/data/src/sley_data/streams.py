@@ -14,7 +14,7 @@ from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from sley_core.api.data import IGNORED, Split
+from sley_core.api.data import IGNORED, DataContext, Split
 from sley_core.api.files import appearing
 from sley_core.errors import PlanError
 from sley_data import cache
@@ -217,13 +217,13 @@ def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterat
 class TokenRows:
     """The samples of a split of `data.text` or `data.tokens` as lists of numbers: `DatasetRecord.rows`."""
 
-    def __init__(self, config: TextConfig | TokensConfig, split: Split) -> None:
-        """Loads the data; raises PlanError as the data sets do."""
+    def __init__(self, config: TextConfig | TokensConfig, context: DataContext) -> None:
+        """Loads the data. Raises the same PlanError as the data sets."""
         self._config = config
         if isinstance(config, TokensConfig):
-            self._stream = token_stream(config, split)
+            self._stream = token_stream(config, context.split)
         else:
-            self._stream = text_stream(config, split, tokenizer_of(config), [])
+            self._stream = text_stream(config, context.split, tokenizer_of(config), [])
         self._lengths = array("q", (stop - start for start, stop in pairwise(self._stream.offsets)))
         if not len(self):
             raise too_short(len(self._stream), config.sequence)

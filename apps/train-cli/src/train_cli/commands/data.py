@@ -23,14 +23,14 @@ from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOptio
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import Dataset, TextIds
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component
 
 data = typer.Typer(no_args_is_help=True, help="Show what a plan's model will see of its data.")
 
 _COLORS = {"trained": "\x1b[1;32m", "context": "", "padding": "\x1b[2m"}
 _PLAIN = {"trained": ("[", "]"), "context": ("", ""), "padding": ("", "")}
-_MOST = 10_000
-"""The samples of a data set that does not count them itself."""
+_MAX_COUNTED = 10_000
+"""The number of samples that are counted for a data set that does not count them itself."""
 
 
 @data.callback()
@@ -41,17 +41,24 @@ def _data() -> None:
 @data.command()
 def show(
     plan: PlanArgument,
-    split: Annotated[str, typer.Option("--split", metavar="train|held_out", help="The split to show.")] = "train",
+    split: Annotated[
+        str, typer.Option("--split", metavar="train|held_out|NAME", help="The split or the set of [evaluation.sets] to show.")
+    ] = "train",
     sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Show sample N, too.")] = None,
     overrides: SetOption = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Print counts of the plan's data, and a sample: what is trained on, what is context, where documents begin."""
-    if split not in ("train", "held_out"):
-        raise UsageError("no-split", f"there is no split `{split}`", hint="`train` or `held_out`")
     resolved = load_plan(plan, overrides or [])
-    rows = _rows(resolved, cast(Split, split))
-    counts = _with_packing(rows)
+    sets = resolved.evaluation_sets
+    if split not in ("train", "held_out", *sets):
+        names = ", ".join(f"`{name}`" for name in ("train", "held_out", *sets))
+        raise UsageError("no-split", f"there is no split `{split}`", hint=f"use one of {names}")
+    data, data_split = resolved.data, split
+    if split not in ("train", "held_out"):
+        data, data_split = sets[split].data, "held_out" if sets[split].keys.split == "held_out" else "train"
+    rows = _open_rows(data, DataContext(resolved.run.seed, cast(Split, data_split)))
+    counts = _counts(rows)
     if sample is not None and sample >= len(rows):
         raise UsageError("no-sample", f"the split has {len(rows)} samples: 0 to {len(rows) - 1}")
     row = rows.row(sample) if sample is not None else None
@@ -73,7 +80,7 @@ def show(
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
     if row is not None:
         print(f"\nsample {sample}, with its labels in {'green' if _has_color() else 'brackets'}:")
-        for line in document_lines(row, _text_ids(resolved), color=_has_color()):
+        for line in document_lines(row, _text_ids(data), color=_has_color()):
             print(line)
 
 
@@ -83,7 +90,7 @@ def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
     resolved = load_plan(plan, overrides or [])
     splits: tuple[Split, ...] = ("train", "held_out") if resolved.evaluation is not None else ("train",)
     for split in splits:
-        dataset = _opened(resolved, split)
+        dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, split))
         if is_stream(dataset):
             raise UsageError("no-tokens", f"`{resolved.data.name}` is a stream, of which nothing is kept")
         say(f"{split}: {len(cast('Dataset', dataset))} samples")
@@ -104,7 +111,7 @@ def export(
     config = resolved.data.config
     has_held_out = getattr(config, "held_out", 0) or getattr(config, "held_out_files", ())
     for split, name in (("train", "train.bin"), *([("held_out", "val.bin")] if has_held_out else [])):
-        dataset = _opened(resolved, cast(Split, split))
+        dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, cast(Split, split)))
         if not hasattr(dataset, "token_parts"):
             raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="`data.text` has one")
         is_small = (dataset.info.vocab_size or 0) <= 1 << 16
@@ -118,60 +125,61 @@ def export(
         say(f"{out / name}: {count} tokens, {'uint16' if is_small else 'uint32'}, vocab_size = {dataset.info.vocab_size}")
 
 
-def _opened(plan: Plan, split: Split) -> AnyDataset:
-    """Returns the plan's data set, which may import torch."""
+def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
+    """Opens a data set, which may import torch."""
     from sley_core.data.factory import open_dataset
 
-    return open_dataset(plan.data, DataContext(plan.run.seed, split))
+    return open_dataset(data, context)
 
 
 def _has_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _with_packing(rows: DataRows) -> dict[str, Any]:
-    counts = dict(rows.counts)
-    known = counts["padding"] is not None and counts["positions"]
-    counts["packing"] = 1 - counts["padding"] / counts["positions"] if known else None
+def _open_rows(data: Component, context: DataContext) -> DataRows:
+    record = data.record
+    rows: DataRows | None = None
+    if isinstance(record, DatasetRecord) and record.rows is not None:
+        rows = record.load(record.rows)(data.config, context)
+    return rows or _DatasetRows(data, context)
+
+
+def _counts(rows: DataRows) -> dict[str, Any]:
+    """Returns the counts of the rows, with their packing efficiency."""
+    counts = dict(_count_samples(rows) if rows.counts is None else rows.counts)
+    is_known = counts["padding"] is not None and counts["positions"]
+    counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
     return counts
 
 
-def _rows(plan: Plan, split: Split) -> DataRows:
-    record = plan.data.record
-    if isinstance(record, DatasetRecord) and record.rows is not None:
-        rows: DataRows = record.load(record.rows)(plan.data.config, split)
-        return rows
-    return _Samples(plan, split)
+def _count_samples(rows: DataRows) -> dict[str, Any]:
+    """Counts the first `_MAX_COUNTED` samples one by one. `sources`: the counts of each source by name, if there are any."""
+    names: Sequence[str] = getattr(rows, "sources", ())
+    counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
+    for index in range(min(len(rows), _MAX_COUNTED)):
+        row = rows.row(index)
+        source = row[SOURCE][0] if names else 0
+        counts[source].update(samples=1, tokens=len(row["labels"]), trained=sum(label >= 0 for label in row["labels"]))
+    num_left = len(rows) - _MAX_COUNTED
+    dropped = {f"not counted: samples after the first {_MAX_COUNTED}": num_left} if num_left > 0 else {}
+    tokens, trained = (sum(count[key] for count in counts) for key in ("tokens", "trained"))
+    totals = {"documents": None, "padding": None, "longest": None, "tokens": tokens, "trained": trained, "positions": tokens}
+    by_source = {"sources": dict(zip(names, map(dict, counts), strict=True))} if names else {}
+    return {**totals, "dropped": dropped, **by_source}
 
 
-class _Samples:
-    """The samples of any data set of token ids, counted one by one; the first `_MOST` of them.
+class _DatasetRows:
+    """The samples of any data set of token ids: `DataRows`. Raises UsageError "no-tokens" for other data and for streams."""
 
-    Raises UsageError "no-tokens" for a data set of something else, or without a length.
-    """
+    counts = None
 
-    def __init__(self, plan: Plan, split: Split) -> None:
-        dataset = _opened(plan, split)
+    def __init__(self, data: Component, context: DataContext) -> None:
+        dataset = _open_dataset(data, context)
         if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
             hint = "it shows data sets with a length whose samples have `tokens` and `labels`"
-            raise UsageError("no-tokens", f"`{plan.data.name}` gives no tokens by number", hint=hint)
+            raise UsageError("no-tokens", f"`{data.name}` gives no tokens by number", hint=hint)
         self._dataset = cast("Dataset", dataset)
-
-    @property
-    def counts(self) -> Mapping[str, Any]:
-        """Those of all samples; with `sources`, by name, those of each source, if the data set has any."""
-        names: Sequence[str] = getattr(self._dataset, "sources", ())
-        counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
-        for index in range(min(len(self), _MOST)):
-            row = self._dataset[index]
-            labels = row["labels"]
-            source = int(row[SOURCE]) if names else 0
-            counts[source].update(samples=1, tokens=labels.numel(), trained=int((labels >= 0).sum()))
-        dropped = {f"not counted: samples after the first {_MOST}": len(self) - _MOST} if len(self) > _MOST else {}
-        tokens, trained = (sum(each[key] for each in counts) for key in ("tokens", "trained"))
-        found = {**dict.fromkeys(("documents", "padding", "longest")), "tokens": tokens, "trained": trained}
-        by_source = {"sources": dict(zip(names, map(dict, counts), strict=True))} if names else {}
-        return {**found, "positions": tokens, "dropped": dropped, **by_source}
+        self.sources: Sequence[str] = getattr(dataset, "sources", ())
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -180,11 +188,11 @@ class _Samples:
         return {name: value.reshape(-1).tolist() for name, value in self._dataset[index].items()}
 
 
-def _text_ids(plan: Plan) -> TextIds | None:
-    record = plan.data.record
+def _text_ids(data: Component) -> TextIds | None:
+    record = data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
         return None
-    ids: TextIds = record.load(record.text_ids)(plan.data.config, None)
+    ids: TextIds = record.load(record.text_ids)(data.config, None)
     return ids
 
 

@@ -13,3 +13,4 @@ from sley_core.data.dataset import Sample as Sample
 from sley_core.data.dataset import Split as Split
 from sley_core.data.dataset import TextIds as TextIds
 from sley_core.data.dataset import is_stream as is_stream
+from sley_core.data.order import Order as Order

@@ -2,7 +2,6 @@
 
 from sley_core.data.factory import open_dataset as open_dataset
 from sley_core.data.feed import Draws as Draws
-from sley_core.data.feed import Order as Order
 from sley_core.data.feed import read_sample as read_sample
 from sley_core.data.walk import set_epoch as set_epoch
 from sley_core.engine.accumulators import add_at as add_at

@@ -142,11 +142,12 @@ class DataRows(Protocol):
     """The samples of one split as lists of numbers, without torch, for `train-cli data show`.
 
     counts: `documents`, `tokens` and `trained` (those that a label asks for), `positions` of all samples, `padding` (those
-    without a token), `longest` (the tokens of a document), `dropped` (samples left out or cut, by reason).
+    without a token), `longest` (the tokens of a document), `dropped` (samples left out or cut, by reason). None counts the
+    samples one by one, by source if there is an attribute `sources` with names.
     """
 
     @property
-    def counts(self) -> Mapping[str, Any]: ...
+    def counts(self) -> Mapping[str, Any] | None: ...
 
     def __len__(self) -> int: ...
 

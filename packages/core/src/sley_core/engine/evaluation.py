@@ -6,14 +6,13 @@ output, batch ──metrics──> {name: (sum, count)} of a micro-batch ──>
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from sley_core.data.dataset import SOURCE
 from sley_core.engine.call import tensors_in
 from sley_core.errors import RunError
 from sley_core.model.tensors import version_of
@@ -159,23 +158,21 @@ class EvaluationFeed:
     """Yields the samples of one evaluation set, the same in each evaluation.
 
     feed: gives this rank's rows, from `first` on, of batches of `batch_size`. num_samples: how many count, over all ranks. A
-    batch may have more: the feed begins again where the data end. has_source: whether batches need a field `source`, which says
-    nothing of data that are not trained on; None for the data's own.
+    batch may have more: the feed begins again where the data end. fields: the names of the fields of a batch.
     """
 
     feed: Feed
     num_samples: int
     batch_size: int
     first: int
-    has_source: bool | None = None
+    fields: Collection[str]
 
     def batches(self, splitter: BatchSplitter) -> Iterator[StepBatch]:
         self.feed.restore({"samples": 0})
+        splitter = splitter.select_fields(self.fields)
         for done in range(0, self.num_samples, self.batch_size):
             batch = self.feed.next()
-            if self.has_source is not None:
-                batch.pop(SOURCE, None)
-                batch |= {SOURCE: torch.zeros(len(self.feed.rows), dtype=torch.int64)} if self.has_source else {}
+            batch = {name: batch[name] for name in splitter.info.fields}
             yield splitter.split_feed(batch, self.num_samples - done - self.first)
         self.feed.close()
 

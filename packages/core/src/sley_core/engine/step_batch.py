@@ -187,12 +187,16 @@ class BatchSplitter:
         weights = [weight if micro < num_counted else 0.0 for micro, weight in enumerate(split.weights)]
         return replace(split, weights=weights, num_counted=num_counted)
 
+    def select_fields(self, names: Collection[str]) -> BatchSplitter:
+        """Returns a splitter for batches that have only those of the declared fields that are in `names`."""
+        fields = {name: field for name, field in self.info.fields.items() if name in names}
+        slices = Slices(fields, self.slices.num_slices, self.slices.index)
+        return replace(self, info=replace(self.info, fields=fields), slices=slices)
+
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
         """Checks and splits samples for a prediction. reads: the fields that layers read; other fields may be missing."""
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
-        fields = {name: field for name, field in self.info.fields.items() if name in names or name in reads}
-        slices = Slices(fields, self.slices.num_slices, self.slices.index)
-        return BatchSplitter(replace(self.info, fields=fields), self.micro_size, slices, None).split_input(batch)
+        return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
     def _count(self, piece: Mapping[str, Tensor]) -> int:
         return count_micros(piece, self.info.fields, self.micro_size)
