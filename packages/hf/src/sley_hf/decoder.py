@@ -20,7 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sley_core.api.model import Model, attention_mask
 from sley_core.errors import PlanError, RunError
 from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
-from sley_hf.structure import LayerArguments, Structure, UnsupportedModelError, find_structure, record_calls, with_recorders
+from sley_hf.structure import (
+    LayerArguments,
+    Structure,
+    UnsupportedModelError,
+    find_structure,
+    layer_name,
+    record_calls,
+    with_recorders,
+)
+from sley_hf.weights import FileInitializer
 
 if TYPE_CHECKING:
     from sley_core.api.data import DataInfo
@@ -50,8 +59,6 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     ]
     if config.weights is None:
         return Model(builders, partial(_initialise, causal), ties=ties(causal, structure))
-    from sley_hf.weights import FileInitializer
-
     return Model(builders, FileInitializer(config.weights, causal, structure), ties=ties(causal, structure))
 
 
@@ -114,19 +121,6 @@ def ties(causal: Any, structure: Structure) -> list[tuple[str, str]]:
         return []
     tied = dict(causal._tied_weights_keys or {})
     return [(layer_name(source, structure), layer_name(target, structure)) for target, source in tied.items()]
-
-
-def layer_name(name: str, structure: Structure) -> str:
-    """Returns the registry's name of the parameter that transformers calls `name`."""
-    blocks, norm = structure.prefix(structure.blocks), structure.prefix(structure.norm)
-    if name.startswith(f"{blocks}."):
-        index, _, path = name.removeprefix(f"{blocks}.").partition(".")
-        return f"blocks.{index}.layer.{path}"
-    if name.startswith(f"{norm}."):
-        return f"head.norm.{name.removeprefix(f'{norm}.')}"
-    if name.startswith(f"{structure.base}."):
-        return f"embed.base.{name.removeprefix(f'{structure.base}.')}"
-    return f"head.causal.{name}"
 
 
 def _copy_embed(causal: Any, structure: Structure) -> nn.Module:

@@ -92,6 +92,19 @@ def find_structure(causal: Any) -> Structure:
     return Structure(base_name, stack, blocks, norms[0])
 
 
+def layer_name(name: str, structure: Structure) -> str:
+    """Returns the registry's name of the parameter that transformers calls `name`."""
+    blocks, norm = structure.prefix(structure.blocks), structure.prefix(structure.norm)
+    if name.startswith(f"{blocks}."):
+        index, _, path = name.removeprefix(f"{blocks}.").partition(".")
+        return f"blocks.{index}.layer.{path}"
+    if name.startswith(f"{norm}."):
+        return f"head.norm.{name.removeprefix(f'{norm}.')}"
+    if name.startswith(f"{structure.base}."):
+        return f"embed.base.{name.removeprefix(f'{structure.base}.')}"
+    return f"head.causal.{name}"
+
+
 class _LastLayerReached(Exception):  # noqa: N818  # no error
     """Ends a forward of the base model after its last recorder."""
 
@@ -169,9 +182,14 @@ class LayerArguments:
                 if any(True for _ in child.parameters(recurse=False)):
                     is_embedding = isinstance(child, nn.Embedding)
                     setattr(module, name, _NoEmbedding(hidden) if is_embedding else _Unchanged())
-        self._base: dict[torch.device, tuple[nn.Module, list[_Recorder]]] = {}
-        self._original = base, recorders
-        self._hidden = hidden
+        self._base, self._recorders = base.eval(), recorders
+        self._buffers = [
+            (module, name, buffer)
+            for module in base.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._device: torch.device | None = None
         self._last: tuple[Any, Any] = (None, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerArguments:
@@ -193,8 +211,10 @@ class LayerArguments:
 
         if field is not None:
             calls = once_per_field(field, key, compute)
+        elif hidden.is_meta or mask is not None:  # no tensor on meta may stay with the layers
+            calls = compute()
         else:
-            if self._last[0] != key or mask is not None:
+            if self._last[0] != key:
                 with torch.no_grad():
                     self._last = key, compute()
             calls = self._last[1]
@@ -202,14 +222,18 @@ class LayerArguments:
         return args, kwargs
 
     def _compute(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Any:
-        device = hidden.device
-        if device not in self._base:
-            base, recorders = copy.deepcopy(self._original)
-            self._base[device] = base.to(device), recorders
-        base, recorders = self._base[device]
-        base.train(False)
+        if hidden.device != self._device:
+            self._move_buffers(hidden.device)
         zeros = hidden.new_zeros(()).expand(*hidden.shape)
         # a copy of the positions, since a cached value must not refer to the field that owns the cache
         inputs = {} if positions is None else {"position_ids": positions.clone()}
-        calls = record_calls(base, recorders, inputs_embeds=zeros, attention_mask=mask, **inputs)
+        calls = record_calls(self._base, self._recorders, inputs_embeds=zeros, attention_mask=mask, **inputs)
+        if hidden.is_meta:
+            self._move_buffers(torch.device("cpu"))
         return [(None, args, kwargs) for _, args, kwargs in calls]
+
+    def _move_buffers(self, device: torch.device) -> None:
+        """Makes the base model use copies of its buffers on `device`."""
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer.to(device)
+        self._device = device

@@ -1,19 +1,74 @@
-"""Initial values of `hf.decoder` from safetensors files. A rank reads only the tensors of its layers, one at a time."""
+"""Initial values of `hf.decoder` from safetensors files. A rank reads only the tensors of its layers, one at a time.
+
+Names and layouts of stored tensors may differ from those of the model: an older version had other names, or each expert was a
+tensor of its own. transformers has a table of renamings and conversions for each family, which is applied here.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from sley_core.api.files import WeightFiles, read_tensor
+from sley_core.api.files import WeightFiles
 from sley_core.errors import PlanError, RunError
-
-if TYPE_CHECKING:
-    from sley_hf.structure import Structure
+from sley_hf.structure import Structure, layer_name
 
 PATH = ("model", "weights")
+_MAX_PROBLEMS = 4
+
+
+class StoredWeights:
+    """The tensors of a folder of safetensors files under the names and in the layouts of transformers' model.
+
+    causal: the model, whose parameters may be on meta. Raises RunError "weight-files" if the files cannot be read.
+    """
+
+    def __init__(self, folder: Path, causal: Any) -> None:
+        self.files = WeightFiles(folder)
+        self._causal = causal
+        transforms = get_model_conversion_mapping(causal)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns by target
+        self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
+        prefix, state = causal.base_model_prefix, causal.state_dict()
+        for stored in sorted(self.files.stored, key=dot_natural_key):
+            target, pattern = rename_source_key(stored, renamings, converters, prefix, state)
+            if target not in state and stored in state:
+                target, pattern = stored, None
+            self._sources[target].append((stored, pattern))
+            self._targets[target] = target
+            if pattern is not None:
+                first, *others = self._converters[pattern].target_patterns
+                self._targets |= {target.replace(first, other): target for other in others}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._targets
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the stored shape of the parameter `name`; None if it is only known after a conversion."""
+        stored, pattern = self._sources[self._targets[name]][0]
+        return self.files.stored[stored].shape if pattern is None else None
+
+    def read(self, name: str) -> Tensor:
+        """Returns the value of the parameter `name`. Raises RunError "weight-files" if a file cannot be read."""
+        target = self._targets[name]
+        stored, pattern = self._sources[target][0]
+        if pattern is None:
+            return self.files.tensor(stored)
+        converter: Any = deepcopy(self._converters[pattern])
+        for stored_name, source_pattern in self._sources[target]:
+            converter.add_tensor(target, stored_name, source_pattern, self.files.tensor(stored_name))
+        value = converter.convert(target, model=self._causal, config=self._causal.config)[name]
+        tensor: Tensor = value[0] if isinstance(value, list) else value
+        return tensor
 
 
 class FileInitializer:
@@ -23,37 +78,36 @@ class FileInitializer:
     """
 
     def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
-        from sley_hf.decoder import layer_name
-
         try:
-            files = WeightFiles(folder)
+            self._stored = StoredWeights(folder, causal)
         except RunError as error:
             diagnostic = error.diagnostics[0]
             raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
-        # files of a base model have no prefix: `h.0.ln_1.weight` instead of `transformer.h.0.ln_1.weight`
-        base = structure.base
         tied = set(causal._tied_weights_keys or ()) if causal.config.tie_word_embeddings else set()
-        self._sources: dict[str, tuple[Path, str]] = {}
+        self._names: dict[str, str] = {}
         problems = []
         for name, parameter in causal.named_parameters(remove_duplicate=False):
-            stored = next((alias for alias in (name, name.removeprefix(f"{base}.")) if alias in files.stored), None)
-            if stored is None:
-                problems += [] if name in tied else [f"{name!r} is missing"]
-            elif files.stored[stored].shape != tuple(parameter.shape):
-                problems.append(f"{name!r} is {list(files.stored[stored].shape)} and not {list(parameter.shape)}")
-            elif name not in tied:
-                self._sources[layer_name(name, structure)] = files.stored[stored].file, stored
+            if name in tied:
+                continue
+            if name not in self._stored:
+                problems.append(f"{name!r} is missing")
+            elif (shape := self._stored.shape(name)) not in (None, tuple(parameter.shape)):
+                problems.append(f"{name!r} is {list(shape or ())} and not {list(parameter.shape)}")
+            self._names[layer_name(name, structure)] = name
         if problems:
-            more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
-            message = f"the files in `{folder}` are not the weights of this model: {', '.join(problems[:4])}{more}"
+            number = len(problems) - _MAX_PROBLEMS
+            text = ", ".join(problems[:_MAX_PROBLEMS]) + (f", and {number} more" if number > 0 else "")
+            message = f"the files in `{folder}` are not the weights of this model: {text}"
             raise PlanError("model-weights", message, path=PATH, hint="use a folder that `save_pretrained` wrote")
 
     def __call__(self, module: nn.Module, name: str) -> None:
         """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""
         for attribute, parameter in module.named_parameters(recurse=False):
-            if (source := self._sources.get(f"{name}.{attribute}")) is not None:
-                value = read_tensor(*source)
+            if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
+                value = self._stored.read(hf_name)
                 if value.shape != parameter.shape:
-                    message = f"the shape of {source[1]!r} in `{source[0]}` has changed to {list(value.shape)}"
+                    message = (
+                        f"{hf_name!r} in `{self._stored.files.folder}` is {list(value.shape)}, not {list(parameter.shape)}"
+                    )
                     raise RunError("weight-files", message)
                 parameter.copy_(value)

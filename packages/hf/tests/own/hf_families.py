@@ -1,0 +1,81 @@
+"""Small random configs of the families that docs/how-to.md lists, and their models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 255,
+}
+GEMMA = {"head_dim": 16, "sliding_window": 5}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUT = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "embedding_dropout", "residual_dropout"),
+    0.0,
+)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {},
+    "stablelm": {},
+    "cohere": {},
+    "cohere2": {},
+    "gpt_neox": {},
+    "gpt2": {},
+    "gptj": {"rotary_dim": 8},
+    "starcoder2": {"sliding_window": 5},
+    "falcon": {},
+    "opt": {"word_embed_proj_dim": 64, "dropout": 0.0},
+    "mpt": {},
+    "glm4": {},
+    "nemotron": {},
+    "helium": {"head_dim": 16},
+    "exaone4": {},
+    "ernie4_5": {},
+    "seed_oss": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": MOE | {"moe_intermediate_size": 32},
+    "olmoe": MOE,
+}
+"""The keys by which a config differs from `SIZES`, by `model_type`."""
+
+
+def small_config(family: str, **changes: Any) -> Any:
+    """Returns a config of transformers with two small layers and no dropout."""
+    return AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **FAMILIES.get(family, {}), **changes})
+
+
+def computes_in_fp32(config: Any) -> bool:
+    """Returns whether parts of the model compute in fp32, whatever the dtype of its weights."""
+    return config.model_type.startswith(("gemma", "cohere", "helium", "mpt"))
+
+
+def transformers_model(config: Any) -> Any:
+    torch.manual_seed(0)
+    needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "mpt"
+    options: dict[str, Any] = {"attn_implementation": "eager" if needs_eager else "sdpa"}
+    if hasattr(config, "num_experts_per_tok"):
+        options["experts_implementation"] = "eager"
+    return AutoModelForCausalLM.from_config(config, **options).double()

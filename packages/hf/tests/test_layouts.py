@@ -1,0 +1,126 @@
+"""Every family in every layout: losses, gradients and three AdamW steps equal a plain loop over transformers' own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from sley_hf.attention import uses_interface
+from sley_hf.structure import Structure, find_structure, layer_name
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import Tables, changed, small_plan, write_texts
+from sley_testing.runs import Recorded, record
+
+STEPS, GLOBAL, LENGTH = 3, 8, 24
+BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
+LR = 1e-3
+
+LAYOUTS: dict[str, Tables] = {
+    "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
+    "dp sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]},
+    "pp": {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
+    "pp zero bubble": {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}},
+    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
+    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all"}},
+    "recompute": {"parallel": {"dp": 2}, "activations": {"use": "core.recompute"}},
+    "host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}},
+}
+
+
+def batches_of() -> list[dict[str, Tensor]]:
+    """Returns a batch for each step: rows of packed documents."""
+    generator = torch.Generator().manual_seed(3)
+    bounds = (BOUNDS * GLOBAL)[:GLOBAL]
+    positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(row)]) for row in bounds])
+    batches = []
+    for _ in range(STEPS):
+        tokens, labels = (torch.randint(0, 255, (GLOBAL, LENGTH), generator=generator) for _ in range(2))
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -1
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        batches.append({"tokens": tokens, "labels": labels, "positions": positions.clone(), "cu_seqlens": cu_seqlens})
+    return batches
+
+
+def tables_of(folder: Path, layout: str = "") -> Tables:
+    """Returns the plan for the weights in `folder`."""
+    return changed(
+        small_plan(
+            model={"use": "hf.decoder", "weights": str(folder), "experts": "eager"},
+            optimizer={"use": "core.adamw", "lr": LR, "weight_decay": 0.0},
+            batch={"global_size": GLOBAL, "micro_size": 2},
+            data__sequence=LENGTH,
+        ),
+        **LAYOUTS.get(layout, {}),
+    )
+
+
+def recorded(plans: Sequence[Tables], folder: Path, batches: Any) -> list[Recorded]:
+    """Records several plans one after another on the same ranks."""
+    return [record(tables, STEPS, folder=folder, batches=batches) for tables in plans]
+
+
+def plain_loop(reference: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Returns losses, the gradients of the first step and the final weights by transformers' names; trains `reference`."""
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    for batch in batches_of():
+        optimizer.zero_grad()
+        total = int((batch["labels"] >= 0).sum())
+        loss: Any = 0.0
+        for tokens, labels, bounds in zip(batch["tokens"], batch["labels"], batch["cu_seqlens"].tolist(), strict=True):
+            for start, end in pairwise(bounds):
+                if end > start:
+                    logits = reference(input_ids=tokens[None, start:end]).logits[0]
+                    loss = loss + cross_entropy(logits, labels[start:end], ignore_index=-1, reduction="sum") / total
+        loss.backward()
+        losses.append(float(loss.detach()))
+        first = first or {name: p.grad.clone() for name, p in reference.named_parameters()}
+        optimizer.step()
+    return losses, first, {name: p.detach().clone() for name, p in reference.named_parameters()}
+
+
+def assert_equals_plain_loop(run: Recorded, expected: Any, structure: Structure, tolerance: float) -> None:
+    """Compares losses, and the gradients of the first step and the final weights of the parameters that the rank has.
+
+    Weights whose gradient is zero but for rounding are left out, since Adam scales any gradient to the same step.
+    """
+    losses, gradients, weights = expected
+    for row, loss in zip(run.rows, losses, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=tolerance)
+    gradients, weights = (
+        {layer_name(name, structure): value for name, value in tensors.items()} for tensors in (gradients, weights)
+    )
+    floor = 1e-6 * max(float(gradient.norm()) for gradient in gradients.values())
+    ours = run.gradients[0]
+    assert_close_gradients({name: gradients[name] for name in ours}, ours, tolerance, floor=floor)
+    names = [name for name in ours if float(gradients[name].norm()) > floor]
+    assert_close_gradients({n: weights[n] for n in names}, {n: run.weights[n] for n in names}, tolerance)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path, family: str) -> None:
+    write_texts(tmp_path)
+    config = small_config(family)
+    reference = transformers_model(config)
+    reference.float().save_pretrained(tmp_path / "model")
+    expected = plain_loop(reference.double())
+    layouts = [layout for layout in LAYOUTS if layout != "sp" or uses_interface(type(reference))]
+    plans = [tables_of(tmp_path / "model", layout) for layout in layouts]
+    tolerance = 1e-5 if computes_in_fp32(config) else 1e-10
+    structure = find_structure(reference)
+    alone = record(tables_of(tmp_path / "model"), STEPS, folder=tmp_path, batches=batches_of())
+    assert_equals_plain_loop(alone, expected, structure, tolerance)
+    for layout, runs in zip(layouts, zip(*ranks(2, 580)(recorded, plans, tmp_path, batches_of()), strict=True), strict=True):
+        print(layout)
+        for run in runs:
+            assert_equals_plain_loop(run, expected, structure, tolerance)
