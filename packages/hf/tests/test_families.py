@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_model
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.api.data import DataInfo, Field
-from sley_core.api.model import Model
+from sley_core.errors import PlanError
+from sley_hf.compare import compare_with_transformers, logits, share_parameters
 from sley_hf.config import DecoderConfig
 from sley_hf.decoder import layers
-from sley_hf.structure import find_structure, layer_name
+from sley_hf.structure import find_structure
 
 BOUNDS = [[0, 5, 12, 12], [0, 3, 8, 12]]
 LENGTH = 12
@@ -25,37 +26,15 @@ def decoder_config(folder: Any) -> DecoderConfig:
     return DecoderConfig.model_validate({"config": folder, "experts": "eager"})
 
 
-def model_of(folder: Any, reference: Any) -> tuple[Model, dict[str, Tensor]]:
-    """Returns the layers over the parameters of `reference`, and these by the names of the layers."""
-    model = layers(decoder_config(folder), DATA).build()
-    structure = find_structure(reference)
-    values = {layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
-    names = set()
-    for layer in model.layers:
-        for path, _ in list(layer.module.named_parameters(remove_duplicate=False)):
-            owner, _, attribute = path.rpartition(".")
-            setattr(layer.module.get_submodule(owner), attribute, values[f"{layer.name}.{path}"])
-            names.add(f"{layer.name}.{path}")
-    assert names == values.keys()
-    return model, values
-
-
-def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    embed, *blocks, head = (layer.module for layer in model.layers)
-    hidden = embed(tokens, positions)
-    for block in blocks:
-        hidden = block(hidden, positions, cu_seqlens)
-    out: Tensor = head(hidden)
-    return out
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: bool, tmp_path: Any) -> None:
     config = small_config(family)
     config.save_pretrained(tmp_path)
     reference = transformers_model(config)
-    model, _ = model_of(tmp_path, reference)
+    model = share_parameters(layers(decoder_config(tmp_path), DATA), reference, find_structure(reference))
+    for layer in model.layers:
+        layer.module.train()
     tokens = torch.randint(0, 255, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     if packed:
         positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(b)]) for b in BOUNDS])
@@ -83,8 +62,6 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: b
     [("llama", {"is_causal": False}, "both directions"), ("mamba", {}, "keep state"), ("t5", {}, "no causal language model")],
 )
 def test_models_that_are_no_plain_decoders_are_refused(family: str, changes: Any, message: str, tmp_path: Any) -> None:
-    from sley_core.errors import PlanError
-
     small_config(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(PlanError) as refused:
         layers(decoder_config(tmp_path), DATA)
@@ -100,3 +77,18 @@ def test_no_module_of_transformers_is_changed(tmp_path: Any) -> None:
     layers(decoder_config(tmp_path), DATA).build()
     assert dict(vars(modeling_llama.LlamaAttention)) == before
     assert isinstance(modeling_llama.LlamaAttention.forward, type(nn.Module.forward))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen3_moe", "falcon"])
+def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
+    small_config(family, num_hidden_layers=7 if family == "gemma3_text" else 3).save_pretrained(tmp_path)
+    note = compare_with_transformers(decoder_config(tmp_path))
+    assert f"with {6 if family == 'gemma3_text' else 2} layers" in note
+
+
+def test_check_refuses_a_family_whose_layers_differ(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_config("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("sley_hf.decoder.Block.forward", lambda self, hidden, positions=None, cu_seqlens=None: hidden)
+    with pytest.raises(PlanError) as refused:
+        compare_with_transformers(decoder_config(tmp_path))
+    assert refused.value.diagnostics[0].code == "hf-differs"

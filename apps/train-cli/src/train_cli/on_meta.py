@@ -25,6 +25,7 @@ from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.buffers import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
+from sley_core.records import ModelRecord
 from train_cli.progress import MIB, memory, parameters
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
             on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
             notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
             dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)
+            record = plan.model.record
+            if calls_layers and isinstance(record, ModelRecord) and record.compare is not None:
+                notes.append(record.load(record.compare)(plan.model.config))
             note = check_layers(plan, topology, model, dataset, dtype, calls_all=calls_layers)
             notes += [note] if note else []
             # Ranks open the dataset again in their own processes, so its workers must end here.

@@ -53,10 +53,13 @@ class ModelRecord(Record):
     exports: the exporters by format of `train-cli export`, in addition to "safetensors". Each is `"module:attribute"` of
         `export(plan, source, out, max_file_bytes) -> list[str]`, which writes the weights of `source`
         (`api.files.TensorReader`) into the new folder `out` and returns the file names.
+    compare: `"module:attribute"` of `compare(config) -> str`, with which `train-cli check --model` compares the layers with
+        another implementation of the model. It returns a note, or raises PlanError.
     uses_layer_names: whether every weight is named after its layer, so that an export does not need to build the model.
     """
 
     exports: Mapping[str, str] = field(default_factory=dict)
+    compare: str | None = None
     uses_layer_names: bool = False
 
 

@@ -32,6 +32,8 @@ from sley_hf.structure import (
 from sley_hf.weights import FileInitializer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sley_core.api.data import DataInfo
     from sley_hf.config import DecoderConfig
 
@@ -43,11 +45,18 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     them. Raises PlanError "hf-structure" for a model that is no plain decoder, "model-vocabulary" if the data has more
     token ids than the model, and "model-weights" if the files cannot be read or belong to another model.
     """
-    causal, structure = build_on_meta(config)
+    hf_config = read_hf_config(config)
+    causal, structure = build_from_config(hf_config, eager=config.attention == "eager", experts=config.experts)
     vocab_size = causal.config.vocab_size
     if data.vocab_size is not None and vocab_size < data.vocab_size:
         message = f"the model has {vocab_size} token ids, fewer than the {data.vocab_size} of the data"
         raise PlanError("model-vocabulary", message, path=("model",), hint="use the tokenizer of the model")
+    initialise = partial(_initialise, causal) if config.weights is None else FileInitializer(config.weights, causal, structure)
+    return layers_of(causal, structure, initialise)
+
+
+def layers_of(causal: Any, structure: Structure, initialise: Callable[[nn.Module, str], None] | None = None) -> Model:
+    """Returns the layers of a model of transformers, whose parameters are on meta."""
     arguments = LayerArguments(causal, structure)
     builders: Any = [
         ("embed", partial(_copy_embed, causal, structure)),
@@ -57,22 +66,22 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
         ),
         ("head", partial(_copy_head, causal, structure)),
     ]
-    if config.weights is None:
-        return Model(builders, partial(_initialise, causal), ties=ties(causal, structure))
-    return Model(builders, FileInitializer(config.weights, causal, structure), ties=ties(causal, structure))
+    return Model(builders, initialise, ties=ties(causal, structure))
 
 
-def build_on_meta(config: DecoderConfig) -> tuple[Any, Structure]:
+def read_hf_config(config: DecoderConfig) -> Any:
+    """Returns the config of transformers that the plan names. Raises PlanError "hf-structure"."""
+    try:
+        return AutoConfig.from_pretrained(config.config_file)
+    except ValueError as error:
+        raise _structure_error(str(error)) from None
+
+
+def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any, Structure]:
     """Returns the model of transformers with its parameters on meta and its buffers on the host, and its structure.
 
     Raises PlanError "hf-structure".
     """
-    hf_config = AutoConfig.from_pretrained(config.config_file)
-    return build_from_config(hf_config, eager=config.attention == "eager", experts=config.experts)
-
-
-def build_from_config(hf_config: Any, *, eager: bool, experts: str = "grouped_mm") -> tuple[Any, Structure]:
-    """Does what `build_on_meta` does for a config of transformers."""
     hf_config = copy.deepcopy(hf_config)
     hf_config.output_router_logits = False
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)

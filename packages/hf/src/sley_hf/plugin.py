@@ -9,4 +9,12 @@ from sley_hf.config import DecoderConfig
 
 @hookimpl
 def sley_records() -> list[Record]:
-    return [ModelRecord(name="decoder", config=DecoderConfig, build="sley_hf.decoder:layers", uses_layer_names=True)]
+    return [
+        ModelRecord(
+            name="decoder",
+            config=DecoderConfig,
+            build="sley_hf.decoder:layers",
+            compare="sley_hf.compare:compare_with_transformers",
+            uses_layer_names=True,
+        )
+    ]

@@ -1,0 +1,105 @@
+"""Compares the layers of `hf.decoder` with transformers' own forward, for `train-cli check --model`.
+
+The comparison takes a copy of the model with fewer layers and token ids and with random weights, so it works for any family.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.api.model import Model
+from sley_core.errors import PlanError
+from sley_hf.decoder import build_from_config, layers_of, read_hf_config
+from sley_hf.structure import layer_name
+
+if TYPE_CHECKING:
+    from sley_hf.config import DecoderConfig
+
+MAX_IDS = 128
+BOUNDS = [[0, 16, 16], [0, 5, 16]]
+"""The documents of two rows of 16 tokens; the second row has two."""
+TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def compare_with_transformers(config: DecoderConfig) -> str:
+    """Returns a note with the largest relative difference between the logits of both forwards.
+
+    Raises PlanError "hf-differs" if it exceeds 1e-4, for one document per row or for packed documents, and the errors of
+    `sley_hf.decoder.layers`.
+    """
+    small = shrink(read_hf_config(config))
+    kernel = "eager" if getattr(small, "attn_logit_softcapping", None) or config.attention == "eager" else None
+    causal, structure = build_from_config(small, eager=config.attention == "eager", experts="eager")
+    own_kernel = causal.config._attn_implementation
+    reference = type(causal)._from_config(copy.deepcopy(small), attn_implementation=kernel or _kernel_of(own_kernel)).eval()
+    model = share_parameters(layers_of(causal, structure), reference, structure)
+    tokens = torch.arange(32).view(2, 16) * 7 % small.vocab_size
+    differences = []
+    for bounds in ([[0, 16]] * 2, BOUNDS):
+        expected = torch.stack(
+            [_document_logits(reference, row, row_bounds) for row, row_bounds in zip(tokens, bounds, strict=True)]
+        )
+        positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(row)]) for row in bounds])
+        is_packed = bounds is BOUNDS
+        actual = logits(model, tokens, positions if is_packed else None, torch.tensor(bounds) if is_packed else None)
+        differences.append(float((actual - expected).abs().max() / expected.abs().max()))
+    for difference, kind in zip(differences, ("one document per row", "packed documents"), strict=True):
+        if not difference <= TOLERANCE:
+            message = f"the logits of `{small.model_type}` differ from transformers' by {difference:.1g} with {kind}"
+            raise PlanError("hf-differs", message, path=("model",), hint="this family is not supported")
+    return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {max(differences):.1g}"
+
+
+def _kernel_of(own_kernel: str) -> str:
+    """Returns the kernel of transformers that corresponds to the one in `hf.decoder`."""
+    return own_kernel if own_kernel in ("eager", "sdpa") else "sdpa"
+
+
+def shrink(hf_config: Any) -> Any:
+    """Returns a copy of a config with few token ids, and only as many layers as it takes to have each type of layer."""
+    small = copy.deepcopy(hf_config)
+    types = list(getattr(small, "layer_types", None) or ())
+    num_layers = max([types.index(kind) + 1 for kind in set(types)], default=1)
+    num_layers = min(max(2, num_layers), small.num_hidden_layers)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == small.num_hidden_layers:
+            setattr(small, name, value[:num_layers])
+    small.num_hidden_layers = num_layers
+    small.vocab_size = min(MAX_IDS, small.vocab_size)
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    return small
+
+
+def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
+    """Makes the layers use the parameters of `reference`, a model of transformers; returns `model`, in evaluation mode."""
+    values = {layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
+    for layer in model.build().layers:
+        layer.module.eval()
+        for path, _ in list(layer.module.named_parameters(remove_duplicate=False)):
+            owner, _, attribute = path.rpartition(".")
+            setattr(layer.module.get_submodule(owner), attribute, values.pop(f"{layer.name}.{path}"))
+    assert not values, f"no layer has {sorted(values)}"
+    return model
+
+
+def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns the logits [b, s, v] of token ids [b, s]. positions: [b, s]. cu_seqlens: [b, n + 1], as in `Attention`."""
+    embed, *blocks, head = (layer.module for layer in model.layers)
+    hidden = embed(tokens, positions)
+    for block in blocks:
+        hidden = block(hidden, positions, cu_seqlens)
+    output: Tensor = head(hidden)
+    return output
+
+
+def _document_logits(reference: Any, row: Tensor, bounds: list[int]) -> Tensor:
+    """Returns the logits [s, v] of a row whose documents are computed one by one."""
+    return torch.cat(
+        [reference(input_ids=row[None, start:end], use_cache=False).logits[0] for start, end in pairwise(bounds) if end > start]
+    )
