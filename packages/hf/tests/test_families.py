@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +94,13 @@ def test_check_refuses_a_family_whose_layers_differ(tmp_path: Any, monkeypatch: 
     with pytest.raises(PlanError) as refused:
         compare_with_transformers(decoder_config(tmp_path))
     assert refused.value.diagnostics[0].code == "hf-differs"
+
+
+def test_the_readme_lists_the_families() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    rows = [line for line in text.splitlines() if line.startswith(("| dense", "| mixture"))]
+    assert {
+        name for row in rows for name in re.findall("`([a-z0-9_]+)`", row.partition("|")[2].partition("|")[2])
+    } == FAMILIES.keys()
+    in_fp32 = re.findall("`([a-z0-9_]+)`", text.partition("compute norms or attention in fp32")[2].partition(")")[0])
+    assert set(in_fp32) == {family for family in FAMILIES if computes_in_fp32(small_config(family))}

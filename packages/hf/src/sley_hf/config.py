@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from sley_core.api.plan import ModelConfig, PlanPath
+from sley_core.records import Problem
 
 CONFIG = "config.json"
 
@@ -60,3 +62,29 @@ def read_config(config: DecoderConfig) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise ValueError(f"`{file}` names no `model_type`, so it is not a `config.json` of transformers")
     return content
+
+
+def check_router_loss(config: DecoderConfig) -> Iterator[Problem]:
+    """Yields a problem for a model that asks for the loss of its routers, which `hf.decoder` does not compute."""
+    if read_config(config).get("output_router_logits"):
+        message = f"`{config.config_file}` sets `output_router_logits`, but `hf.decoder` adds no loss of routers"
+        yield Problem(("model",), message, "remove that key to train without a load-balancing loss")
+
+
+def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Problem]:
+    """Yields a problem for rotary frequencies that would depend on the longest position in a microbatch.
+
+    transformers computes them anew for positions beyond the original context, if their type is "dynamic" or "longrope". Packed
+    documents and slices of sequences would then be computed differently from whole documents. sequence: positions per sample.
+    """
+    content = read_config(config)
+    scaling = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+    if rope_type not in ("dynamic", "longrope") or sequence is None:
+        return
+    keys = ("original_max_position_embeddings", "max_position_embeddings")
+    original = next((table[key] for key in keys for table in (scaling, content) if table.get(key)), None)
+    if original is not None and sequence > original:
+        message = f"sequences of {sequence} tokens exceed the model's original context of {original}, beyond which its rotary "
+        message += f"frequencies ({rope_type!r}) depend on the longest document of a microbatch"
+        yield Problem(("data", "sequence"), message, f"use a sequence of at most {original}")

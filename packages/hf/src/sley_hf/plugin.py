@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from sley_core.hookspecs import hookimpl
-from sley_core.records import ModelRecord, Record
-from sley_hf.config import DecoderConfig
+from sley_core.records import ModelRecord, Problem, Record
+from sley_hf.config import DecoderConfig, check_positions, check_router_loss
+
+if TYPE_CHECKING:
+    from sley_core.api.plan import Plan
 
 
 @hookimpl
@@ -18,3 +24,10 @@ def sley_records() -> list[Record]:
             uses_layer_names=True,
         )
     ]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan) -> Iterable[Problem]:
+    if isinstance(plan.model.config, DecoderConfig):
+        yield from check_router_loss(plan.model.config)
+        yield from check_positions(plan.model.config, getattr(plan.data.config, "sequence", None))

@@ -1,0 +1,71 @@
+"""The plan table, without torch and transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sley_hf.config import DecoderConfig, check_positions, check_router_loss
+
+
+def config_with(folder: Path, **content: Any) -> DecoderConfig:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **content}), "utf-8")
+    return DecoderConfig.model_validate({"config": folder})
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({}, "set either"),
+        ({"weights": ".", "config": "."}, "set either"),
+        ({"weights": "."}, "cannot read"),
+        ({"config": "list.json"}, "names no `model_type`"),
+    ],
+)
+def test_a_table_without_one_readable_config_is_refused(tables: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[1]", "utf-8")
+    tables = {key: str(tmp_path / path) for key, path in tables.items()}
+    with pytest.raises(ValidationError, match=message):
+        DecoderConfig.model_validate(tables)
+
+
+@pytest.mark.parametrize(
+    ("content", "sequence", "is_refused"),
+    [
+        ({}, 4096, False),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, 64, False),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, 65, True),
+        (
+            {
+                "rope_parameters": {"rope_type": "longrope"},
+                "original_max_position_embeddings": 32,
+                "max_position_embeddings": 64,
+            },
+            33,
+            True,
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 8}}, 64, False),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, None, False),
+    ],
+)
+def test_rotary_frequencies_that_depend_on_a_microbatch_are_refused(
+    content: Any, sequence: int | None, is_refused: bool, tmp_path: Path
+) -> None:
+    assert bool(list(check_positions(config_with(tmp_path, **content), sequence))) == is_refused
+
+
+@pytest.mark.parametrize("value", [None, False, True])
+def test_router_losses_are_refused(value: bool | None, tmp_path: Path) -> None:
+    content = {} if value is None else {"output_router_logits": value}
+    assert bool(list(check_router_loss(config_with(tmp_path, **content)))) == bool(value)
+
+
+def test_the_plugin_imports_neither_torch_nor_transformers() -> None:
+    program = "import sys, sley_hf.plugin; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
