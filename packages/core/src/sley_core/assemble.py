@@ -104,6 +104,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             undo.callback(attention.detach)
             unchecked_layers = attention.unchecked_layers
         registry = ParameterRegistry(stage.chunks, stage.stages, shards)
+        registry.base = model.base_digests
         if simulation is not None:
             shard_on_meta(stage.layers, shards)
             simulation.fill(stage.layers, weight_dtypes(plan)[1])
@@ -283,7 +284,9 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     that would count the positions of every slice from 0.
     """
     plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
-    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
+    if plan.adapters is not None:
+        plan.adapters.load()
+    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed, plan.adapters)
     counts_positions = plan.sequence is not None and plan.parallel.sp > 1 and plan.sequence.config.positions
     if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
         message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"

@@ -63,6 +63,15 @@ class ModelRecord(Record):
     uses_layer_names: bool = False
 
 
+class AdaptersRecord(Record):
+    """`build(config, layer_names) -> Callable[[nn.Module, str], None]`: adds adapters to a layer's module, in place.
+
+    The result is called with the module and the name of each layer, after its base values are set, with generators that are
+    seeded for this layer. The parameters of the base are frozen before. New parameters are trained, and so is whatever the
+    function unfreezes. It is called on meta too.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
     """`build(config, context: DataContext) -> Dataset` (see `api.data`).

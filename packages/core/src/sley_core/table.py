@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 RecordKind = Literal[
     "models",
+    "adapters",
     "datasets",
     "losses",
     "optimizers",

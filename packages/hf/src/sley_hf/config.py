@@ -1,15 +1,15 @@
-"""The plan table of `hf.decoder`. Imports neither torch nor transformers."""
+"""The plan tables of `hf.decoder` and `hf.lora`. Imports neither torch, nor transformers, nor peft."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from sley_core.api.plan import ModelConfig, PlanPath
+from sley_core.api.plan import Array, ModelConfig, PlanPath, Positive, PositiveFloat, Table, Words
 from sley_core.records import Problem
 
 CONFIG = "config.json"
@@ -88,3 +88,30 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
         message = f"sequences of {sequence} tokens exceed the model's original context of {original}, beyond which its rotary "
         message += f"frequencies ({rope_type!r}) depend on the longest document of a microbatch"
         yield Problem(("data", "sequence"), message, f"use a sequence of at most {original}")
+
+
+class LoraConfig(Table):
+    """Low-rank adapters (LoRA) of peft on the linears of any model; everything else is frozen."""
+
+    rank: Positive = 8
+    """The rank r of the product B A that is added to a weight."""
+
+    alpha: PositiveFloat = 8.0
+    """The product is scaled by alpha / rank."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1), Words("a number of at least 0 and below 1")] = 0.0
+    """The probability with which an input of the adapters is zeroed."""
+
+    targets: Literal["all-linear"] | Array[str] = "all-linear"
+    """The modules that get adapters: every linear of all layers but the last one, the head; or a list of names, which match at
+    the end (`"q_proj"`), and patterns of whole names (`"blocks.[67].*"`), as `train-cli show` lists them.
+    """
+
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+
+    dora: bool = False
+    """Train the magnitude of each output's weights too (Liu et al. 2024)."""
+
+    train: Array[str] = ()
+    """Parameters of the base that are trained, in full: names and patterns as in `targets` (`"head.*"`, `"*norm.weight"`)."""

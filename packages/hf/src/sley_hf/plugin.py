@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import ModelRecord, Problem, Record
-from sley_hf.config import DecoderConfig, check_positions, check_router_loss
+from sley_core.records import AdaptersRecord, ModelRecord, Problem, Record
+from sley_hf.config import DecoderConfig, LoraConfig, check_positions, check_router_loss
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
@@ -22,7 +22,8 @@ def sley_records() -> list[Record]:
             build="sley_hf.decoder:layers",
             compare="sley_hf.compare:compare_with_transformers",
             uses_layer_names=True,
-        )
+        ),
+        AdaptersRecord(name="lora", config=LoraConfig, build="sley_hf.lora:adapters"),
     ]
 
 

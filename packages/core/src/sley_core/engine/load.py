@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError, cause
+from sley_core.model.tensors import checksum
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
@@ -84,6 +84,7 @@ class _Loader:
         self.masters = masters
         self.control = parts.groups["control"]
         self.params = {param.name: param for param in parts.registry}
+        self.base = parts.registry.base
         self.buffers = {
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
@@ -106,6 +107,8 @@ class _Loader:
         """Copies `value` into this rank's weight, weight shard or buffer of this name, if there is one."""
         param, buffer = self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
         if param is not None:
+            if param.name in self.base:
+                self.base[param.name] = self.report.sums[param.name]
             own = value.detach() if param.shard is None else param.shard.cut(value.detach())
             self.masters.set(param, own)
         elif buffer is not None:
@@ -162,7 +165,7 @@ class _Loader:
         elif value.is_meta:
             fault = "is on meta and has no values"
         else:
-            digest = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            digest = checksum(value)
             if self.report.sums.setdefault(first, digest) != digest:
                 fault = "has other values than the name that it is tied to"
         if fault:

@@ -120,6 +120,7 @@ class ParameterRegistry:
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
         self.params: list[Param] = []
+        self.base: dict[str, int] = {}  # checksums of the frozen parameters of a model with adapters, by name
         known: dict[int, Param] = {}
         stages = stages or [(0, layers) for layers in chunks]
         firsts, holders, uses = _index_parameters(stages)

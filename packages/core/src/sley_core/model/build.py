@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 class Recipe:
     """Calls the model factory of a plan again.
 
-    seed: the seed of the factory's generators. needs_host: the reason why the factory does not run on meta; "" if it does.
+    seed: the seed of the factory's generators. adapters: of the plan. needs_host: the reason why the factory does not run on
+    meta; "" if it does.
     """
 
     component: Component
     data: DataInfo
     seed: int
+    adapters: Component | None = None
     needs_host: str = ""
 
     def call(self) -> Model:
@@ -51,27 +53,30 @@ class Recipe:
         Raises PlanError, or PluginError "plugin-failed" for a plugin's factory.
         """
         try:
-            return as_model(self.component.build(self.data))
+            model = as_model(self.component.build(self.data))
         except SleyError:
             raise
         except Exception as error:
             message = f"`{self.component.name}` failed to build its layers: {cause(error)}"
             raise PluginError("plugin-failed", message, path=MODEL) from error
+        if self.adapters is not None:
+            model.adapt = self.adapters.build([layer.name for layer in model.layers])
+        return model
 
 
-def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
+def build_on_meta(component: Component, data: DataInfo, seed: int, adapters: Component | None = None) -> Model:
     """Builds the model of a plan with parameters on meta, and sets the fields of its layers. Does not communicate.
 
     Structures may depend on draws from `random` and numpy, seeded by `seed`, but not on torch's. Generators are restored.
     Raises PlanError "model-factory", "model-field", "model-init", "model-hook", the factory's own PlanErrors, and PluginError
     "plugin-failed" if a plugin's code fails.
     """
-    recipe = Recipe(component, data, seed)
+    recipe = Recipe(component, data, seed, adapters)
     try:
         model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=True)
     except Exception as error:  # it probably reads values; any other error is raised again
         model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=False)
-        recipe = Recipe(component, data, seed, cause(error.__cause__ or error))
+        recipe = Recipe(component, data, seed, adapters, cause(error.__cause__ or error))
     check_held({layer.name: layer.module for layer in model.layers}, to_meta.replacement)
     model.recipe = recipe
     return set_fields(model, data)
@@ -84,14 +89,28 @@ def _run_factory(recipe: Recipe, to_meta: MetaParameters, *, on_meta: bool) -> M
         model = recipe.call()
         for layer in model.layers:
             model.build_layer(layer, recipe.seed, initialises=False)
-            check_parameters(layer.name, layer.module, to_meta)
-            for module in layer.module.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and not parameter.is_meta:
-                        module._parameters[name] = to_meta(parameter)
+            _move_to_meta(layer, to_meta)
         _check_builders(model)
         model.tie()
+        if model.adapt is not None:
+            for layer in model.layers:
+                layer.module.requires_grad_(False)
+            for layer in model.layers:
+                model.adapt_layer(layer, recipe.seed)
+                _move_to_meta(layer, to_meta)
+            if not model.num_parameters()[1]:
+                message = "the adapters have no parameters, so there is nothing to train"
+                raise PlanError("model-adapters", message, path=("adapters",), hint="name modules as `train-cli show` does")
     return model
+
+
+def _move_to_meta(layer: Layer, to_meta: MetaParameters) -> None:
+    """Moves the layer's parameters to meta. Raises the same errors as `check_parameters`."""
+    check_parameters(layer.name, layer.module, to_meta)
+    for module in layer.module.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = to_meta(parameter)
 
 
 @contextmanager

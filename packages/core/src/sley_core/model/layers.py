@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
 """`init_weights(module, name)` sets the first values of `module`, and of nothing outside it."""
 
+Adapt: TypeAlias = Callable[[nn.Module, str], None]
+"""`adapt(module, name)` adds adapters to the module of the layer `name`, in place (`[adapters]`)."""
+
 Builder: TypeAlias = Callable[[], nn.Module]
 
 Layers: TypeAlias = (
@@ -84,6 +87,8 @@ class Model:
         self.per_rank_buffers = tuple(per_rank_buffers)
         self.ties = tuple(ties)
         self.recipe: Any = None  # a `Recipe` of a model on meta (`build.py`)
+        self.adapt: Adapt | None = None  # set by the recipe
+        self.base_digests: dict[str, int] = {}  # checksums of the frozen parameters that this rank has, if it has adapters
         _check_unique(self.layers)
 
     def __iter__(self) -> Iterator[Layer]:
@@ -141,6 +146,22 @@ class Model:
             if initialises and self.init_weights is not None:
                 _allocate_parameters(built, {})
                 self._initialise(built, layer.name, set())
+
+    def adapt_layer(self, layer: Layer, seed: int) -> None:
+        """Adds the layer's adapters, if the model has any, with generators seeded by `derive(seed, layer.name, "adapters")`.
+
+        Raises PlanError "model-adapters" if it fails.
+        """
+        if self.adapt is None:
+            return
+        with use_program_seed(derive(seed, layer.name, "adapters")):
+            try:
+                self.adapt(layer.module, layer.name)
+            except SleyError:
+                raise
+            except Exception as error:
+                message = f"the layer {layer.name!r} cannot have adapters: {cause(error)}"
+                raise PlanError("model-adapters", message, path=("adapters",)) from error
 
     def tie(self) -> None:
         """Ties the parameters in `ties`. Raises PlanError "model-factory" if a tie is invalid, or two layers are one module."""

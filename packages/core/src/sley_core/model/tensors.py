@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,11 @@ def fingerprint(value: Tensor) -> Tensor:
         total += ((chunk + 1) * (places * _ODD | 1)).sum()
     rest = data[whole:].to(torch.int64)
     return total + ((rest + 1) * (torch.arange(1, 1 + rest.numel(), device=value.device) * _ODD | 1)).sum()
+
+
+def checksum(value: Tensor) -> int:
+    """Returns the CRC-32 of the bytes of `value`."""
+    return crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def keeps_fp32(name: str, keep: Sequence[str]) -> bool:

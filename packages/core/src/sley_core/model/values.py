@@ -19,7 +19,7 @@ from sley_core.errors import PlanError
 from sley_core.generators import use_program_seed
 from sley_core.model.build import NoDrawsOnMeta, Recipe, check_parameters
 from sley_core.model.layers import MODEL, Layer, Model, like
-from sley_core.model.tensors import buffer_format, check_held, parameter_format
+from sley_core.model.tensors import buffer_format, check_held, checksum, parameter_format
 
 Places = list[tuple[str, nn.Module, str, nn.Parameter]]
 """Name, module, attribute and parameter of every place that holds one; a tied parameter has several."""
@@ -39,6 +39,9 @@ class HostModel:
         with _plain(self._seed):
             self._made = recipe.call()
             self._made.initialise()
+            for layer in self._made.layers:
+                if layer.builder is None:
+                    self._made.adapt_layer(layer, self._seed)
         kinds = [[(layer.name, layer.builder is None) for layer in one.layers] for one in (model, self._made)]
         if kinds[0] != kinds[1]:
             raise _differs(f"first of the layers {_named(kinds[0])}, and then of {_named(kinds[1])}")
@@ -65,6 +68,7 @@ class HostModel:
             return own.module
         with _plain(self._seed):
             self._made.build_layer(own, self._seed)
+            self._made.adapt_layer(own, self._seed)
         module, own.module = own.module, nn.Module()
         _check_structure(layer, module)
         _check_parameters(self.model, {layer.name: module})
@@ -96,6 +100,8 @@ class HostModel:
             for (name, _, _, meta), (_, holder, attribute, real) in zip(before, _places(layer.name, module), strict=True):
                 if id(meta) not in final:
                     value = self._value(layer, name, meta, real)
+                    if self.model.adapt is not None and not meta.requires_grad:
+                        self.model.base_digests[self._homes[id(meta)][1]] = checksum(value)
                     if is_cut := cut is not None and id(meta) in cut:
                         value = cut[id(meta)](value)
                     # A copy, since the factory's memory may be numpy's, a file's, or a part of something larger.
@@ -193,7 +199,7 @@ def _check_parameters(model: Model, modules: Mapping[str, nn.Module]) -> None:
             for (name, _, _, meta), (_, _, _, real) in places:
                 if name in tied:
                     continue
-                if meta.requires_grad and not real.requires_grad:
+                if model.adapt is None and meta.requires_grad and not real.requires_grad:
                     message = f"the parameter {name!r} is first trained, and then frozen, by another name or by `init_weights`"
                     hint = "freeze it in the factory, by its module: `module.weight.requires_grad_(False)`"
                     raise PlanError("model-differs", message, path=MODEL, hint=hint)

@@ -13,6 +13,7 @@ from sley_core.table import NAMED_TABLES, RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
     "models": records.ModelRecord,
+    "adapters": records.AdaptersRecord,
     "datasets": records.DatasetRecord,
     "losses": records.LossRecord,
     "optimizers": records.OptimizerRecord,
@@ -115,6 +116,12 @@ class ComponentTable:
 
 COMPONENTS = (
     ComponentTable("model", "models", "The layers to train.", factory=ModelFactory, given="data"),
+    ComponentTable(
+        "adapters",
+        "adapters",
+        "Small trainable parts that are added to the layers of the model, which is frozen; left out, all of it is trained.",
+        only_with="adapters",
+    ),
     ComponentTable("data", "datasets", "The samples to train on.", factory=DataFactory, given="context"),
     ComponentTable("loss", "losses", "The loss to minimise.", default="core.cross_entropy", factory=LossFactory),
     ComponentTable(

@@ -108,6 +108,7 @@ class Plan:
     evaluation_sets: Mapping[str, EvaluationSet]
     profile: ProfileTable | None
     model: Component
+    adapters: Component | None
     data: Component
     loss: Component
     optimizer: Component

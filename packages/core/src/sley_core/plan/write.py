@@ -114,7 +114,7 @@ def _format_key(key: str) -> str:
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 
-FIXED_KEYS = (("model",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
+FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
 """Keys that must not change, since the run would compute other numbers; the layout and the learning rates may."""
 
 UNREPORTED_KEYS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))

@@ -21,7 +21,7 @@ from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
 from sley_core.records import CheckpointerRecord
 from sley_core.run_state.best import Best
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
-from sley_core.run_state.tensors import Restoring, RunTensors, generators, restore_generators
+from sley_core.run_state.tensors import BASE, Restoring, RunTensors, generators, restore_generators
 
 if TYPE_CHECKING:
     from sley_core.attempt import RunAttempt
@@ -98,7 +98,8 @@ class TrainingState:
     def rank_values(self) -> dict[str, Any]:
         """Returns, as JSON, the state of this rank that is no tensor, for `SavedRun.with_ranks`."""
         rank = {"generators": generators(self.parts.world.device)}
-        return {"values": self._tensors.values(), "paths": self._tensors.paths(), "rank": rank}
+        values = self._tensors.values() | {BASE + name: value for name, value in self._tensors.base.items()}
+        return {"values": values, "paths": self._tensors.paths(), "rank": rank}
 
     def describe(self, step: int) -> SavedRun:
         """Returns the description of the run after `step` steps: the same on all ranks, but only rank 0 has the lineage."""
@@ -184,11 +185,16 @@ class TrainingState:
         PlanError "data-changed" if the data differ for sure, a note if they may.
         """
         saved, about = restoring.saved, restoring.saved.description
-        report = [list(restoring.expected()), list(restoring.mismatches()), self._changed_data(about.state["data"])]
+        report = [
+            list(restoring.expected()),
+            list(restoring.mismatches()),
+            self._changed_data(about.state["data"]),
+            list(restoring.base_mismatches()),
+        ]
         # All ranks: only together do they know all names of the model.
         everyone = self._control.gather_objects(report, what="whether the checkpoint fits")
-        wrong = list(dict.fromkeys(line for _, lines, _ in everyone for line in lines))
-        known = {name for names, _, _ in everyone for name in names}
+        wrong = list(dict.fromkeys(line for _, lines, _, _ in everyone for line in lines))
+        known = {name for names, _, _, _ in everyone for name in names}
         wrong += [
             f"{name!r} is not in the model" for name in saved.names if name.startswith((WEIGHTS, BUFFERS)) and name not in known
         ]
@@ -199,7 +205,11 @@ class TrainingState:
             message = f"{saved.place} is no checkpoint of this run: {', '.join(wrong[:_SHOWN])}{more}"
             hint = "`run.load_weights(..., strict=False)` takes those of its weights that the model has"
             raise RunError("checkpoint-mismatch", message, hint=hint)
-        if changed := next((text for _, _, text in everyone if text), ""):
+        if changed_base := next((names[0] for _, _, _, names in everyone if names), ""):
+            message = f"{saved.place} was trained on another base: {changed_base!r} has other values"
+            hint = "put the files and the seed of the base back: a checkpoint of adapters does not have its weights"
+            raise RunError("adapters-base", message, hint=hint)
+        if changed := next((text for _, _, text, _ in everyone if text), ""):
             assert self._feed is not None, changed
             if self._feed.is_digest_exact:
                 hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 OPTIONS = "options/"
 """How the names of values begin that are a parameter's options in the optimizer's groups."""
 
+BASE = "base/"
+"""How the names of values begin that are checksums of the frozen parameters of a model with adapters."""
+
 SHARED = "shared/"
 """How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
 
@@ -86,6 +89,8 @@ class RunTensors:
         """Yields this rank's tensors, each with its name in the checkpoint and its place in the whole one."""
         masters = {one.param: one for one in self.update.masters.stepped}
         for param in self.parts.registry:
+            if param.name in self.base:
+                continue  # a run that resumes reads or draws it again
             if param in masters:
                 yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
             elif self.parts.store.elements(param) is None or 0 in param.shape:  # whole, or without an element to cut
@@ -104,6 +109,11 @@ class RunTensors:
         for place, tensors in kept.items():
             for name, tensor in tensors.items():
                 yield self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor
+
+    @property
+    def base(self) -> Mapping[str, int]:
+        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint has nothing else of them."""
+        return self.parts.registry.base
 
     def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
         for stepped in self.update.masters.stepped:
@@ -251,7 +261,8 @@ class Restoring:
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes that this rank needs: weights and buffers."""
-        named = {WEIGHTS + param.name: tuple(param.shape) for param in self.tensors.parts.registry}
+        saved = (param for param in self.tensors.parts.registry if param.name not in self.tensors.base)
+        named = {WEIGHTS + param.name: tuple(param.shape) for param in saved}
         return named | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
 
     def mismatches(self) -> Iterator[str]:
@@ -261,6 +272,12 @@ class Restoring:
                 yield f"{name!r} is not in the checkpoint"
             elif (other := self.saved.kind(name).shape) != shape:
                 yield f"{name!r} is {list(other)} in the checkpoint and {list(shape)} here"
+
+    def base_mismatches(self) -> Iterator[str]:
+        """Yields the name of each frozen parameter of the base whose values are not those of the checkpoint's run."""
+        for name, value in self.tensors.base.items():
+            if self.saved.description.values.get(BASE + name) != value:
+                yield name
 
     def restore(self) -> None:
         """Sets weights, masters, buffers, optimizer states, and the state of handlers and modules. Does not communicate."""
@@ -275,6 +292,8 @@ class Restoring:
         masters = self.tensors.update.masters
         types = set()
         for param in self.tensors.parts.registry:
+            if param.name in self.tensors.base:
+                continue
             value = self._own(WEIGHTS + param.name, region_of(param))
             types.add(value.dtype)
             masters.set(param, value)

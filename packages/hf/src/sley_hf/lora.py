@@ -1,0 +1,85 @@
+"""`hf.lora`: low-rank adapters of peft (Hu et al. 2021) in the layers of any model.
+
+A linear keeps its weight, now `q_proj.base_layer.weight`, which is frozen, and gets `q_proj.lora_A.default.weight` [r, in] and
+`q_proj.lora_B.default.weight` [out, r]; its output becomes base(x) + alpha / r B A x.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sley_core.errors import PlanError, PluginError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
+    from sley_hf.config import LoraConfig
+
+ADAPTER = "default"
+"""The name of the adapter in peft's modules."""
+
+
+def adapters(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
+    """Returns a function that adds adapters to the module of a layer. Raises PluginError "plugin-import" without peft."""
+    try:
+        import peft
+    except ImportError as error:
+        hint = """install sley-hf[lora], in a clone of Sley's repository: `pip install -e "packages/hf[lora]"`"""
+        raise PluginError("plugin-import", f"`hf.lora` needs peft: {error}", path=("adapters",), hint=hint) from error
+
+    def adapt(layer: nn.Module, name: str) -> None:
+        trained = [parameter for path, parameter in layer.named_parameters(name) if _matches(path, config.train)]
+        trained += [parameter for parameter in layer.parameters() if parameter.requires_grad]  # by a tied layer
+        targets = target_modules(config, layer, name, is_head=name == layer_names[-1])
+        if targets:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sets it where a module needs it
+                peft.inject_adapter_in_model(peft_config(config, targets), layer, ADAPTER)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+    return adapt
+
+
+def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
+    """Returns the paths, within the layer `name`, of the modules that get adapters.
+
+    Raises PlanError "model-adapters" for a named module that peft cannot adapt.
+    """
+    if config.targets == "all-linear":
+        linears = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        return [] if is_head else [path for path in linears if path]
+    targets = []
+    for path, module in layer.named_modules():
+        if path and _matches(f"{name}.{path}", config.targets):
+            if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+                message = f"`{name}.{path}` is a {type(module).__name__}, which cannot have an adapter"
+                hint = "name linears and embeddings"
+                raise PlanError("model-adapters", message, path=("adapters", "targets"), hint=hint)
+            targets.append(path)
+    return targets
+
+
+def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftConfig:
+    """Returns the config of peft with these `target_modules`."""
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number
+        lora_dropout=config.dropout,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        target_modules=list(targets),
+    )
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """Returns whether a pattern matches `path`: a name that it ends with, or a pattern of the whole path."""
+    return any(path == pattern or path.endswith(f".{pattern}") or fnmatchcase(path, pattern) for pattern in patterns)

@@ -1,0 +1,175 @@
+"""`hf.lora`: in every layout adapters train as in a plain loop with peft; checkpoints and exports have nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sley_core.errors import PlanError, RunError
+from sley_hf.decoder import layer_name
+from sley_hf.structure import find_structure
+from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import assert_parity_of_parts, record, record_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+
+STEPS, LENGTH = 3, 24
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LORA = {"use": "hf.lora", "rank": 4, "alpha": 8.0}
+
+LAYOUTS: dict[str, Tables] = {
+    "dp bucketed": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}]},
+    "dp sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.001}]},
+    "1f1b": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}},
+    "zb_h1": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.zero_bubble_h1"}},
+    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
+    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all"}},
+    "recompute": {"parallel": {"dp": 2}, "activations": {"use": "core.recompute", "fraction": 1.0}},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Llama with tied embeddings, as `save_pretrained` writes it."""
+    folder = tmp_path_factory.mktemp("base")
+    write_base(folder)
+    return folder
+
+
+def write_base(folder: Path, family: str = "llama", **changes: Any) -> None:
+    config = AutoConfig.for_model(family, **{**SIZES, **changes})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def plan(base: Path, **changes: Any) -> Tables:
+    tables = small_plan(model={"use": "hf.decoder", "weights": str(base)}, adapters=LORA, optimizer__clip_norm=None)
+    return changed(tables, **changes)
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 255, (8, LENGTH + 1), generator=generator) for _ in range(STEPS)]
+    positions = torch.arange(LENGTH).expand(8, -1)
+    bounds = torch.tensor([0, LENGTH], dtype=torch.int32).expand(8, -1)
+    return [{"tokens": i[:, :-1], "labels": i[:, 1:], "positions": positions, "cu_seqlens": bounds} for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        (LORA, {}),
+        (LORA | {"targets": ["q_proj", "blocks.1.*.down_proj"], "rslora": True}, {"use_rslora": True}),
+        (LORA | {"dora": True, "train": ["blocks.*norm.weight"]}, {"use_dora": True}),
+    ],
+    ids=["all-linear", "patterns", "dora and norms"],
+)
+def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any], base: Path, texts: Path) -> None:
+    import peft
+
+    recorded = record(plan(base, adapters=table, optimizer__weight_decay=0.0), STEPS, folder=texts, batches=batches())
+    model: Any = AutoModelForCausalLM.from_pretrained(base).double()
+    structure = find_structure(model)
+    targets = "all-linear"
+    if "targets" in table:
+        targets = [f"model.layers.{index}.self_attn.q_proj" for index in range(2)] + ["model.layers.1.mlp.down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options)).double()
+    named = {layer_name(name.removeprefix("base_model.model."), structure): p for name, p in adapted.named_parameters()}
+    for name, parameter in named.items():
+        if "train" in table and name.endswith("norm.weight") and name.startswith("blocks."):
+            parameter.requires_grad_(True)
+        parameter.data.copy_(recorded.first[name])
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    assert trained.keys() == recorded.gradients[0].keys()
+    optimizer = torch.optim.AdamW(trained.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for batch, row, gradients in zip(batches(), recorded.rows, recorded.gradients, strict=True):
+        logits = adapted(input_ids=batch["tokens"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-10)
+        expected = {name: parameter.grad for name, parameter in trained.items()}
+        assert_close_gradients(expected, gradients, 1e-10, floor=1e-12)
+        optimizer.step()
+    weights = {name: parameter.detach() for name, parameter in named.items()}
+    assert_close_gradients(weights, {name: recorded.weights[name] for name in weights}, 1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_equal_one_process(layout: str, base: Path, texts: Path, ranks: Any) -> None:
+    tables = plan(base)
+    recorded = ranks(2, 180)(record, changed(tables, **LAYOUTS[layout]), STEPS, folder=texts)
+    assert_parity_of_parts(record_reference(tables, STEPS, folder=texts), recorded, "fp64")
+
+
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
+def test_stages_without_trainable_parameters(schedule: str, base: Path, texts: Path, ranks: Any) -> None:
+    tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
+    layout = {"parallel": {"pp": 4, "dp": 1}, "pipeline": {"use": schedule}}
+    recorded = ranks(4, 180)(record, changed(tables, **layout), STEPS, folder=texts)
+    assert [len(each.gradients[0]) for each in recorded] == [0, 0, 2, 0]
+    assert_parity_of_parts(record_reference(tables, STEPS, folder=texts), recorded, "fp64")
+
+
+def test_models_llama_takes_adapters(texts: Path, ranks: Any) -> None:
+    tables = small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]})
+    reference = record_reference(tables, STEPS, folder=texts)
+    assert len(reference.gradients[0]) == 2 * 2 * 2 + 1
+    for layout in ("dp sharded", "1f1b"):
+        recorded = ranks(2, 180)(record, changed(tables, **LAYOUTS[layout]), STEPS, folder=texts)
+        assert_parity_of_parts(reference, recorded, "fp64")
+
+
+def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
+    base: Path, texts: Path, tmp_path: Path, ranks: Any
+) -> None:
+    tables = plan(base, run__steps=4)
+    uninterrupted = stretch(tables, 4, folder=texts)
+    ranks(2, 180)(stretch, changed(tables, **LAYOUTS["1f1b"]), 2, folder=texts, save=tmp_path / "saved")
+    names = [name for file in (tmp_path / "saved").glob("*.safetensors") for name in load_file(file)]
+    weights = [name for name in names if name.startswith("weights/")]
+    assert len(weights) == 2 * 7 * 2
+    assert all("lora_" in name for name in weights)
+    for layout in ("dp sharded", "wp"):
+        resumed = ranks(2, 180)(stretch, changed(tables, **LAYOUTS[layout]), 2, folder=texts, load=tmp_path / "saved")
+        assert_resumed_parity(uninterrupted, resumed, "fp64")
+
+
+def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> None:
+    stretch(plan(base), 1, folder=texts, save=tmp_path / "saved")
+    other = tmp_path / "other"
+    write_base(other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError) as refused:
+        stretch(plan(other), 1, folder=texts, load=tmp_path / "saved")
+    assert refused.value.diagnostics[0].code == "adapters-base"
+    assert "'blocks.1.layer.mlp.up_proj.base_layer.weight'" in refused.value.diagnostics[0].message
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"), [(["q_prj"], "no parameters"), (["input_layernorm"], "is a LlamaRMSNorm, which cannot")]
+)
+def test_targets_that_cannot_be_adapted_are_refused(targets: list[str], message: str, base: Path, texts: Path) -> None:
+    with pytest.raises(PlanError, match=message):
+        record(plan(base, adapters=LORA | {"targets": targets}), 1, folder=texts)
