@@ -16,7 +16,6 @@ from sley_testing.runs import running
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
-EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 SEED, VOCAB = 11, 260
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}
@@ -58,7 +57,7 @@ def from_files(folder: Path) -> Tables:
 
 
 def from_factory(folder: Path, lora_rank: int = 0) -> Tables:
-    return {"factory": "hf_pretrained:layers", "options": {"path": str(folder), "lora_rank": lora_rank}}
+    return {"factory": "pretrained_model:layers", "options": {"path": str(folder), "lora_rank": lora_rank}}
 
 
 def their_loss(folder: Path, plan: Tables, texts: Path) -> float:
@@ -70,11 +69,8 @@ def their_loss(folder: Path, plan: Tables, texts: Path) -> float:
         return float(model(input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"]).loss)
 
 
-def test_a_run_starts_at_transformers_loss_in_every_layout(
-    ranks: Any, saved: dict[str, Path], texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_starts_at_transformers_loss_in_every_layout(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
     """With weights of files, and from a factory, with adapters too. Layouts have the first values and losses of one process."""
-    monkeypatch.syspath_prepend(EXAMPLES)
     models = {
         "llama": (saved["llama"], from_files(saved["llama"]), ["dp2 sharded", "wp2"]),
         "qwen2, tied": (saved["qwen2"], from_files(saved["qwen2"]), ["pp2"]),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -16,7 +13,6 @@ from sley_testing.collectives import collectives
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 PLAN = small_plan(
     model={"factory": "attentive:layers"},
     data={"use": "data.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
@@ -71,22 +67,6 @@ def test_wrapped_and_named_attentions(ranks, own):
     assert "blocks.0.attend.attention.scale" in references[0].first
     assert "blocks.0.attend.scale" in references[1].first
     assert_equal_replicas([references[1], record(split(PLAN, sp=1, **NAMED), 3, folder=own)])
-
-
-def record_with_reference(tables, folder):
-    """Records one process on rank 0, and this rank's run. A third process would import transformers again, for seconds."""
-    reference = record(tables, 3, folder=folder, is_single_process=True) if dist.get_rank() == 0 else None
-    return reference, record(split(tables), 3, folder=folder)
-
-
-def test_transformers_llama(ranks, own, monkeypatch):
-    """Uses its unchanged blocks, with attention through transformers' interface (examples/models/hf_llama.py)."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    model = {"factory": "hf_llama:layers", "options": {"hidden": 16, "heads": 4, "kv_heads": 2}}
-    tables = changed(PLAN, model=model, data__documents="pack")
-    (reference, one), (_, other) = ranks(2, 120)(record_with_reference, tables, own)
-    assert_parity(reference, [one, other], "fp64")
-    assert_equal_replicas([one, other])
 
 
 MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "most"]
