@@ -144,6 +144,7 @@ def calibrated(arguments: list[str]) -> int:
     return main(["calibrate", *arguments])
 
 
+@pytest.mark.campaign
 def test_ranks_measure_what_they_exchange_and_the_first_writes_it(ranks: Callable[..., Any], folder: Path) -> None:
     assert ranks(2, 120, init=False)(calibrated, ["--out", str(folder / "machine.toml")]) == [0, 0]
     links = load_machine(folder / "machine.toml").links

@@ -36,8 +36,6 @@ from sley_testing.live_bytes import RealBytes, real_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
-TIMED = "interleaved"
-"""The example whose layers are timed before it is cut into stages."""
 PLAN = small_plan(
     model={"use": "models.llama", "num_layers": 6, "hidden": 128, "heads": 4}, data__sequence=64, precision={"compute": "fp32"}
 )
@@ -154,13 +152,8 @@ def test_states_that_come_into_full_pools_count_with_them(ranks: Any, texts: Pat
     assert abs(worst_error(tables, texts, real)) <= USUAL
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem == TIMED else pytest.mark.campaign, id=path.stem)
-        for path in sorted(EXAMPLES.glob("*.toml"))
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:
     tables = tomllib.loads(path.read_text("utf-8"))
     size = plan_from_dict(tables, path.parent).world()

@@ -75,8 +75,12 @@ def len_of(sample: dict[str, torch.Tensor]) -> int:
     return len(sample["labels"])
 
 
+EVALUATED = ["alone", "dp2 each", "dp2 sharded", "pp2", "wp2", "sp2", "wp2 head", "interleaved", "wp2 sp2"]
+IN_CI = ("dp2 sharded", "wp2 head", "interleaved", "wp2 sp2")
+
+
 @pytest.mark.parametrize(
-    "layout", ["alone", "dp2 each", "dp2 sharded", "pp2", "wp2", "sp2", "wp2 head", "interleaved", "wp2 sp2"]
+    "layout", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.campaign) for name in EVALUATED]
 )
 def test_each_sample_counts_once_in_every_layout(ranks: Any, texts: Path, layout: str) -> None:
     tables = layout_of(layout.removesuffix(" head"), PLAN)
@@ -190,9 +194,7 @@ def test_a_number_that_the_data_do_not_have_cannot_be_the_best(texts: Path) -> N
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path) -> None:
     tables = changed(PLAN, parallel__reduction="canonical")
     wanted = numbers_alone(tables, texts)
-    for layout in ("dp2 sharded", "pp2"):
-        found = ranks(2)(numbers, layout_of(layout, tables), texts)
-        assert found == [wanted, wanted], layout
+    assert ranks(2)(numbers, layout_of("pp2", tables), texts) == [wanted, wanted]
 
 
 def numbers_alone(tables: Tables, folder: Path) -> dict[str, float]:

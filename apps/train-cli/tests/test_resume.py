@@ -68,17 +68,6 @@ def test_another_layout_is_told_and_another_model_is_refused(cli: Cli, plan: Pat
     assert "the plan has changed since: batch.micro_size: 1 -> 2" in other.err
 
 
-def test_a_path_begins_a_run_of_another_name(cli: Cli, plan: Path, folder: Path, in_one_go: Any) -> None:
-    assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
-    path = folder / "runs/small/checkpoints/step-00000004"
-    taken = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='whole'"])
-    assert taken.code != 0
-    assert "already exists" in taken.err
-    other = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='other'"])
-    assert other.code == 0, other.err
-    assert rows(folder, "other") == in_one_go[4:]
-
-
 def test_a_run_that_began_at_a_path_goes_on_from_its_own(cli: Cli, plan: Path, folder: Path, in_one_go: Any) -> None:
     """By `auto`, and where it is started again with the path still in its command: from its newest, or from the path while it
     has none.
@@ -148,20 +137,6 @@ def test_a_path_that_is_none_leads_to_the_checkpoints_near_it(cli: Cli, plan: Pa
     gone = cli("run", plan, "--resume", "runs/small/checkpoints/step-00000003", changes=other)
     assert "the parent folder has `step-00000006`, `step-00000004`" in gone.err
     assert (of_run.code, gone.code) == (2, 2)
-
-
-def test_a_finished_run_without_a_checkpoint_is_not_begun_again(cli: Cli, plan: Path, folder: Path) -> None:
-    """`--resume auto` began at the first step, over metrics and weights of the run that was to go on."""
-    assert cli("run", plan, changes=ALONE).code == 0
-    made = folder / "runs" / "small"
-    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
-    again = cli("run", plan, "--resume", "auto", changes=[*ALONE, "run.steps=8"])
-    assert again.code == 2, again.err
-    assert "has rows up to step 6 and final weights, but" in again.err
-    assert "has no checkpoint of it; it has saved none" in again.err
-    unasked = cli("run", plan, changes=ALONE)
-    assert "hint: use `--overwrite` to replace it" in unasked.err, "nothing can go on here"
-    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_is_warned_saves_itself_and_goes_on(start: Start, cli: Cli, plan: Path, folder: Path) -> None:

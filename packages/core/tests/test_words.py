@@ -6,9 +6,8 @@ import json
 import os
 import sysconfig
 import time
-from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from pydantic import Field
 from sley_core import discovery
 from sley_core.discovery import find_plugins
 from sley_core.errors import is_installed
-from sley_core.table import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
+from sley_core.table import Array, Positive, Table
 from sley_core.words import describe_type, find_field, suggestion
 
 
@@ -31,33 +30,6 @@ class Outer(Table):
     named: dict[str, Inner] = Field(default_factory=dict)
     pair: tuple[int, str] = (1, "")
     free: dict[str, Any] = Field(default_factory=dict)
-
-
-@pytest.mark.parametrize(
-    ("annotation", "text"),
-    [
-        (int, "an integer"),
-        (Positive, "an integer of at least 1"),
-        (Annotated[int, Field(gt=1, le=9)], "an integer above 1 and at most 9"),
-        (Fraction, "a number of at least 0 and at most 1"),
-        (Fraction | None, "a number of at least 0 and at most 1"),
-        (bool, "true or false"),
-        (str | int | Literal["x", True], 'a string, an integer or "x" or true'),
-        (Array[Positive], "an array, each an integer of at least 1"),
-        (Annotated[Array[int], Field(min_length=2)], "an array of at least 2, each an integer"),
-        (Annotated[Array[int], Field(max_length=2)], "an array of at most 2, each an integer"),
-        (tuple[int, str], "an array of 2, each an integer"),
-        (PlanPath, "a path"),
-        (FactoryPath, 'a path to code, "package.module:name"'),
-        (Annotated[str, RecordReference("schedules")], 'the name of a record, "plugin.record"'),
-        (Inner, "a table"),
-        (dict[str, int], "a table"),
-        (Any, "any value"),
-        (date, "a value"),
-    ],
-)
-def test_types(annotation: Any, text: str) -> None:
-    assert describe_type(annotation) == text
 
 
 def test_fields_are_found_inside_tables_arrays_and_unions() -> None:

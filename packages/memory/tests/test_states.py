@@ -11,7 +11,6 @@ from parking import BETWEEN, EVERYTHING, cycle, running, sha, steps
 
 from sley_core.comm.copies import HostStream
 from sley_core.errors import RunError, StateError, UsageError
-from sley_core.memory.state import COPIED
 from sley_testing.plans import small_plan
 
 AWAY = {**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}
@@ -141,21 +140,6 @@ def test_parts_that_nobody_moves_are_refused_by_name():
         run.memory.offload()
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_a_checkpoint_can_be_read_while_memory_is_away(compute):
-    """All that it needs, without a copy to the device; the contract of managers compares the values."""
-    with running({**AWAY, "precision": {"compute": compute}}) as run:
-        run.step()
-        run.memory.offload()
-        names = {part: {name for name, _ in run.memory.host(part)} for part in COPIED}
-        assert sum(moved.copied_in for moved in run.memory.report.values()) == 0
-        assert {"second.across.exp_avg", "second.across.step"} <= names["optimizer_states"], "and the number of steps"
-        assert ("second.across" in names["masters"]) == (compute == "bf16")
-        assert "first.unsaved" in names["buffers"]
-        with pytest.raises(UsageError, match=r"not-copied.*gradients"):
-            run.memory.host("gradients")
-
-
 def test_memory_that_leaves_before_the_first_step(texts):
     """There are no states and no gradients yet."""
     tables = small_plan(precision__compute="bf16")
@@ -206,22 +190,3 @@ def test_a_row_has_bytes_seconds_and_rate_of_each_part(offload, parts):
         if offload is EVERYTHING:
             size = run.memory.bytes["weights"] / 1e9
             assert row["weights_gb"] == pytest.approx(2 * size), "one cycle, out and in"
-
-
-def test_counts_name_each_part():
-    with running({**PLAN, "offload": EVERYTHING}) as run:
-        run.step()
-        cycle(run)
-        cycle(run)
-        counts = run.counts["memory.everything"]
-        sizes = run.memory.bytes
-        assert counts["weights_given_back"] == sizes["weights"]
-        assert counts["weights_copied_in"] == 2 * sizes["weights"]
-        assert counts["weights_copied_out"] == 2 * sizes["weights"]
-        assert counts["weights_gb_per_s_out"] > 0
-        assert counts["weights_host_bytes"] == 4096
-        assert "masters_copied_out" not in counts, "there are none"
-    with running({**PLAN, "offload": [*BETWEEN, {"use": "memory.weights"}]}) as run:
-        run.step()
-        assert run.counts["memory.weights"] == {}
-        assert run.counts["memory.optimizer_states"]["optimizer_states_copied_out"] > 0

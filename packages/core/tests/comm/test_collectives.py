@@ -14,13 +14,10 @@ from sley_core.assemble import assemble
 from sley_core.comm.group import Group
 from sley_core.comm.startup import _FIRST_BYTES, gather_values
 from sley_core.comm.world import World
-from sley_core.engine.agreement import agree
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_testing.collectives import collectives as recorded
-
-ALONE = Group("wp", (3,), 3, {})
 
 
 def results():
@@ -66,14 +63,6 @@ def test_every_operation_on_every_group(ranks):
             assert found[axis, "gathered"] == group
             assert found[axis, "exchanged"] == [10 * other + group.index(rank) for other in group]
         assert found["objects"] == [{"rank": other} for other in range(4)]
-
-
-def test_a_group_of_one_leaves_everything_as_it_is():
-    value = torch.tensor([2.0])
-    for start in (ALONE.all_reduce, ALONE.broadcast):
-        start(value, what="the test").wait()
-    assert value.item() == 2.0
-    assert ALONE.gather_objects("mine", what="the test") == ["mine"]
 
 
 def lonely(how, path):
@@ -216,11 +205,3 @@ def test_a_rank_with_another_plan_is_named_everywhere_with_the_key(ranks):
     for code, message in ranks(3)(refused, PLAN, PLAN | {"evaluation": {"every": 1}}):
         assert code == "ranks-disagree"
         assert message.startswith("rank 1 has another plan than rank 0: `evaluation.every` is 1, not left out; ")
-
-
-def test_of_several_odd_ranks_the_first_is_named_and_the_rest_counted(monkeypatch):
-    everyone = [{"torch": version} for version in ("2.12", "2.13", "2.11", "2.13", "2.13")]
-    control = Group("control", (4, 5, 6, 7, 8), 5, {})
-    monkeypatch.setattr(Group, "gather_objects", lambda *_, **__: everyone)
-    with pytest.raises(RunError, match=r"rank 4 \(and 1 more\) has torch 2\.12, rank 5 has 2\.13"):
-        agree({"torch": "2.13"}, control)

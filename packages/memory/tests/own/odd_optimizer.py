@@ -42,26 +42,3 @@ class Odd(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         return deepcopy(super().state_dict())
-
-
-class Unusual(torch.optim.Optimizer):
-    """Does what a plain loop allows: assigns `p.data`, keeps the last gradient, looks at dims, and counts steps in an attribute
-    and under a key of its own.
-    """
-
-    def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.count += 1
-        shared = self.state.setdefault("all", {"count": torch.zeros(3)})
-        shared["count"] += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    before = self.state[parameter].get("before", gradient)
-                    self.state[parameter]["before"] = gradient
-                    rate = group["lr"] * parameter.ndim / (self.count + float(shared["count"][0]))
-                    parameter.data = parameter.data - rate * (1.5 * gradient - 0.5 * before)
