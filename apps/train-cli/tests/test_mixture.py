@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chat_folder import documents, loop_of, write_chats
+from started_program import Result
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -195,7 +196,9 @@ def test_data_show_counts_each_source(folder: Path, capsys: pytest.CaptureFixtur
     assert main(["data", "prepare", path]) == 0
 
 
-def test_a_run_of_a_mixture_goes_on_in_another_layout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_mixture_goes_on_in_another_layout(
+    folder: Path, capsys: pytest.CaptureFixture[str], together: Callable[..., Result]
+) -> None:
     """With the rows of a run that was not interrupted; changed content is refused."""
     options = ["--set", "precision.compute='fp64'", "--set", "checkpoint={every_steps=2}", "--set", f"run.folder='{folder}'"]
     path = str(folder / "plan.toml")
@@ -208,7 +211,7 @@ def test_a_run_of_a_mixture_goes_on_in_another_layout(folder: Path, capsys: pyte
     assert main(again) != 0
     assert "data-changed" in capsys.readouterr().err
     (folder / "chats.jsonl").write_text(chats, "utf-8")
-    assert main([*again, "--set", "parallel.dp=2"]) == 0
+    assert together(2, *again, "--set", "parallel.dp=2").code == 0
     found = rows(folder / "mixed")
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     for one, other in zip(wanted, found, strict=True):

@@ -93,7 +93,7 @@ def by_hand(tables: Tables, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_and_losses_are_those_of_the_layers(ranks: Any, texts: Path, layout: str) -> None:
     size, changes = LAYOUTS[layout]

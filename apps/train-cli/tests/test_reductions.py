@@ -62,7 +62,7 @@ def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list
         return sorted(buffer.data.numel() for buffer in run.store.buffers), sorted(sizes), began
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "last"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,20 +21,6 @@ from sley_testing.weight_contract import WeightCommunicatorContract
 
 SPLIT = {"sequence": {"use": "isp.all_to_all"}}
 LABELLED = {"data": {"factory": "isp_models:Labelled"}}
-
-
-def test_records_are_listed_without_torch():
-    """Only core and this package are imported."""
-    code = (
-        "import sys\n"
-        "from sley_core.plan.loader import Loader\n"
-        "found = Loader().load('isp').records\n"
-        "print([*found['weight_communicators'], *found['sequence_attentions']])\n"
-        "import sley_isp.prefetch\n"
-        "print([name for name in sys.modules if name.startswith(('torch', 'sley_pp', 'sley_dp', 'sley_memory'))])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['communicator', 'all_to_all']", "[]"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,20 +40,6 @@ class TestGradients(OffloadManagerContract):
 
 
 # -- before a run ------------------------------------------------------------------------------------------------------
-
-
-def test_records_are_listed_without_torch() -> None:
-    """Core and this package are enough: no sibling is imported."""
-    code = (
-        "import sys\n"
-        "from sley_core.plan.loader import Loader\n"
-        "found = Loader().load('memory').records\n"
-        "print([*found['memory_pools']])\n"
-        "siblings = ('torch', 'sley_isp', 'sley_pp', 'sley_dp')\n"
-        "print([name for name in sys.modules if name.startswith(siblings)])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == ["['size_classes']", "[]"]
 
 
 MANAGERS: dict[str, dict[str, Any]] = {
