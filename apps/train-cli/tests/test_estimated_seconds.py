@@ -191,7 +191,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", SAMPLE, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
     taken_s = []

@@ -64,7 +64,7 @@ def test_every_row_has_a_name_of_its_own_and_a_fault() -> None:
 
 
 def test_a_sample_of_rows_holds(played: Played) -> None:
-    found = played(*(row(name) for name in ("accumulation", "masked-ranks", "packed-sp", "resume-pp")))
+    found = played(*(row(name) for name in ("packed-sp", "resume-pp")))
     assert [one.row.name for one in found if not one.holds] == []
     assert {len(one.errors) for one in found} == {4}
     assert all((one.plain_loop_error or 0.0) > 0 for one in found), "the plain loop adds in another order"

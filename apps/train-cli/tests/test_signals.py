@@ -111,6 +111,7 @@ STARTS_WORKERS = """
 """A loader's worker, which ends when its parent is gone, and a plain one, which waits for whoever ends it."""
 
 
+@pytest.mark.campaign  # test_stopping.py has the same of a process without torch
 def test_workers_end_with_a_terminated_run(start: Start, own_model: Own, folder: Path) -> None:
     """The run is started fresh: what a process forks is found by the environment that its program was started with."""
     imports = "import multiprocessing, sys\nfrom torch.utils.data import DataLoader\n"
