@@ -185,9 +185,9 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 
 SAMPLE = [
-    (1, 2, 2, "", "", "core.recompute"),
-    (2, 1, 2, "pp.one_f_one_b", "pp.uniform", "core.keep"),
     (2, 1, 2, "pp.zero_bubble_v", "pp.uniform", "core.keep"),
+    (2, 1, 2, "pp.one_f_one_b", "pp.uniform", "core.keep"),
+    (1, 2, 2, "", "", "core.recompute"),
 ]
 
 
