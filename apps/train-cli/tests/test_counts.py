@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes import rank as steps
-from sley_estimate.bytes.rank import rank_bytes
 from sley_memory.leaks import find_leaks
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
@@ -147,14 +144,3 @@ def test_every_buffer_is_in_a_part_of_memory(ranks: Any, texts: Path, name: str)
         assert not leaks
         assert num_bytes["weights"] > SMALL
         assert bool(num_bytes["messages"]) == ("reduction" in str(tables.get("gradient_handlers")))
-
-
-def test_an_estimate_of_few_micro_batches_has_as_many_messages_in_flight(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last stage sends a gradient for each output that it takes, and waits for the ninth before."""
-    tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch={"global_size": 16, "micro_size": 1})
-    plan = plan_from_dict(tables, texts)
-    few = rank_bytes(plan, 1, 2)
-    monkeypatch.setattr(steps, "peak_preserving_micros", lambda _, of_micros: of_micros)
-    every = rank_bytes(plan, 1, 2)
-    assert few.num_micros < every.num_micros
-    assert few.states == every.states

@@ -92,23 +92,6 @@ def test_a_file_that_somebody_else_empties_ends_the_record_and_not_the_run(tmp_p
     assert notes == [f"who is slow is not recorded: cannot write `{path}`: the start that this rank wrote is missing"]
 
 
-def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another file's by then."""
-    closed: list[int] = []
-
-    def fails(file: int) -> None:
-        closed.append(file)
-        raise OSError(122, "Disk quota exceeded")
-
-    file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, [])
-    file.add(format_line(window(0)))
-    with monkeypatch.context() as patched:
-        patched.setattr(work_file.os, "close", fails)
-        file.close()
-        file.close()
-    assert len(closed) == 1
-
-
 def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> None:
     """The disk was full. What the next start wrote was taken for that of the one before."""
     path = written(tmp_path, range(2))

@@ -23,7 +23,7 @@ from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan
 
 pytestmark = pytest.mark.timeout(120)
-SHARING = ("GRU", "LSTM", "RNN", "unsafe_split", "views of both", "data", "detach", "next layer")
+SHARING = ("GRU", "unsafe_split", "views of both", "data", "detach", "next layer")
 HOST = {"use": "memory.host", "min_bytes": 1}
 SELECTIVE = {"use": "memory.selective"}
 MODEL = {"factory": "attending:layers"}

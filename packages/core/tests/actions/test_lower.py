@@ -42,11 +42,6 @@ def words(text: str) -> list[Action]:
     return [Action(Kind(word[0]), *map(int, word[1:].split("."))) for word in text.split()]
 
 
-def test_without_a_pipeline_only_the_last_gradient_action_is_marked():
-    (steps,) = lower([sequential(2)], ALONE, 2)
-    assert texts(steps) == ["F0.0", "B0.0", "F0.1", "B0.1", "C0"]
-
-
 def test_every_chunk_has_its_own_mark_after_its_last_weight_gradient():
     (steps,) = lower([words("F0.0 F1.0 B1.0 I0.0 W0.0")], loop(1, 2), 1)
     assert texts(steps) == ["F0.0", "F1.0", "B1.0", "C1", "I0.0", "W0.0", "C0"]

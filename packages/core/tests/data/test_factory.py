@@ -91,30 +91,6 @@ def test_torchs_datasets_and_streams_are_fed() -> None:
         assert feed.next()["x"].tolist() == [[0, 0], [1, 1]]
 
 
-def test_a_streams_state_is_reached_through_its_declaration() -> None:
-    class Stateful:
-        place = 0
-
-        def __iter__(self) -> Iterator[dict[str, Tensor]]:
-            while True:
-                self.place += 1
-                yield {"x": torch.tensor(self.place)}
-
-        def state(self) -> int:
-            return self.place
-
-        def restore(self, state: int) -> None:
-            self.place = state
-
-    config = FactoryDataConfig(fields={"x": FieldConfig(dtype="int64")})
-    with Feed(declared(Stateful(), config, "my:Stateful"), seed=0, batch_size=2, rows=range(2)) as feed:
-        feed.next()
-        feed.next()
-        assert feed.state()["replay"]["place"] == {"epoch": 0, "stream": 2}
-        feed.restore({"samples": 0})
-        assert feed.next()["x"].tolist() == [1, 2]
-
-
 class Fails(Ours):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         raise OSError("the disk is gone")

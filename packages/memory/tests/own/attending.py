@@ -102,7 +102,7 @@ class Gates(nn.Module):
         super().__init__()
         self.kind = kind
         self.wide = nn.Linear(8, 16)
-        self.rnn = getattr(nn, kind)(8, 8, batch_first=True) if kind in ("GRU", "LSTM", "RNN") else None
+        self.rnn = nn.GRU(8, 8, batch_first=True) if kind == "GRU" else None
 
     def forward(self, h: Tensor) -> Any:
         if self.rnn is not None:
