@@ -76,6 +76,7 @@ def measure_errors(cases):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_form_and_number_of_key_heads(ranks, size):
     """The forward and the backward each have two exchanges, with or without packed documents."""
