@@ -126,7 +126,8 @@ def _import_from(name: str, source: Source) -> None:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         spec = None
-    if spec and (source.file is None or (spec.origin and str(Path(spec.origin).resolve()) == source.file)):
+    origin = str(Path(spec.origin).resolve()) if spec and spec.origin else None
+    if spec and origin == source.file:  # another file of that name may come first on the path
         importlib.import_module(name)
         return
     folders = None if source.folders is None else list(source.folders)
