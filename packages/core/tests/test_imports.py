@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,8 @@ for name in sys.argv[1:]:
 def test_what_a_check_imports_needs_no_torch() -> None:
     """Records, tables, schedules and partitions; one process imports them one after the other."""
     files = [*ROOT.glob("packages/*/src/sley_*/plugin.py"), *ROOT.glob("packages/*/src/sley_*/config.py")]
-    names = [f"{file.parent.name}.{file.stem}" for file in sorted(files) if file.parent.name != "sley_testing"]
+    installed = {file.parent.name for file in files if find_spec(file.parent.name)} - {"sley_testing"}
+    names = [f"{file.parent.name}.{file.stem}" for file in sorted(files) if file.parent.name in installed]
     assert {"sley_dp.plugin", "sley_isp.plugin", "sley_memory.plugin", "sley_pp.plugin"} <= set(names)
     names += ["sley_core.api.plan", "sley_core.api.actions", "sley_core.actions.simulate", "sley_isp.prefetch"]
     command = [sys.executable, "-c", NO_TORCH, *names, "sley_pp.schedules", "sley_pp.partitioners"]
