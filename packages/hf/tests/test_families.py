@@ -14,6 +14,7 @@ from torch import nn
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
+from sley_core.metrics.throughput import model_flops
 from sley_hf.compare import compare_with_transformers, logits, share_parameters
 from sley_hf.config import DecoderConfig
 from sley_hf.decoder import layers
@@ -104,3 +105,15 @@ def test_the_readme_lists_the_families() -> None:
     } == FAMILIES.keys()
     in_fp32 = re.findall("`([a-z0-9_]+)`", text.partition("compute norms or attention in fp32")[2].partition(")")[0])
     assert set(in_fp32) == {family for family in FAMILIES if computes_in_fp32(small_config(family))}
+
+
+@pytest.mark.parametrize(("family", "experts"), [("mixtral", 3 * 64 * 96), ("qwen3_moe", 3 * 64 * 32), ("llama", 0)])
+def test_flops_count_the_experts_that_a_token_uses(family: str, experts: int, tmp_path: Any) -> None:
+    config = small_config(family)
+    config.save_pretrained(tmp_path)
+    flops = model_flops(layers(decoder_config(tmp_path), DATA).build().layers)
+    head_dim = getattr(config, "head_dim", None) or 16
+    projections = 64 * head_dim * (4 + 2 + 2 + 4)
+    router, mlp = (64 * 4, 2 * experts) if experts else (0, 3 * 64 * 96)
+    assert flops.matrices == 6 * (2 * (projections + router + mlp) + 64 * 256)
+    assert flops.attention == 6 * 2 * 4 * head_dim

@@ -100,6 +100,10 @@ def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any
     _compute_buffers(causal)
     if has_interface:
         add_attention(causal, eager=eager)
+    for module in causal.modules():
+        experts_of = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+        if experts_of:  # for `model_flops`
+            module.active_share = hf_config.num_experts_per_tok / experts_of[0].shape[0]
     return causal, structure
 
 

@@ -228,7 +228,8 @@ def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None)
     What recomputation adds is not counted, so that the same tokens per second give the same utilisation.
 
     A matrix counts if it is the own `weight` (or `in_proj_weight`) of two dims or more of a module that is not an embedding:
-    linears, convolutions of stride 1, and a tied head, whose weight multiplies once more there.
+    linears, convolutions of stride 1, and a tied head, whose weight multiplies once more there. All matrices of a module with
+    `active_share`, the share of its experts that a token uses, count by that share.
 
     whole: the full number of elements of sharded parameters, by id.
     """
@@ -239,13 +240,14 @@ def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None)
         goes_back |= any(param.requires_grad for param in layer.module.parameters())
         for module in layer.module.modules():
             is_flat &= not isinstance(module, _LOOK_UP)
-            for name in () if isinstance(module, _LOOK_UP) else _MATRICES:
+            share = getattr(module, "active_share", 1.0)
+            for name in () if isinstance(module, _LOOK_UP) else _MATRICES if share == 1.0 else module._parameters:
                 weight = getattr(module, name, None)
                 # A parameter that is not in `_parameters` is a child's, as in peft's wrappers.
                 is_own = name in module._parameters or not isinstance(weight, nn.Parameter)
                 if isinstance(weight, Tensor) and weight.ndim >= 2 and is_own:
                     passes = 3 if weight.requires_grad else 1 + goes_back
-                    matrices += 2.0 * passes * (whole or {}).get(id(weight), weight.numel())
+                    matrices += 2.0 * passes * share * (whole or {}).get(id(weight), weight.numel())
                     is_flat &= weight.ndim == 2
             attention += 2.0 * (1 + 2 * goes_back) * attention_width(module)
     return ModelFlops(matrices, attention, is_flat and not attention, in_documents)
