@@ -93,7 +93,9 @@ def open_trained_run(
     path, step = newest_weights(folder, plan, best=best)
     tables = one_process_plan(plan).document.tables
     tables["run"]["device"] = "auto"
-    tables["model"].pop("weights", None)  # the resolved plan already has their sizes
+    config: Any = plan.model.config
+    if getattr(config, "weights", None) is not None:  # all values are loaded below
+        tables["model"] = {"use": plan.model.name, **config.without_weights().model_dump(mode="json", exclude_none=True)}
     evaluation = tables.pop("evaluation", {"every": 1})
     if with_evaluation:
         if plan.document.overrides:  # of [data], by `plan_with_data`

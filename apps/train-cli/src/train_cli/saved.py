@@ -35,9 +35,6 @@ AUTO = "auto"
 RESTART = "restart"
 """Like `AUTO`, for a run that torchrun or SLURM has restarted and whose user has passed no `--resume`."""
 
-MODEL = ("config.json", "generation_config.json")
-"""The files that a model's `save_pretrained` writes besides its weights."""
-
 _NUM_SHOWN = 4
 
 
@@ -54,12 +51,13 @@ def keep_files(plan: Plan, folder: Path) -> None:
         source = getattr(getattr(plan, table).config, key, None)
         if not isinstance(source, Path) or source.resolve().is_relative_to(folder.resolve()):
             continue
+        from sley_core.weight_files.hugging_face import CONFIG, GENERATION, config_folder
         from sley_core.weight_files.read import TOKENIZER
 
-        target = folder / name
-        files = [(source / file_name, target / file_name) for file_name in (*TOKENIZER, *MODEL)]
+        source, target = config_folder(source), folder / name
+        files = [(source / file_name, target / file_name) for file_name in (*TOKENIZER, CONFIG, GENERATION)]
         if source.is_file():
-            files = [(source, target if target.suffix else target / TOKENIZER[0])]
+            files = [(source, target if target.suffix else target / (CONFIG if table == "model" else TOKENIZER[0]))]
         for file, copy in files:
             if file.is_file():
                 copy.parent.mkdir(exist_ok=True)

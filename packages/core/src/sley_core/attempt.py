@@ -36,6 +36,7 @@ COPIES = {
     ("data", "tokenizer"): "tokenizer",
     ("data", "template"): "tokenizer/chat_template.jinja",
     ("model", "weights"): "start",
+    ("model", "config"): "start",
 }
 """Keys of the plan that name files, and the folder or file within the run's own where a run keeps copies of the small ones."""
 

@@ -7,8 +7,8 @@ does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
@@ -50,15 +50,15 @@ class Record:
 class ModelRecord(Record):
     """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, built on meta.
 
-    exports: the exporters by format of `train-cli export`, in addition to "safetensors". Each is `"module:attribute"` of
-        `export(plan, source, out, max_file_bytes) -> list[str]`, which writes the weights of `source`
-        (`api.files.TensorReader`) into the new folder `out` and returns the file names.
+    hugging_face: `"module:attribute"` of `hugging_face(plan, source) -> api.files.HuggingFaceModel`, which describes the model
+        of transformers with the weights in `source` (`api.files.TensorReader`), for `train-cli export`, `sample` and `chat`;
+        None if transformers has no such model.
     compare: `"module:attribute"` of `compare(config) -> str`, with which `train-cli check --model` compares the layers with
         another implementation of the model. It returns a note, or raises PlanError.
     uses_layer_names: whether every weight is named after its layer, so that an export does not need to build the model.
     """
 
-    exports: Mapping[str, str] = field(default_factory=dict)
+    hugging_face: str | None = None
     compare: str | None = None
     uses_layer_names: bool = False
 

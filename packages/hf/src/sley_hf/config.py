@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from sley_core.api.files import config_folder
 from sley_core.api.plan import Array, ModelConfig, PlanPath, Positive, PositiveFloat, Table, Words
 from sley_core.records import Problem
 
@@ -22,7 +23,9 @@ class DecoderConfig(ModelConfig):
     """
 
     weights: PlanPath | None = None
-    """The folder that `save_pretrained` wrote: `config.json` and safetensors files. Training starts from these weights."""
+    """The folder that `save_pretrained` wrote, with `config.json` and safetensors files, or the folder of a run of this model,
+    such as `runs/x`. Training starts from these weights.
+    """
 
     config: PlanPath | None = None
     """A `config.json` of transformers, or its folder. Training starts from random weights."""
@@ -49,7 +52,11 @@ class DecoderConfig(ModelConfig):
         """The path of `config.json`."""
         path = self.weights or self.config
         assert path is not None, self
-        return path / CONFIG if path.is_dir() or self.weights else path
+        return config_folder(path) / CONFIG if path.is_dir() or self.weights else path
+
+    def without_weights(self) -> DecoderConfig:
+        """Returns the table of the same model that starts from random weights."""
+        return self.model_copy(update={"weights": None, "config": self.config_file})
 
 
 def read_config(config: DecoderConfig) -> dict[str, Any]:

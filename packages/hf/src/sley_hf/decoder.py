@@ -83,6 +83,7 @@ def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any
     Raises PlanError "hf-structure".
     """
     hf_config = copy.deepcopy(hf_config)
+    hf_config.dtype = torch.float32  # the files' dtype would round constants, such as the scale of Gemma's embeddings
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
         raise _structure_error(f"transformers has no causal language model of the type `{hf_config.model_type}`")

@@ -20,6 +20,7 @@ def sley_records() -> list[Record]:
             name="decoder",
             config=DecoderConfig,
             build="sley_hf.decoder:layers",
+            hugging_face="sley_hf.export:hugging_face",
             compare="sley_hf.compare:compare_with_transformers",
             uses_layer_names=True,
         ),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _MAX_BYTES = 1 << 22
 _SIZES = {

@@ -21,7 +21,7 @@ def sley_records() -> list[ModelRecord]:
             name="llama",
             config=LlamaConfig,
             build="sley_models.llama:layers",
-            exports={"huggingface": "sley_models.export:export_hugging_face"},
+            hugging_face="sley_models.export:hugging_face",
             uses_layer_names=True,
         )
     ]

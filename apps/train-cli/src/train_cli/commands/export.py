@@ -8,9 +8,10 @@ the model is the one whose `load_state_dict` accepts the exported names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
+    from sley_core.weight_files.hugging_face import HuggingFaceModel
     from sley_core.weight_files.read import TensorReader
 
 
@@ -49,26 +51,29 @@ def export(
     form: Annotated[
         ExportFormat,
         typer.Option(
-            "--format", help="safetensors: any model, with its state-dict names. huggingface: models.llama, for transformers."
+            "--format", help="safetensors: any model, with its state-dict names. huggingface: hf.decoder and models.llama."
         ),
     ] = ExportFormat.safetensors,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Load a huggingface export with transformers, and compare its logits.")
+    ] = True,
     max_file_mb: Annotated[int, typer.Option("--max-file-mb", metavar="N", min=1, help="The maximum size of a file.")] = 5000,
     best: BestOption = False,
 ) -> None:
     """Write the newest weights of a run, or those of a checkpoint, for other programs."""
-    plan, source = _source(run, best=best)
+    plan, source = open_weights(run, best=best)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
     to = out.absolute()
     if form is ExportFormat.huggingface:
-        files = _exporter(plan, form)(plan, source, to, max_file_mb * 10**6)
+        files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
     else:
         files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
     num_files = "1 file" if len(files) == 1 else f"{len(files)} files"
     say(f"{len(source.names)} tensors in {num_files}: {out}")
 
 
-def _source(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
+def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     """Returns the plan and the weights of a checkpoint, or the newest or `best` weights of a run; prints their origin."""
     from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
@@ -93,16 +98,36 @@ def _source(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     return plan or saved_plan, source
 
 
-def _exporter(plan: Plan, form: ExportFormat) -> Callable[[Plan, TensorReader, Path, int], list[str]]:
-    """Returns the model's exporter for a format. Raises UsageError "export-format" if it has none."""
-    record = plan.model.record
-    name = record.exports.get(form.value) if isinstance(record, ModelRecord) else None
-    if name is None:
+def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> list[str]:
+    """Writes the weights in `source` as a model of transformers into the new folder `out`; returns its weight files.
+
+    check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
+    "export-format" if transformers has no such model, and RunError "export-differs".
+    """
+    from sley_core.weight_files.hugging_face import write_model
+
+    model = hugging_face_model(plan, source)
+    if model is None:
         hint = "use `--format safetensors`, which works for any model"
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
-    module, _, attribute = name.partition(":")
-    exporter: Callable[[Plan, TensorReader, Path, int], list[str]] = getattr(import_module(module), attribute)
-    return exporter
+    files = write_model(plan, model, source, out, max_file_bytes)
+    if not check:
+        return files
+    if find_spec("sley_hf") is None:
+        say("the export was not loaded for a check, which needs sley-hf")
+        return files
+    import_module("sley_hf.export").check_export(plan, model, source, out)
+    say("transformers computes the run's logits")
+    return files
+
+
+def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:
+    """Returns the model of transformers with the weights in `source`, or None if transformers has no such model."""
+    record = plan.model.record
+    if not isinstance(record, ModelRecord) or record.hugging_face is None:
+        return None
+    model: HuggingFaceModel = record.load(record.hugging_face)(plan, source)
+    return model
 
 
 def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> list[str]:

@@ -5,7 +5,7 @@ The tables of models, data, losses and so on belong to the records that they nam
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -314,6 +314,10 @@ class ModelConfig(Table):
 
     compile: bool = False
     """Compile the layers with torch.compile."""
+
+    def without_weights(self) -> Self:
+        """Returns the table of the same model that starts from random weights."""
+        return self.model_copy(update={"weights": None}) if "weights" in type(self).model_fields else self
 
 
 class SequenceConfig(Table):

@@ -1,0 +1,206 @@
+"""A run of `hf.decoder` leaves as a folder that transformers opens, and starts from other runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sley_core.assemble import assemble
+from sley_core.attempt import PLAN
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.weight_files.read import WeightFiles
+from sley_hf import export as hf_export
+from sley_testing.plans import Tables, small_plan
+from train_cli.saved import keep_files, plan_of_run
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 255,
+}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 8},
+    "gpt2": {},  # Conv1D, learned positions
+    "gemma": {"head_dim": 8},  # norms that add 1
+}
+TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+Trained = Callable[..., Path]
+
+
+def plan(model: Tables, **changes: Any) -> Tables:
+    tables = small_plan(
+        data__sequence=16,
+        batch={"global_size": 4, "micro_size": 2},
+        optimizer={"use": "core.adamw", "lr": 1e-2},
+        **{"precision__compute": "fp32", **changes},
+    )
+    return {**tables, "model": model}
+
+
+def save_model(folder: Path, family: str, **changes: Any) -> Path:
+    """Writes a model with random weights and a `generation_config.json`."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **FAMILIES[family], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def trained(texts: Path, folder: Path) -> Trained:
+    """`trained(tables)`: the folder of a run of two steps, as `train-cli run` leaves it; `trained.logits`: its logits."""
+
+    def train(tables: Tables, name: str = "run") -> Path:
+        to = folder / name
+        to.mkdir()
+        loaded = plan_from_dict(tables, texts)
+        keep_files(loaded, to)
+        with assemble(loaded, World.alone("cpu")) as run:
+            run.step()
+            run.step()
+            run.save_weights(to / "weights", max_file_bytes=20000)
+            (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
+            output: Any = TOKENS
+            with torch.no_grad():
+                for layer in run.layers:
+                    output = layer.module(output)
+        train.logits = output.float()  # type: ignore[attr-defined]
+        return to
+
+    return train
+
+
+def exported_model(folder: Path) -> Any:
+    """The model that transformers reads; fails where any weight is missing, unknown or of another shape."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def exported(cli: Any, run: Path, out: Path) -> str:
+    result = cli("export", run, "--format", "huggingface", "--out", out)
+    assert result.code == 0, result.err
+    return str(result.err)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_run_computes_the_same_logits_after_both_have_moved(
+    cli: Any, trained: Trained, folder: Path, family: str, compute: str
+) -> None:
+    start = save_model(folder / "start", family, dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
+    run = trained(plan({"use": "hf.decoder", "weights": str(start)}, precision__compute=compute))
+    shutil.rmtree(start)
+    run = Path(shutil.move(run, folder / "moved run"))
+    message = exported(cli, run, folder / "hf")
+    assert "transformers computes the run's logits" in message
+    model = exported_model(Path(shutil.move(folder / "hf", folder / "moved")))
+    assert model.dtype == getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[compute])
+    assert (model.config.model_type, model.generation_config.eos_token_id) == (family, 255)
+    names = WeightFiles(folder / "moved").names
+    assert ("lm_head.weight" in names) == (not model.config.tie_word_embeddings)
+    tolerance = {"fp32": 1e-5, "bf16": 3e-2}[compute]
+    with torch.no_grad():
+        logits = model(TOKENS).logits.float()
+    torch.testing.assert_close(logits, trained.logits, rtol=tolerance, atol=tolerance * float(logits.abs().max()))  # type: ignore[attr-defined]
+
+
+def test_a_run_from_a_config_is_exported_with_the_end_of_its_data(cli: Any, trained: Trained, folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, "the": 1, "sley": 2, "beats": 3, "home": 4, "?": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    home = folder / "tokenizer"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(home)
+    config = transformers.AutoConfig.for_model("llama", **{**SIZES, "bos_token_id": None, "eos_token_id": None})
+    config.save_pretrained(folder / "config")
+    (folder / "config" / "config.json").rename(folder / "small.json")
+    tables = plan({"use": "hf.decoder", "config": str(folder / "small.json")})
+    tables["data"] |= {"tokenizer": str(home), "end_of_document": "<end>"}
+    run = trained(tables)
+    (folder / "small.json").unlink()
+    exported(cli, run, folder / "hf")
+    model = exported_model(folder / "hf")
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
+    assert transformers.AutoTokenizer.from_pretrained(folder / "hf")("sley home").input_ids == [2, 4]
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    change(values)
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def swap(values: dict[str, Any]) -> None:
+    first, second = (f"model.layers.{index}.mlp.down_proj.weight" for index in range(2))
+    values[first], values[second] = values[second], values[first]
+
+
+def drop_head(values: dict[str, Any]) -> None:
+    del values["lm_head.weight"]
+
+
+@pytest.mark.parametrize(("change", "name"), [(swap, "model.layers.0.mlp.down_proj.weight"), (drop_head, "lm_head.weight")])
+@pytest.mark.parametrize("use", ["hf.decoder", "models.llama"])
+def test_a_wrong_export_is_an_error_that_names_the_tensor(
+    cli: Any, trained: Trained, folder: Path, use: str, change: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(plan({"use": use, "weights": str(save_model(folder / "start", "llama"))}))
+    check = hf_export.check_export
+
+    def plant_fault(plan: Any, model: Any, source: Any, out: Path) -> None:
+        change_tensors(out, change)
+        check(plan, model, source, out)
+
+    monkeypatch.setattr(hf_export, "check_export", plant_fault)
+    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
+    assert result.code == 1
+    assert f"error[export-differs]: the export in `{folder}/hf` is wrong: the tensor {name!r} differs" in result.err
+
+
+def test_wrong_names_are_an_error_that_names_the_layer(trained: Trained, folder: Path) -> None:
+    run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
+    resolved, source = plan_of_run(run), WeightFiles(run / "weights")
+    model = hf_export.hugging_face(resolved, source)
+    names = dict(model.names)
+    first, second = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    names[first], names[second] = names[second], names[first]
+    wrong = hf_export.HuggingFaceModel(model.config, names)
+    from sley_core.weight_files.hugging_face import write_model
+
+    write_model(resolved, wrong, source, folder / "hf", 10**9)
+    with pytest.raises(RunError, match=r"the last layer with the same output is 'blocks.0'"):
+        hf_export.check_export(resolved, wrong, source, folder / "hf")
+
+
+def test_another_models_weights_are_refused(cli: Any, trained: Trained, folder: Path) -> None:
+    run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
+    change_tensors(run / "weights", lambda values: values.__delitem__("blocks.0.layer.input_layernorm.weight"))
+    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
+    assert result.code == 1
+    assert "error[weights-mismatch]" in result.err
+    assert "'blocks.0.layer.input_layernorm.weight' is missing" in result.err
+    assert json.loads((run / "start" / "config.json").read_text())["model_type"] == "llama"

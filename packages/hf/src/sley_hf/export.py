@@ -1,0 +1,124 @@
+"""Describes a run of `hf.decoder` as a model of transformers, and checks an export against the run.
+
+The check runs the run's own layers, one after the other, and the exported model on the same prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sley_core.api.data import TOKEN_FIELDS, DataInfo
+from sley_core.api.files import HuggingFaceModel, describe_model
+from sley_core.errors import RunError
+from sley_hf.config import DecoderConfig
+from sley_hf.decoder import build_on_meta, layer_name, ties
+
+if TYPE_CHECKING:
+    from sley_core.api.files import TensorReader
+    from sley_core.api.model import Model
+    from sley_core.api.plan import Plan
+
+PROMPT_LENGTH = 16
+TOLERANCE = 1e-5
+"""The maximal difference of logits in fp32, relative to the largest logit."""
+
+
+def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
+    """Returns the model of transformers with the weights in `source`: `ModelRecord.hugging_face`.
+
+    Raises RunError "weights-mismatch" if the weights do not fit the plan.
+    """
+    config = plan.model.config
+    assert isinstance(config, DecoderConfig), config
+    causal, structure = build_on_meta(config)
+    tied = {name for _, name in ties(causal, structure)}
+    names, shapes = {}, {}
+    for hf_name, value in causal.state_dict().items():
+        if (name := layer_name(hf_name, structure)) not in tied:
+            names[name], shapes[name] = hf_name, tuple(value.shape)
+    problems = [f"{name!r} is missing" for name in names if name not in source.names]
+    problems += [f"{name!r} is unknown" for name in source.names if name not in names]
+    problems += [
+        f"{name!r} is {list(source.kind(name).shape)} and not {list(shapes[name])}"
+        for name in names
+        if not problems and source.kind(name).shape != shapes[name]
+    ]
+    if problems:
+        others = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {problems[0]}{others}")
+    hf_config = AutoConfig.from_pretrained(config.config_file)
+    content = hf_config.to_diff_dict() | {"architectures": [type(causal).__name__]}
+    return describe_model(content, names, plan, source)
+
+
+def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, folder: Path) -> None:
+    """Raises RunError "export-differs" unless transformers computes the run's logits from the files in `folder`.
+
+    plan: the plan of the run, whose layers have the weights in `source`. The prompt has the first ids of the vocabulary. The
+    message names the first tensor whose values differ, or else the last layer with the same output.
+    """
+    causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    exported = causal.state_dict()
+    for name, hf_name in model.names.items():
+        if hf_name not in exported or not torch.equal(_as_loaded(source.tensor(name)), exported[hf_name]):
+            raise _difference(folder, f"the tensor {hf_name!r} differs from {name!r} of the run")
+    vocab_size = causal.config.vocab_size
+    length = min(PROMPT_LENGTH, getattr(causal.config, "max_position_embeddings", None) or PROMPT_LENGTH)
+    tokens = torch.arange(length)[None] % vocab_size
+    with torch.no_grad():
+        output = causal(input_ids=tokens, output_hidden_states=True, use_cache=False)
+        *actual, (_, logits) = _outputs_of_layers(plan, source, tokens, vocab_size)
+    if not _is_close(logits, output.logits):
+        last = "none"
+        for (name, ours), theirs in zip(actual, output.hidden_states[:-1], strict=False):  # the last one is after the norm
+            if not _is_close(ours, theirs):
+                break
+            last = name
+        raise _difference(folder, f"its logits differ from those of the run; the last layer with the same output is {last!r}")
+
+
+def _difference(folder: Path, message: str) -> RunError:
+    return RunError("export-differs", f"the export in `{folder}` is wrong: {message}", hint="please report this as a bug")
+
+
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Returns whether the largest difference is at most `TOLERANCE` of the largest expected value."""
+    return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def _as_loaded(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _outputs_of_layers(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the output of each layer for token ids [1, s], in fp32. One layer is in memory at a time."""
+    config: Any = plan.model.config
+    record: Any = plan.model.record
+    model: Model = record.load(record.build)(config.without_weights(), DataInfo(TOKEN_FIELDS, vocab_size))
+    ties = {second: first for first, second in model.ties}
+    output = tokens
+    for layer in model.layers:
+        model.build_layer(layer, 0, initialises=False)
+        _load_values(layer.module, layer.name, source, ties)
+        output = layer.module.eval()(output)
+        layer.module = nn.Module()
+        yield layer.name, output
+
+
+def _load_values(layer: nn.Module, layer_name: str, source: TensorReader, ties: Mapping[str, str]) -> None:
+    """Replaces the parameters and persistent buffers of a layer by the tensors in `source`."""
+    for prefix, module in layer.named_modules(prefix=layer_name):
+        for attribute in module._parameters:
+            name = f"{prefix}.{attribute}"
+            if module._parameters[attribute] is not None:
+                value = source.tensor(ties.get(name, name)).float()
+                module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+        for attribute in module._buffers:
+            if f"{prefix}.{attribute}" in source.names:
+                module._buffers[attribute] = _as_loaded(source.tensor(f"{prefix}.{attribute}"))
