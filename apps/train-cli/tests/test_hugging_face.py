@@ -189,7 +189,7 @@ def test_wrong_names_are_an_error_that_names_the_layer(trained: Trained, folder:
     first, second = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
     names[first], names[second] = names[second], names[first]
     wrong = hf_export.HuggingFaceModel(model.config, names)
-    from sley_core.weight_files.hugging_face import write_model
+    from sley_core.hugging_face import write_model
 
     write_model(resolved, wrong, source, folder / "hf", 10**9)
     with pytest.raises(RunError, match=r"the last layer with the same output is 'blocks.0'"):

@@ -137,7 +137,8 @@ PUBLIC = {f"sley_core.api.{subject}" for subject in SUBJECTS} | {
     f"sley_core.{name}" for name in ("errors", "hookspecs", "protocols", "records")
 }
 PLUGINS = [
-    ROOT / "packages" / name / "src" for name in ("checkpoint", "cma", "data", "dp", "isp", "memory", "metrics", "models", "pp")
+    ROOT / "packages" / name / "src"
+    for name in ("checkpoint", "cma", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
 ] + [ROOT / "examples" / "plugins"]
 
 

@@ -51,7 +51,7 @@ def keep_files(plan: Plan, folder: Path) -> None:
         source = getattr(getattr(plan, table).config, key, None)
         if not isinstance(source, Path) or source.resolve().is_relative_to(folder.resolve()):
             continue
-        from sley_core.weight_files.hugging_face import CONFIG, GENERATION, config_folder
+        from sley_core.hugging_face import CONFIG, GENERATION, config_folder
         from sley_core.weight_files.read import TOKENIZER
 
         source, target = config_folder(source), folder / name

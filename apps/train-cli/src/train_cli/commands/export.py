@@ -27,9 +27,9 @@ from train_cli.saved import files_of, is_remote, newest_weights, plan_of_run
 if TYPE_CHECKING:
     from torch import nn
 
+    from sley_core.hugging_face import HuggingFaceModel
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
-    from sley_core.weight_files.hugging_face import HuggingFaceModel
     from sley_core.weight_files.read import TensorReader
 
 
@@ -104,7 +104,7 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs".
     """
-    from sley_core.weight_files.hugging_face import write_model
+    from sley_core.hugging_face import write_model
 
     model = hugging_face_model(plan, source)
     if model is None:

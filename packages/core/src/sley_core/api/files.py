@@ -1,18 +1,16 @@
-"""Files that appear whole; weights, read one tensor at a time; tokenizers. Imports no torch before a tensor is read."""
+"""Files that appear whole; weights, read one tensor at a time; models of transformers. Imports no torch before a tensor is read."""
 
-from sley_core.weight_files.hugging_face import IDS as IDS
-from sley_core.weight_files.hugging_face import HuggingFaceModel as HuggingFaceModel
-from sley_core.weight_files.hugging_face import config_folder as config_folder
-from sley_core.weight_files.hugging_face import describe_model as describe_model
-from sley_core.weight_files.hugging_face import start_folder as start_folder
-from sley_core.weight_files.hugging_face import weights_folder as weights_folder
+from sley_core.hugging_face import IDS as IDS
+from sley_core.hugging_face import HuggingFaceModel as HuggingFaceModel
+from sley_core.hugging_face import config_folder as config_folder
+from sley_core.hugging_face import describe_model as describe_model
+from sley_core.hugging_face import start_folder as start_folder
+from sley_core.hugging_face import weights_folder as weights_folder
 from sley_core.weight_files.read import FLOATS as FLOATS
 from sley_core.weight_files.read import RANDOM_SETTINGS as RANDOM_SETTINGS
-from sley_core.weight_files.read import TOKENIZER as TOKENIZER
 from sley_core.weight_files.read import TensorKind as TensorKind
 from sley_core.weight_files.read import TensorReader as TensorReader
 from sley_core.weight_files.read import WeightFiles as WeightFiles
 from sley_core.weight_files.read import read_tensor as read_tensor
-from sley_core.weight_files.read import without_settings as without_settings
 from sley_core.whole_files import appearing as appearing
 from sley_core.whole_files import sync_names as sync_names
