@@ -204,3 +204,17 @@ def test_another_models_weights_are_refused(cli: Any, trained: Trained, folder: 
     assert "error[weights-mismatch]" in result.err
     assert "'blocks.0.layer.input_layernorm.weight' is missing" in result.err
     assert json.loads((run / "start" / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("use", ["hf.decoder"])
+def test_a_run_starts_from_the_weights_of_another_and_is_exported(cli: Any, trained: Trained, folder: Path, use: str) -> None:
+    first = trained(plan({"use": use, "weights": str(save_model(folder / "start", "llama"))}), "first")
+    second = trained(plan({"use": use, "weights": str(first)}, optimizer__lr=1e-9), "second")
+    weights, expected = WeightFiles(second / "weights"), WeightFiles(first / "weights")
+    assert weights.names == expected.names
+    for name in weights.names:
+        torch.testing.assert_close(weights.tensor(name), expected.tensor(name))
+    shutil.rmtree(first)
+    shutil.rmtree(folder / "start")
+    exported(cli, second, folder / "hf")
+    assert exported_model(folder / "hf").generation_config.eos_token_id == 255

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from sley_core.api.data import TOKEN_FIELDS, DataInfo
 from sley_core.api.files import HuggingFaceModel, describe_model
 from sley_core.errors import RunError
 from sley_hf.config import DecoderConfig
-from sley_hf.decoder import build_on_meta, layer_name, ties
+from sley_hf.decoder import build_from_config, read_hf_config, ties
+from sley_hf.structure import layer_name
 
 if TYPE_CHECKING:
     from sley_core.api.files import TensorReader
@@ -36,7 +37,8 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     """
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
-    causal, structure = build_on_meta(config)
+    hf_config = read_hf_config(config)
+    causal, structure = build_from_config(hf_config, eager=True, experts="eager")
     tied = {name for _, name in ties(causal, structure)}
     names, shapes = {}, {}
     for hf_name, value in causal.state_dict().items():
@@ -52,7 +54,6 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     if problems:
         others = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {problems[0]}{others}")
-    hf_config = AutoConfig.from_pretrained(config.config_file)
     content = hf_config.to_diff_dict() | {"architectures": [type(causal).__name__]}
     return describe_model(content, names, plan, source)
 

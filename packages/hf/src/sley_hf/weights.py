@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from sley_core.api.files import WeightFiles
+from sley_core.api.files import WeightFiles, weights_folder
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import Structure, layer_name
 
@@ -26,11 +26,12 @@ _MAX_PROBLEMS = 4
 class StoredWeights:
     """The tensors of a folder of safetensors files under the names and in the layouts of transformers' model.
 
-    causal: the model, whose parameters may be on meta. Raises RunError "weight-files" if the files cannot be read.
+    folder: a folder of `save_pretrained`, or of a run, whose names are those of the layers. causal: the model, whose parameters
+    may be on meta. Raises RunError "weight-files" if the files cannot be read.
     """
 
-    def __init__(self, folder: Path, causal: Any) -> None:
-        self.files = WeightFiles(folder)
+    def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
+        self.files = WeightFiles(weights_folder(folder))
         self._causal = causal
         transforms = get_model_conversion_mapping(causal)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -39,10 +40,11 @@ class StoredWeights:
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns by target
         self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
         prefix, state = causal.base_model_prefix, causal.state_dict()
+        names_in_runs = {layer_name(name, structure): name for name in state}
         for stored in sorted(self.files.stored, key=dot_natural_key):
             target, pattern = rename_source_key(stored, renamings, converters, prefix, state)
-            if target not in state and stored in state:
-                target, pattern = stored, None
+            if stored in names_in_runs or (target not in state and stored in state):
+                target, pattern = names_in_runs.get(stored, stored), None
             self._sources[target].append((stored, pattern))
             self._targets[target] = target
             if pattern is not None:
@@ -79,7 +81,7 @@ class FileInitializer:
 
     def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
         try:
-            self._stored = StoredWeights(folder, causal)
+            self._stored = StoredWeights(folder, causal, structure)
         except RunError as error:
             diagnostic = error.diagnostics[0]
             raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
