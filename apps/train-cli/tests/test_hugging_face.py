@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from sley_core.assemble import assemble
 from sley_core.attempt import PLAN
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.hugging_face import write_other_files
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
+from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, small_plan
 from train_cli.saved import keep_files, plan_of_run
@@ -189,9 +192,8 @@ def test_wrong_names_are_an_error_that_names_the_layer(trained: Trained, folder:
     first, second = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
     names[first], names[second] = names[second], names[first]
     wrong = hf_export.HuggingFaceModel(model.config, names)
-    from sley_core.hugging_face import write_model
-
-    write_model(resolved, wrong, source, folder / "hf", 10**9)
+    other_files = partial(write_other_files, resolved, wrong)
+    write_tensors(folder / "hf", source, wrong.names.items(), 10**9, other_files)
     with pytest.raises(RunError, match=r"the last layer with the same output is 'blocks.0'"):
         hf_export.check_export(resolved, wrong, source, folder / "hf")
 

@@ -1,4 +1,4 @@
-"""Writes a run's weights as a model of Hugging Face transformers: weights, configs, and the tokenizer."""
+"""Describes the model of Hugging Face transformers with a run's weights, and writes its configs and tokenizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,16 +105,6 @@ def tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
     yield from ((folder / name, name) for name in names if folder is not None and (folder / name).is_file())
     if template is not None:
         yield template, "chat_template.jinja"
-
-
-def write_model(plan: Plan, model: HuggingFaceModel, source: TensorReader, out: Path, max_file_bytes: int) -> list[str]:
-    """Writes the weights in `source` and everything that transformers needs beside them into the new folder `out`.
-
-    Returns the names of the weight files. Raises RunError "weight-files" if the folder cannot be written.
-    """
-    from sley_core.weight_files.write import write_tensors
-
-    return write_tensors(out, source, model.names.items(), max_file_bytes, partial(write_other_files, plan, model))
 
 
 def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:

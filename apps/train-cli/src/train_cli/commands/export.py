@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,13 +105,15 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs".
     """
-    from sley_core.hugging_face import write_model
+    from sley_core.hugging_face import write_other_files
+    from sley_core.weight_files.write import write_tensors
 
     model = hugging_face_model(plan, source)
     if model is None:
         hint = "use `--format safetensors`, which works for any model"
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
-    files = write_model(plan, model, source, out, max_file_bytes)
+    write_others = partial(write_other_files, plan, model)
+    files = write_tensors(out, source, model.names.items(), max_file_bytes, write_others)
     if not check:
         return files
     if find_spec("sley_hf") is None:
