@@ -21,24 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sley_core.errors import RunError, UsageError
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import rows
+from sley_core.run_files import CHECKPOINTS as CHECKPOINTS
+from sley_core.run_files import COPIES as COPIES
+from sley_core.run_files import PLAN as PLAN
+from sley_core.run_files import WEIGHTS as WEIGHTS
 from sley_core.whole_files import write_atomically
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
-
-
-PLAN = "plan.toml"
-WEIGHTS = "weights"
-CHECKPOINTS = "checkpoints"
-"""Names in a run's folder: its plan, its final weights, and its checkpoints unless the plan names another folder for them."""
-
-COPIES = {
-    ("data", "tokenizer"): "tokenizer",
-    ("data", "template"): "tokenizer/chat_template.jinja",
-    ("model", "weights"): "start",
-    ("model", "config"): "start",
-}
-"""Keys of the plan that name files, and the folder or file within the run's own where a run keeps copies of the small ones."""
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:

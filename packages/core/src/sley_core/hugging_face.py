@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.attempt import COPIES, PLAN, WEIGHTS
 from sley_core.errors import SleyError
 from sley_core.records import DatasetRecord
+from sley_core.run_files import COPIES, PLAN, WEIGHTS
 from sley_core.weight_files.read import TOKENIZER, TensorReader, without_settings
 from sley_core.whole_files import appearing
 
