@@ -189,13 +189,13 @@ def test_eval_on_documents_that_were_trained_on_is_said(cli: Any, trained: Train
     own = cli("eval", run, "--data", 'files=["text/a.txt"]')
     assert "trained" not in own.err, "the split goes by content"
     copies = f'held_out_files=["{folder / "copies.txt"}"]'
-    found = re.search(r"the run has trained on (\d+) of the 69 held-out documents", cli("eval", run, "--data", copies).err)
+    found = re.search(r"the run was trained on (\d+) of the 69 held-out documents", cli("eval", run, "--data", copies).err)
     assert found
     assert 40 < int(found[1]) < 60
     more = cli("eval", run, "--data", "held_out=0.5")
     assert "this is no held-out loss" in more.err
     lines = cli("eval", run, "--data", copies, "--data", 'separator="\\n"')
-    assert "whether it has trained on them is not known" in lines.err
+    assert "it is not known whether it was trained on these" in lines.err
 
 
 def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:

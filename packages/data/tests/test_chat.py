@@ -105,10 +105,10 @@ def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
 )
 def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: str | None, num_samples: int) -> None:
     rows = ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], **more), DataContext())
-    assert rows.fates.samples == num_samples
-    assert rows.fates.dropped == (Counter({fate: 1}) if fate else Counter())
+    assert rows.stats.samples == num_samples
+    assert rows.stats.dropped == (Counter({fate: 1}) if fate else Counter())
     assert len(documents(rows)) == count
-    assert all("chats.jsonl#2" in note for note in rows.fates.notes())
+    assert all("chats.jsonl#2" in note for note in rows.stats.notes())
 
 
 def test_too_long_can_be_refused(table: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
     rows = ChatRows(table([chat("a"), chat("a", "b")]), DataContext())
-    assert rows.fates.notes() == [f"1 samples are left out, `chats.jsonl#1` first: {NOT_TRAINED}"]
+    assert rows.stats.notes() == [f"1 samples are dropped, `chats.jsonl#1` first: {NOT_TRAINED}"]
 
 
 def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
 
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
-    assert ChatRows(config, DataContext()).fates.notes() == [
-        "2 conversations of `files` are in `held_out_files` too: they are not trained on"
+    assert ChatRows(config, DataContext()).stats.notes() == [
+        "2 conversations in `files` are also in `held_out_files`: training excludes them"
     ]
     assert ChatRows(config, DataContext(split="held_out")).counts["documents"] == 1
 
@@ -181,7 +181,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     def check(num_calls: int) -> None:
         kept = ChatRows(config, DataContext())
         assert [kept.row(number) for number in range(len(kept))] == [wanted.row(number) for number in range(len(wanted))]
-        assert (kept.counts, kept.fates.notes(), kept.digest) == (wanted.counts, wanted.fates.notes(), wanted.digest)
+        assert (kept.counts, kept.stats.notes(), kept.digest) == (wanted.counts, wanted.stats.notes(), wanted.digest)
         assert len(calls) == num_calls
 
     def killed(*args: Any) -> Any:

@@ -20,7 +20,7 @@ import pytest
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
-from sley_data import files
+from sley_data import formats
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset
@@ -82,15 +82,15 @@ def test_a_file_is_taken_once(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "code", "message"),
     [
-        ("none.txt", "data-missing", "there is no file"),
+        ("none.txt", "data-missing", "does not exist"),
         ("none/*.txt", "data-missing", "matches no file"),
         ("*.rst", "data-missing", "matches no file"),
         ("sub", "data-missing", "is a folder"),
         ("", "data-missing", "is a folder"),
         ("sub/empty.txt", "data-empty", "is empty"),
         ("sub/e*.txt", "data-empty", "every file that"),
-        ("a.txt/b", "data-missing", "there is no file"),
-        ("a\0b", "data-missing", "there is no file"),
+        ("a.txt/b", "data-missing", "does not exist"),
+        ("a\0b", "data-missing", "does not exist"),
         ("**.txt/[", "data-missing", ""),
         ("x" * 5000, "data-missing", "cannot be read"),
     ],
@@ -152,7 +152,7 @@ def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, 
 def test_the_package_for_zstd_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_bytes(b"\x50\x2a\x4d\x18\2\0\0\0ab" + zstd.compress(b"some text"))  # as pzstd writes
     assert texts(config(tmp_path / "a.txt")) == [b"some text"]
-    monkeypatch.delitem(files._OPENED, files._ZSTD)
+    monkeypatch.delitem(formats._COMPRESSED, formats._ZSTD)
     (problem,) = check(config(tmp_path / "a.txt"), evaluates=False)
     assert "compressed by zstd" in problem.message
     assert "sley-data[zstd]" in str(problem.hint)
@@ -299,7 +299,7 @@ def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> No
     [
         ('{"body": "x"}', r"row 4 of `.*corpus.jsonl` has no `text`"),
         ('{"text": ["x"]}', "row 4 of .* has no text as `text`"),
-        ('["x"]', "row 4 of .* is no JSON object"),
+        ('["x"]', "row 4 of .* is not a JSON object"),
         ('{"text": "x"', "row 4 of .* cannot be read"),
         ('{"text": "\\ud800"}', "row 4 of .* cannot be read"),
         ("[" * 5000, "row 4 of .* cannot be read"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sley_data.config import TextConfig
-from sley_data.hub import _matches
+from sley_data.files import _matches_hub_pattern as _matches
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {name: json.dumps({"text": name}).encode() for name in ("data/a-0.jsonl", "data/a-1.jsonl", "data/old/a-2.jsonl")}

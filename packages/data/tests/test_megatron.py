@@ -90,18 +90,18 @@ def test_files_with_and_without_an_index_are_one_stream(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "why"),
     [
-        (slice(0, 9), b"TNTIDX\0\0\0", "is no index of Megatron"),
+        (slice(0, 9), b"TNTIDX\0\0\0", "is not an index of Megatron"),
         (slice(20, None), b"", "cut off in its header, after 20 bytes"),
         (slice(0, None), b"", "cut off in its header, after 0 bytes"),
         (slice(9, 17), struct.pack("<Q", 2), "version 2"),
         (slice(17, 18), b"\7", "the type float32"),
-        (slice(17, 18), b"\4", "tokens of 4 bytes, and the `.bin` beside it has 22 bytes"),
-        (slice(18, 26), struct.pack("<Q", 7), "7 sequences in 5 documents make"),
-        (slice(90, None), b"", "has 90 bytes, and 6 sequences in 5 documents make"),
+        (slice(17, 18), b"\4", "tokens of 4 bytes, but the `.bin` file has 22 bytes"),
+        (slice(18, 26), struct.pack("<Q", 7), "7 sequences in 5 documents need"),
+        (slice(90, None), b"", "has 90 bytes, but 6 sequences in 5 documents need"),
         (slice(34, 42), struct.pack("<ii", 6, -2), "negative length"),
-        (slice(34, 42), struct.pack("<ii", 2, 2), "do not lie end to end"),
-        (slice(146, 154), struct.pack("<q", 5), "documents that are not the 6 sequences in order"),
-        (slice(114, 122), struct.pack("<q", 4), "documents that are not the 6 sequences in order"),
+        (slice(34, 42), struct.pack("<ii", 2, 2), "with gaps or overlaps"),
+        (slice(146, 154), struct.pack("<q", 5), "documents that do not contain its 6 sequences in order"),
+        (slice(114, 122), struct.pack("<q", 4), "documents that do not contain its 6 sequences in order"),
     ],
 )  # fmt: skip
 def test_a_wrong_index_is_named(tmp_path: Path, place: slice, value: bytes, why: str) -> None:

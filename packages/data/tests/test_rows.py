@@ -23,7 +23,7 @@ from sley_data.config import TextConfig
 from sley_data.conversations import Conversation, conversations_in
 from sley_data.datasets import TextDataset
 from sley_data.documents import read_documents
-from sley_data.files import as_error, row_files, text_files
+from sley_data.files import merge_problems, row_files, text_files
 from sley_data.rows import rows_of
 
 if sys.version_info >= (3, 14):
@@ -83,7 +83,7 @@ def written(path: Path, rows: list[Any]) -> Path:
 def read(path: Path, field: str | None = None) -> list[Conversation]:
     files, problems = row_files([path], ("data", "files"))
     if problems:
-        raise as_error(problems)
+        raise merge_problems(problems)
     return [each for file in files for each in conversations_in(file, field)]
 
 

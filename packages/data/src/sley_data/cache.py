@@ -24,11 +24,14 @@ from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from sley_core.api.files import appearing
-from sley_data.files import File, sample_of
+from sley_data.formats import read_blocks
 from sley_data.workers import map_batches
+
+if TYPE_CHECKING:
+    from sley_data.files import File
 
 PART_BYTES = 1 << 25
 """The bytes of text in a part."""
@@ -76,7 +79,7 @@ def cache_folder(
         return None
     digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
     for file in (*files, *held_out):
-        digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + sample_of(file.path))
+        digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
     folder = home() if cache == "auto" else Path(cache)
     return folder and folder / digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""Packs conversations whole into rows of one length, with their labels and boundaries; torch-free."""
+"""Packs whole conversations into rows of equal length, with their labels and boundaries; torch-free."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, chat_files, nothing_left, read_conversations
-from sley_data.files import deciding_files
+from sley_data.files import files_of_split
 from sley_data.streams import map_tokens
 
 
 @dataclass
-class Fates:
-    """What became of the conversations of a split.
+class ChatStats:
+    """Counts the conversations of a split.
 
-    documents: conversations read. samples: sequences of tokens that they gave, more where a template rewrites earlier turns.
-    tokens, trained: of those that are packed. longest: tokens of the longest conversation. dropped: conversations by reason.
+    documents: the conversations that were read. samples: the packed token sequences; a template that rewrites earlier turns
+    makes several of a conversation. tokens, trained: the tokens of these samples, and those with a label. longest: the number
+    of tokens of the longest conversation. dropped, first_dropped: the number of dropped samples by reason, and the first name.
+    copied: the conversations that are also held out. remarks: sentences about the template.
     """
 
     documents: int = 0
@@ -40,8 +42,8 @@ class Fates:
     copied: int = 0
     remarks: list[str] = field(default_factory=list)
 
-    def add(self, other: Fates) -> None:
-        """Adds those of conversations that follow."""
+    def add(self, other: ChatStats) -> None:
+        """Adds the counts of later conversations."""
         for name in ("documents", "samples", "tokens", "trained", "copied"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
@@ -49,7 +51,7 @@ class Fates:
         self.first_dropped = {**other.first_dropped, **self.first_dropped}
 
     def drop(self, reason: str, name: str) -> None:
-        """Counts one conversation."""
+        """Counts a dropped sample."""
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, name)
 
@@ -57,38 +59,39 @@ class Fates:
         """Returns sentences for the user."""
         notes = list(self.remarks)
         if self.copied:
-            notes.append(f"{self.copied} conversations of `files` are in `held_out_files` too: they are not trained on")
+            notes.append(f"{self.copied} conversations in `files` are also in `held_out_files`: training excludes them")
         for reason, count in self.dropped.items():
             first = self.first_dropped[reason]
-            notes.append(f"{count} samples are {'cut' if reason == CUT else 'left out'}, `{first}` first: {reason}")
+            notes.append(f"{count} samples are {'cut' if reason == CUT else 'dropped'}, `{first}` first: {reason}")
         return notes
 
 
 _TRAINED = 1 << 31
-"""Is added to a token that is trained on."""
+"""The bit that marks a token with a label."""
 
 TOO_LONG = "longer than `sequence`"
 CUT = "longer than `sequence`, and cut there"
-NOT_TRAINED = "nothing in it is trained on"
+NOT_TRAINED = "no token has a label"
 
 
 class ChatRows:
-    """The rows of a split: whole conversations, packed by best fit into `sequence` positions each.
+    """The rows of a split: whole conversations, packed by best fit into `sequence` positions per row.
 
-    A conversation of n tokens takes n - 1 positions: its last token is a label only. `parts` hold the tokens of all
-    conversations, with `_TRAINED` added to those that are trained on, and `rows[r]` the numbers of the conversations of row r.
-    Construction reads, renders and tokenizes all, or maps what is kept of that (see `cache`). Raises PlanError "data-short"
-    without a conversation, "data-too-long" for one that the plan refuses, and "chat-mask" if no token, or each, is trained on.
+    A conversation of n tokens has n - 1 positions, since its last token is only a label. `parts` contains the tokens of all
+    conversations, with the bit `_TRAINED` for tokens with labels. `rows[r]` contains the numbers of the conversations in row r.
+    The constructor renders and tokenizes all conversations, or maps cached tokens. Raises PlanError "data-short" without a
+    conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every token has a
+    label.
     """
 
     def __init__(self, config: ChatConfig, context: DataContext, template: ChatTemplate | None = None) -> None:
-        """template: the table's, if it is loaded already."""
+        """template: the template of the table, if it is already loaded."""
         self.sequence = config.sequence
         self.template = template or ChatTemplate(config.tokenizer, config.template)
-        self.fates = Fates()
+        self.stats = ChatStats()
         self._config, self._split = config, context.split
         self._first: Conversation | None = None
-        pairs = self._cached_parts() or self._tokenized()
+        pairs = self._cached_parts() or self._tokenize()
         self.parts = [ids for ids, _ in pairs]
         self._starts = [0, *accumulate(map(len, self.parts))]
         lengths = [length for _, part in pairs for length in part]
@@ -97,9 +100,9 @@ class ChatRows:
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
     def _cached_parts(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
-        """Returns the tokens, mapped, and the sample lengths of each part in the cache folder; None if they are not kept."""
+        """Returns the mapped tokens and the sample lengths of each part in the cache folder; None if tokens are not kept."""
         config = self._config
-        files, held_out = deciding_files(config, self._split, chat_files)
+        files, held_out = files_of_split(config, self._split, chat_files)
         options = (
             config.train_on,
             config.sequence,
@@ -111,7 +114,7 @@ class ChatRows:
         )
         digest = self.template.digest
         folder = cache.cache_folder(
-            config.cache if digest else "none", files, held_out, ("chat", 4, digest, *options), cache.WORTH_BYTES
+            config.cache if digest else "none", files, held_out, ("chat", 5, digest, *options), cache.WORTH_BYTES
         )
         if folder is None:
             return None
@@ -119,65 +122,67 @@ class ChatRows:
         def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
             for part in parts:
                 for stats in part.read_stats():
-                    self.fates.add(_fates(stats))
+                    self.stats.add(_load_stats(stats))
             self._check()
-            return {"fates": vars(self.fates)}
+            return {"stats": vars(self.stats)}
 
         encode = partial(encode_conversations, self.template, config)
         try:
             num_bytes = sum(file.num_bytes for file in files)
-            complete = cache.prepare(folder, self._read(), lambda each: each.content.size, encode, num_bytes, summarize)
+            complete = cache.prepare(
+                folder, self._read(), lambda conversation: conversation.content.size, encode, num_bytes, summarize
+            )
             parts = [_map_part(part) for part in cache.part_files(folder, complete["parts"])]
         except OSError as error:
             cache.say(f"the tokens are not kept in {folder}: {error}")
             return None
-        self.fates = _fates(complete["fates"])
+        self.stats = _load_stats(complete["stats"])
         return parts
 
-    def _tokenized(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Returns the tokens of all conversations, and the length of each, as one part; counts their fates."""
+    def _tokenize(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """Returns the tokens and the sample lengths of all conversations as one part."""
         ids, lengths, stats = encode_conversations(self.template, self._config, self._read())
-        self.fates.add(_fates(stats))
+        self.stats.add(_load_stats(stats))
         self._check()
         return [(ids, lengths)]
 
     def _read(self) -> Iterator[Conversation]:
-        """Yields the split's conversations; counts those that are left out as copies."""
-        self.fates, self._first = Fates(remarks=self.template.remarks()), None
+        """Yields the conversations of the split, and counts excluded copies."""
+        self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
         for conversation, is_chosen in read_conversations(self._config, self._split):
             if is_chosen:
                 self._first = self._first or conversation
                 yield conversation
             elif self._split == "train" and not self._config.largest_share:
-                self.fates.copied += 1
+                self.stats.copied += 1
 
     def _check(self) -> None:
-        """Raises PlanError if there is no conversation, or if no token, or each, is trained on."""
+        """Raises PlanError without a conversation, or if no token or every token has a label."""
         if self._first is None:
             raise nothing_left(self._config, self._split)
-        has_one_mask = self.fates.trained == self.fates.tokens - self.fates.samples
-        if not self.fates.samples or (self._config.train_on != "all" and has_one_mask):
+        is_all_trained = self.stats.trained == self.stats.tokens - self.stats.samples
+        if not self.stats.samples or (self._config.train_on != "all" and is_all_trained):
             raise self._no_mask(self._first)
 
     def _no_mask(self, first: Conversation) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
-        which = "all tokens are trained on" if self.fates.samples else "no conversation has a token to train on"
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in self.fates.dropped.items())
+        problem = "every token has a label" if self.stats.samples else "no token of a conversation has a label"
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in self.stats.dropped.items())
         try:
-            shown = self.template.text(first.messages, first.tools)
+            text = self.template.text(first.messages, first.tools)
         except ValueError as error:
-            shown = str(error)
-        message = f"{which}{f' ({reasons})' if reasons else ''}; the first conversation, `{first.name}`, is {shown[:500]!r}"
-        hint = 'are its roles "user" and "assistant"? `train_on = "all"` trains on every token'
+            text = str(error)
+        message = f"{problem}{f' ({reasons})' if reasons else ''}; the first conversation, `{first.name}`, is {text[:500]!r}"
+        hint = 'use the roles "user" and "assistant", or set `train_on = "all"` to train on every token'
         return PlanError("chat-mask", message, path=("data", "train_on"), hint=hint)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def row(self, index: int) -> dict[str, list[int]]:
-        """Returns row `index`, each [sequence]: tokens, labels and positions; and `cu_seqlens` [max_documents + 1].
+        """Returns row `index`: tokens, labels and positions [sequence], and `cu_seqlens` [max_documents + 1].
 
-        After the conversations come token 0 with ignored labels, a document of its own, so that nothing attends to it.
+        Token 0 with ignored labels pads the row. The padding is a separate document, so that no other token attends to it.
         """
         tokens: list[int] = []
         labels: list[int] = []
@@ -187,25 +192,24 @@ class ChatRows:
             start, stop = self.offsets[number], self.offsets[number + 1]
             starts.append(len(tokens))
             part = bisect_right(self._starts, start) - 1
-            begin = self._starts[part]
-            ids = self.parts[part][start - begin : stop - begin]
+            part_start = self._starts[part]
+            ids = self.parts[part][start - part_start : stop - part_start]
             tokens += [token % _TRAINED for token in ids[:-1]]
             labels += [token - _TRAINED if token >= _TRAINED else IGNORED for token in ids[1:]]
             positions += range(stop - start - 1)
-        left = self.sequence - len(tokens)
+        num_padding = self.sequence - len(tokens)
         starts.append(len(tokens))
         starts += [self.sequence] * (self.max_documents + 1 - len(starts))
-        padding = [0] * left, [IGNORED] * left, range(left)
         return {
-            "tokens": tokens + padding[0],
-            "labels": labels + padding[1],
-            "positions": [*positions, *padding[2]],
+            "tokens": tokens + [0] * num_padding,
+            "labels": labels + [IGNORED] * num_padding,
+            "positions": [*positions, *range(num_padding)],
             "cu_seqlens": starts,
         }
 
     @property
     def digest(self) -> str:
-        """Differs if a token, what is trained on, or where a conversation ends differs."""
+        """A digest of all tokens, of their labels, and of the lengths of the conversations."""
         digest = blake2b(digest_size=16)
         for part in (*self.parts, self.offsets):
             digest.update(memoryview(part))  # type: ignore[arg-type]  # an array, or a view of one
@@ -214,44 +218,44 @@ class ChatRows:
     @property
     def counts(self) -> dict[str, Any]:
         """The counts of `DataRows`."""
-        fates = self.fates
+        stats = self.stats
         return {
-            "documents": fates.documents,
-            "tokens": fates.tokens,
-            "trained": fates.trained,
+            "documents": stats.documents,
+            "tokens": stats.tokens,
+            "trained": stats.trained,
             "positions": len(self.rows) * self.sequence,
-            "padding": len(self.rows) * self.sequence - (fates.tokens - fates.samples),
-            "longest": fates.longest,
-            "dropped": dict(fates.dropped),
+            "padding": len(self.rows) * self.sequence - (stats.tokens - stats.samples),
+            "longest": stats.longest,
+            "dropped": dict(stats.dropped),
         }
 
 
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> tuple[array[int], array[int], dict[str, Any]]:
-    """Returns the tokens of conversations, the length of each sample, and the fates of the conversations as a dict."""
-    ids, lengths, fates = array("I"), array("q"), Fates()
+    """Returns the tokens of conversations, the length of each sample, and the stats of the conversations as a dict."""
+    ids, lengths, stats = array("I"), array("q"), ChatStats()
     for conversation, samples, reason in template.encode(conversations, config):
-        fates.documents += 1
+        stats.documents += 1
         if reason:
-            fates.drop(reason, conversation.name)
+            stats.drop(reason, conversation.name)
         for sample in samples:
-            _append_sample(config, conversation, sample, ids, lengths, fates)
-    return ids, lengths, vars(fates)
+            _append_sample(config, conversation, sample, ids, lengths, stats)
+    return ids, lengths, vars(stats)
 
 
 def _append_sample(
-    config: ChatConfig, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], fates: Fates
+    config: ChatConfig, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], stats: ChatStats
 ) -> None:
     """Appends a sample of a conversation, or counts why it is dropped."""
-    fates.longest = max(fates.longest, len(sample.ids))
+    stats.longest = max(stats.longest, len(sample.ids))
     limit = config.sequence + 1
     if len(sample.ids) > limit:
         if config.too_long == "refuse":
             message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
             hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
             raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
-        fates.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
+        stats.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
         if config.too_long == "drop":
             return
     marked = list(sample.ids)
@@ -259,18 +263,18 @@ def _append_sample(
         marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
     num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
     if not num_trained:
-        fates.drop(NOT_TRAINED, conversation.name)
+        stats.drop(NOT_TRAINED, conversation.name)
         return
     ids.extend(marked[:limit])
     lengths.append(len(marked[:limit]))
-    fates.samples += 1
-    fates.tokens += min(len(sample.ids), limit)
-    fates.trained += num_trained
+    stats.samples += 1
+    stats.tokens += min(len(sample.ids), limit)
+    stats.trained += num_trained
 
 
-def _fates(values: dict[str, Any]) -> Fates:
-    """Returns the fates with the attributes `values`, which may come from JSON."""
-    return Fates(**{**values, "dropped": Counter(values["dropped"])})
+def _load_stats(values: dict[str, Any]) -> ChatStats:
+    """Returns the stats with the attributes `values`, which may be from JSON."""
+    return ChatStats(**{**values, "dropped": Counter(values["dropped"])})
 
 
 def _map_part(part: cache.Part) -> tuple[Sequence[int], Sequence[int]]:
@@ -280,27 +284,27 @@ def _map_part(part: cache.Part) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Returns bins of numbers of `lengths`, each of at most `size` together: best fit, the longest first.
+    """Packs items into bins of `size`, the longest item first, and returns the item numbers of each bin.
 
-    A bin's numbers ascend, and bins are in the order of their first ones. Every length is between 1 and `size`. Best-fit
-    decreasing needs at most 11/9 of the fewest bins, and a few more (Johnson et al., 1974).
+    lengths: the lengths of the items, from 1 to `size`. The numbers in a bin ascend, and the bins are sorted. Best-fit
+    decreasing needs at most 11/9 of the optimal number of bins, plus a constant (Johnson et al., 1974).
     """
     bins: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(size + 1)]  # bins, by what is left in them
-    spaces = 0  # bit s is set if some bin has s left
+    by_space: list[list[int]] = [[] for _ in range(size + 1)]  # the bins by free space
+    spaces = 0  # bit s is set if a bin has the free space s
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length = lengths[number]
-        enough = spaces >> length
-        space = length + (enough & -enough).bit_length() - 1 if enough else size
-        if enough:
-            chosen = by_space[space].pop()
+        fitting = spaces >> length
+        space = length + (fitting & -fitting).bit_length() - 1 if fitting else size
+        if fitting:
+            index = by_space[space].pop()
             if not by_space[space]:
                 spaces ^= 1 << space
         else:
-            chosen = len(bins)
+            index = len(bins)
             bins.append([])
-        bins[chosen].append(number)
-        by_space[space - length].append(chosen)
-        if space > length:  # a full bin takes no more
+        bins[index].append(number)
+        by_space[space - length].append(index)
+        if space > length:  # the bin is not full
             spaces |= 1 << space - length
     return sorted(map(sorted, bins))

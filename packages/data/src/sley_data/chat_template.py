@@ -1,14 +1,14 @@
-"""Renders conversations by a chat template, and finds the tokens that are the assistant's; torch-free.
+"""Renders conversations with a chat template, and finds the tokens of the assistant; torch-free.
 
-They are read from the template's `{% generation %}` blocks, where it has them, and else from prefixes:
+Templates with `{% generation %}` blocks mark these tokens. For other templates, they are found from rendered prefixes:
 
     messages before the turn, with the generation prompt     <user> Hi <assistant>
     messages up to the turn                                  <user> Hi <assistant> Hello <end>
                                                                                    ^^^^^^^^^^^ trained
 
-Both must be how the tokens of the conversation begin, token for token. Where they are not, because the template writes earlier
-turns in another way once later ones follow, that turn becomes a sample that ends with it. If even that fails, the turn is left
-out, and counted.
+The tokens of both must be the first tokens of the conversation. If they are not, because the template writes earlier turns
+differently when others follow, the turn becomes a separate sample that ends with it. If that is not possible either, the turn
+is dropped and counted.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from sley_data.tokenizer import Tokenized, Tokenizer
 INSTALL = """install sley-data[chat], in a clone of Sley's repository: `pip install -e "packages/data[chat]"`"""
 
 BATCH = 64
-"""Conversations whose texts are tokenized in one call, on all cores."""
+"""The number of conversations whose texts are tokenized in one call."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DATE = date(2024, 7, 26)
-"""The date that Llama 3.1's template has as its default."""
+"""The default date in the template of Llama 3.1."""
 
-_PROMPT = "the template's generation prompt is not how it begins that turn"
-_FIRST = "it begins with the assistant, and where that answer begins is not known"
+_PROMPT_DIFFERS = "the template does not begin the turn with its generation prompt"
+_UNKNOWN_START = "the conversation begins with the assistant, and the start of the answer is unknown"
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
 @dataclass
 class Encoded:
-    """Tokens of one sample, and the ranges of those that are trained on, ascending and apart."""
+    """The tokens of a sample, and the ascending, disjoint ranges of tokens with labels."""
 
     ids: list[int]
     trained: list[tuple[int, int]]
 
 
 Outcome: TypeAlias = tuple[Conversation, list[Encoded], str]
-"""A conversation, its samples, and why turns of it are in none, "" if all are in one."""
+"""A conversation, its samples, and the reason for which turns are in no sample, or ""."""
 
 
 class ChatTemplate:
-    """Renders conversations as a tokenizer's chat template does, and knows which tokens are the assistant's.
+    """Renders conversations with the chat template of a tokenizer, and finds the tokens of the assistant.
 
-    Raises PluginError if `transformers` is not installed; PlanError if the folder has no tokenizer or no template.
+    Raises PluginError if `transformers` is not installed, and PlanError if the folder has no tokenizer or no template.
     """
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
-        self.tokenizer = _tokenizer(path)
+        self.tokenizer = _load_tokenizer(path)
         if template is not None:
             try:
                 self.tokenizer.chat_template = template.read_text("utf-8")
@@ -77,17 +77,19 @@ class ChatTemplate:
         if not text:
             message, hint = f"`{path}` has no chat template", 'name a file with one: `template = "chat.jinja"`'
             raise PlanError("chat-template", message, path=("data", "tokenizer"), hint=hint)
-        is_alone = isinstance(text, str)  # else several, by name
-        self.tokenizer.chat_template = _dated(text) if is_alone else {name: _dated(each) for name, each in text.items()}
+        if isinstance(text, str):
+            self.tokenizer.chat_template = _fix_date(text)
+        else:  # several templates by name
+            self.tokenizer.chat_template = {name: _fix_date(template_text) for name, template_text in text.items()}
 
     @cached_property
     def vocab_size(self) -> int:
-        """One above the highest token id, added tokens included."""
+        """The highest token id, including added tokens, plus 1."""
         return int(max(self.tokenizer.get_vocab().values())) + 1
 
     @cached_property
     def digest(self) -> str | None:
-        """Differs if the tokens of some conversation may differ; None for a tokenizer that cannot be written as text."""
+        """A digest that differs if the tokens of a conversation may differ; None for a tokenizer without a text form."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -97,202 +99,211 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The special token with which the template ends a turn of the assistant; None if there is none."""
-        after: list[int] = []
+        """The special token with which the template ends a turn of the assistant, or None."""
+        last: int | None = None
         for token in self._probe[1]:
-            after = [*after, token] if token in self._special else [] if self.tokenizer.decode([token]).strip() else after
-        return after[-1] if after else None
+            if token in self._special_ids:
+                last = token
+            elif self.tokenizer.decode([token]).strip():
+                last = None
+        return last
 
     @cached_property
     def _probe(self) -> tuple[list[int], list[int], bool]:
-        """The ids of a question, those of its answer with what the template writes around it, and whether there is a generation
-        prompt; all empty for a template that wants other turns.
+        """The ids of a question with the generation prompt, the ids of the answer and the text after it, and whether there is
+        a generation prompt. Without ids for a template that refuses these turns.
         """
         try:
-            bare, asked, whole = self._ids(
+            question, prompt, full = self._tokenize(
                 [self.text(_PROBE[:1], None), self.text(_PROBE[:1], None, prompt=True), self.text(_PROBE, None)]
             )
         except ValueError:
             return [], [], True
-        return asked, whole[len(asked) :], asked != bare
+        return prompt, full[len(prompt) :], prompt != question
 
     def remarks(self) -> list[str]:
-        """Returns sentences for the user about what the template does not do."""
+        """Returns sentences for the user about missing features of the template."""
         _, answer, has_prompt = self._probe
         remarks = []
         if answer and self.end_of_turn is None:
             remarks.append("the chat template writes no special token at the end of a turn: a model will not learn to stop")
         if answer and not has_prompt and not self.tokenizer.decode(answer).strip().startswith(_PROBE[1]["content"]):
-            remarks.append("the chat template has no generation prompt: what it writes before an answer is trained on, too")
+            remarks.append(
+                "the chat template has no generation prompt: the text that it writes before an answer has labels too"
+            )
         return remarks
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         added = self.tokenizer.added_tokens_decoder
-        return frozenset(self.tokenizer.all_special_ids) | {token for token, each in added.items() if each.special}
+        return frozenset(self.tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
 
     def encode(self, conversations: Iterable[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Yields the outcome of each conversation, in order."""
         pending = iter(conversations)
         while batch := list(islice(pending, BATCH)):
-            for has_blocks, group in groupby(batch, lambda each: self._has_blocks(each, config)):
-                some = list(group)
-                yield from self._by_blocks(some, config) if has_blocks else self._by_prefixes(some, config)
+            for has_blocks, group in groupby(batch, lambda conversation: self._has_blocks(conversation, config)):
+                encode = self._encode_by_blocks if has_blocks else self._encode_by_prefixes
+                yield from encode(list(group), config)
 
     def _has_blocks(self, conversation: Conversation, config: ChatConfig) -> bool:
         template: str = self.tokenizer.get_chat_template(tools=conversation.tools)
         return config.train_on != "all" and _GENERATION.search(template) is not None
 
-    def _by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
-        """As `encode`, for conversations whose template has `{% generation %}` blocks.
+    def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+        """Encodes conversations whose template has `{% generation %}` blocks.
 
-        If there are not as many blocks as turns of the assistant, which block is whose is found by prefixes.
+        Uses prefixes for a conversation with another number of blocks than assistant turns.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        for each in batch:
+        for conversation in batch:
             try:
                 rendered: Any = render_jinja_template(
-                    conversations=[list(each.messages)],
-                    tools=list(each.tools) if each.tools is not None else None,
-                    chat_template=self.tokenizer.get_chat_template(tools=each.tools),
+                    conversations=[list(conversation.messages)],
+                    tools=list(conversation.tools) if conversation.tools is not None else None,
+                    chat_template=self.tokenizer.get_chat_template(tools=conversation.tools),
                     return_assistant_tokens_mask=True,
                     **self.tokenizer.special_tokens_map,
                 )
-            except Exception as error:  # a template raises what it likes
-                yield each, [], _reason(error)
+            except Exception as error:  # a template may raise anything
+                yield conversation, [], _refusal(error)
                 continue
             (text,), (blocks,) = rendered
-            if len(blocks) != len(each.assistants):
-                yield from self._by_prefixes([each], config)
+            if len(blocks) != len(conversation.assistant_turns):
+                yield from self._encode_by_prefixes([conversation], config)
                 continue
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-            wanted = _wanted(each, config)
-            chosen = [block for block, number in zip(blocks, each.assistants, strict=True) if number in wanted]
-            turns = [self._tokens_of(ids, offsets, block) for block in chosen]
-            kept = [turn for turn in turns if turn is not None]
-            yield each, [Encoded(ids, kept)], "" if len(kept) == len(turns) else "a token crosses the border of a turn"
+            turns = _trained_turns(conversation, config)
+            blocks = [block for block, turn in zip(blocks, conversation.assistant_turns, strict=True) if turn in turns]
+            ranges = [self._token_range(ids, offsets, block) for block in blocks]
+            trained = [token_range for token_range in ranges if token_range is not None]
+            yield (
+                conversation,
+                [Encoded(ids, trained)],
+                "" if len(trained) == len(ranges) else "a token crosses the border of a turn",
+            )
 
-    def _tokens_of(
+    def _token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Returns the range of the tokens of a block of text; None if a token begins before it and ends within."""
+        """Returns the token range of a block of text; None if a token begins before the block and ends in it."""
         first = bisect_right(offsets, block[0], key=lambda offset: offset[1])
         last = bisect_left(offsets, block[1], lo=first, key=lambda offset: offset[0])
         if first < len(ids) and offsets[first][0] < block[0] < block[1]:
             return None
-        return self._trimmed(ids, (first, last))
+        return self._trim_turn(ids, (first, last))
 
-    def _by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
-        """As `encode`, for conversations whose texts are tokenized together."""
+    def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+        """Encodes conversations from the rendered prefixes of their turns, which are tokenized together."""
         texts: list[str] = []
-        plans: list[tuple[Conversation, list[tuple[int, int]], str]] = []  # a turn's texts are (before, up to)
-        for each in batch:
-            turns = [] if config.train_on == "all" else _wanted(each, config)
-            start, places, reason = len(texts), [], ""
+        plans: list[tuple[Conversation, int, list[tuple[int, int]], str]] = []  # the indices of texts; a turn has two
+        for conversation in batch:
+            start, turns, reason = len(texts), list[tuple[int, int]](), ""
             try:
-                texts.append(self.text(each.messages, each.tools))
-                for turn in turns:
-                    is_last = turn + 1 == len(each.messages)
-                    upto = texts[start] if is_last else self.text(each.messages[: turn + 1], each.tools)
-                    before = self.text(each.messages[:turn], each.tools, prompt=True) if turn else self._before_first(upto)
+                texts.append(self.text(conversation.messages, conversation.tools))
+                for turn in [] if config.train_on == "all" else _trained_turns(conversation, config):
+                    is_last = turn + 1 == len(conversation.messages)
+                    prefix = texts[start] if is_last else self.text(conversation.messages[: turn + 1], conversation.tools)
+                    before: str | None
+                    if turn:
+                        before = self.text(conversation.messages[:turn], conversation.tools, prompt=True)
+                    else:
+                        before = self._text_before_answer(prefix)
                     if before is None:
-                        reason = _FIRST
+                        reason = _UNKNOWN_START
                         continue
-                    texts += [before, upto]
-                    places.append((len(texts) - 2, len(texts) - 1))
+                    texts += [before, prefix]
+                    turns.append((len(texts) - 2, len(texts) - 1))
             except ValueError as error:
                 del texts[start:]
-                plans.append((each, [], str(error)))
-                continue
-            plans.append((each, [(start, start), *places], reason))
-        ids = self._ids(texts)
-        for each, places, reason in plans:
-            if reason and not places[1:]:
-                yield each, [], reason
+                turns, reason = [], str(error)
+            plans.append((conversation, start, turns, reason))
+        ids = self._tokenize(texts)
+        for conversation, start, turns, reason in plans:
+            if reason and not turns:
+                yield conversation, [], reason
             elif config.train_on == "all":
-                whole = ids[places[0][0]]
-                yield each, [Encoded(whole, [(0, len(whole))])], ""
+                yield conversation, [Encoded(ids[start], [(0, len(ids[start]))])], ""
             else:
-                samples, num_lost = self._samples(ids[places[0][0]], [(ids[before], ids[upto]) for before, upto in places[1:]])
-                yield each, samples, _PROMPT if num_lost else reason
+                samples, num_dropped = self._make_samples(ids[start], [(ids[before], ids[prefix]) for before, prefix in turns])
+                yield conversation, samples, _PROMPT_DIFFERS if num_dropped else reason
 
-    def _before_first(self, text: str) -> str | None:
-        """Returns what comes before the answer in the text of a first one, which no template renders alone: all up to the
-        generation prompt; None if that is not in the text.
+    def _text_before_answer(self, text: str) -> str | None:
+        """Returns the part of `text` before the answer in its first turn, which ends with the generation prompt; None if `text`
+        does not contain the generation prompt.
         """
         try:
-            bare, asked = (self.text(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
+            without_prompt, with_prompt = (self.text(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
         except ValueError:
             return None
-        prompt = asked[len(bare) :] if asked.startswith(bare) else ""
-        place = text.find(prompt)
-        return text[: place + len(prompt)] if prompt and place >= 0 else None
+        prompt = with_prompt[len(without_prompt) :] if with_prompt.startswith(without_prompt) else ""
+        offset = text.find(prompt)
+        return text[: offset + len(prompt)] if prompt and offset >= 0 else None
 
-    def _samples(self, whole: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
-        """Returns the samples of a conversation, and how many of its turns are in none.
+    def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
+        """Returns the samples of a conversation, and the number of dropped turns.
 
-        turns: of each the tokens before it, with the generation prompt, and those up to its end.
+        full: the tokens of the conversation. turns: for each turn the tokens before it, with the generation prompt, and the
+        tokens up to its end.
         """
-        kept, alone, num_lost = [], [], 0
-        for before, upto in turns:
-            if len(before) >= len(upto) or upto[: len(before)] != before:
-                num_lost += 1
-            elif whole[: len(upto)] == upto:
-                kept.append(self._trimmed(whole, (len(before), len(upto))))
+        ranges, separate, num_dropped = [], [], 0
+        for before, prefix in turns:
+            turn = (len(before), len(prefix))
+            if len(before) >= len(prefix) or prefix[: len(before)] != before:
+                num_dropped += 1
+            elif full[: len(prefix)] == prefix:
+                ranges.append(self._trim_turn(full, turn))
             else:
-                alone.append(Encoded(upto, [self._trimmed(upto, (len(before), len(upto)))]))
-        return [*alone, *([Encoded(whole, kept)] if kept or not turns else [])], num_lost
+                separate.append(Encoded(prefix, [self._trim_turn(prefix, turn)]))
+        return [*separate, *([Encoded(full, ranges)] if ranges or not turns else [])], num_dropped
 
-    def _trimmed(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
-        """Returns the range of a turn that ends with its end-of-turn token, if the template writes one there.
-
-        What a template writes after that token, such as a line end, belongs to no turn.
-        """
+    def _trim_turn(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
+        """Returns the range of a turn without the text after its end-of-turn token, such as a line end."""
         start, stop = turn
         if self.end_of_turn is None:
             return turn
         if stop < len(ids) and ids[stop] == self.end_of_turn:  # a `{% generation %}` block may end before it
             return start, stop + 1
-        for place in range(stop - 1, start - 1, -1):
-            if ids[place] == self.end_of_turn:
-                return start, place + 1
-            if self.tokenizer.decode([ids[place]]).strip():
+        for index in range(stop - 1, start - 1, -1):
+            if ids[index] == self.end_of_turn:
+                return start, index + 1
+            if self.tokenizer.decode([ids[index]]).strip():
                 break
         return turn
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """Returns the rendered messages; raises ValueError if the template refuses them. prompt: with the generation prompt."""
+        """Returns the rendered messages. prompt: whether to add the generation prompt. Raises ValueError on refusal."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
             )
-        except Exception as error:  # a template raises what it likes
-            raise ValueError(_reason(error)) from None
+        except Exception as error:  # a template may raise anything
+            raise ValueError(_refusal(error)) from None
         return text
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of texts that have their special tokens already."""
+    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of texts that already contain their special tokens."""
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return ids
 
 
-def _wanted(conversation: Conversation, config: ChatConfig) -> list[int]:
-    """Returns the numbers of the messages to train on."""
+def _trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
+    """Returns the numbers of the messages with labels."""
     return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 
-def _reason(error: Exception) -> str:
-    return f"its template refuses it: {str(error) or type(error).__name__}"
+def _refusal(error: Exception) -> str:
+    return f"the template refuses it: {str(error) or type(error).__name__}"
 
 
-def _dated(template: str) -> str:
-    """Returns a template that writes one date, not today's: the tokens must be the same on every day."""
+def _fix_date(template: str) -> str:
+    """Returns a template with a fixed date instead of the current date, so that the tokens are the same on every day."""
     return _NOW.sub(lambda match: repr(_DATE.strftime(match[2])), template)
 
 
-def _tokenizer(path: Path) -> Any:
+def _load_tokenizer(path: Path) -> Any:
     try:
         import jinja2  # noqa: F401
         from transformers import AutoTokenizer
@@ -300,13 +311,13 @@ def _tokenizer(path: Path) -> Any:
         message = "`data.chat` needs the packages `transformers` and `jinja2`"
         raise PluginError("transformers-missing", message, path=("data", "tokenizer"), hint=INSTALL) from None
     if not path.is_dir():
-        hint = "it is a folder as `save_pretrained` writes it; nothing is downloaded, so give no name on a hub"
-        raise PlanError("tokenizer-missing", f"there is no folder `{path}`", path=("data", "tokenizer"), hint=hint)
+        hint = "use a local folder that `save_pretrained` has written, since nothing is downloaded"
+        raise PlanError("tokenizer-missing", f"the folder `{path}` does not exist", path=("data", "tokenizer"), hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many
-        why = (str(error).splitlines() or [repr(error)])[0]
-        message = f"`{path}` is no tokenizer that transformers can load: {why}"
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        message = f"transformers cannot load the tokenizer `{path}`: {reason}"
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     for name in RANDOM_SETTINGS:
@@ -316,6 +327,6 @@ def _tokenizer(path: Path) -> Any:
 
 
 def text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the ids of text, a turn's end ending it: `DatasetRecord.text_ids`. tokenizer: is used in place of the table's."""
+    """Returns the token ids of the table, or of `tokenizer`. The end of a turn ends a text (see `DatasetRecord.text_ids`)."""
     path = config.tokenizer if tokenizer is None else tokenizer
     return Tokenized(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)

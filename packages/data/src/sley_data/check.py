@@ -1,4 +1,4 @@
-"""Checks the data that a plan names, without torch and before any process starts."""
+"""Checks the data of a plan before any process starts; torch-free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.conversations import chat_files, conversations_in, nothing_left
-from sley_data.documents import ALWAYS_READ, copied_tokens, count_samples, documents_inside, of_split
-from sley_data.files import File, Found, text_files, token_files
+from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, select_files
+from sley_data.files import File, FilesAndProblems, text_files, token_files
 
 
 def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a table of `data.text` or `data.tokens`: `DatasetRecord.check`."""
+    """Yields the problems of a table of `data.text` or `data.tokens` (see `DatasetRecord.check`)."""
     assert isinstance(config, TextConfig | TokensConfig), config
-    yield from _of_table(config, evaluates=evaluates)
+    yield from _check_table(config, evaluates=evaluates)
     try:
         count = _num_ids(config)
     except SleyError:
@@ -29,20 +29,20 @@ def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None)
         yield _too_few_ids(vocab_size, count)
 
 
-_MOST_CHECKED = 64
-"""Conversations of large files that are rendered before a run."""
+_MAX_CHECKED = 64
+"""The number of conversations of large files that are rendered before a run."""
 
 
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a table of `data.chat`: `DatasetRecord.check`.
+    """Yields the problems of a table of `data.chat` (see `DatasetRecord.check`).
 
-    Of large files only the first conversations are read, rendered and masked; of small ones all are.
+    Renders all conversations of small files, but only the first conversations of large files.
     """
     splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
     files, problems = chat_files(config, "train")
     if config.held_out_files:
-        more = chat_files(config, "held_out")
-        files, problems = [*files, *more[0]], [*problems, *more[1]]
+        held_out_files, held_out_problems = chat_files(config, "held_out")
+        files, problems = [*files, *held_out_files], [*problems, *held_out_problems]
     yield from problems
     if problems:
         return
@@ -51,31 +51,33 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
         if vocab_size is not None and vocab_size < template.vocab_size:
             yield _too_few_ids(vocab_size, template.vocab_size)
         if sum(file.num_bytes for file in files) > ALWAYS_READ:
-            first = islice(conversations_in(files[0], config.field), _MOST_CHECKED)
+            first = islice(conversations_in(files[0], config.field), _MAX_CHECKED)
             outcomes = list(template.encode(first, config))
             if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
                 reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
-                message = f"the first {len(outcomes)} conversations have nothing to train on{f': {reasons}' if reasons else ''}"
+                message = (
+                    f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
+                )
                 yield Problem(("data", "train_on"), message, None, "chat-mask")
             if evaluates and not config.held_out and not config.held_out_files:
-                yield from _problems_of(nothing_left(config, "held_out"))
+                yield from _error_problems(nothing_left(config, "held_out"))
             return
         for split in splits:
             count = len(ChatRows(config, DataContext(split=split), template))
             if split == "train" and (problem := config.changed(count)):
                 yield problem
     except SleyError as error:
-        yield from _problems_of(error)
+        yield from _error_problems(error)
     except OSError as error:
-        yield _unreadable(error)
+        yield _unreadable_data(error)
 
 
 def _too_few_ids(vocab_size: int, count: int) -> Problem:
     message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
-    return Problem(("model", "vocab_size"), message, "leave it out, or raise it", "model-vocabulary")
+    return Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
 
 
-def _unreadable(error: OSError) -> Problem:
+def _unreadable_data(error: OSError) -> Problem:
     return Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
 
 
@@ -89,36 +91,35 @@ def _num_ids(config: TextConfig | TokensConfig) -> int:
     return Tokenizer(config.tokenizer, None).vocab_size
 
 
-def _of_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
-    """Yields the problems of the table alone: files missing, empty or of odd size; a tokenizer missing, invalid or not
-    installed; splits that are empty or shorter than one sample, if sizes tell; another number of samples than the plan was
-    resolved for.
+def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
+    """Yields the problems of a table without the model: files that are missing, empty or of a wrong size; a missing or invalid
+    tokenizer; splits without a sample; another number of samples than in the resolved plan.
     """
     train, held_out = _files(config)
     problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
     if not problems:
-        problems = list(_first_lines(config, [*train[0], *held_out[0]]))
+        problems = list(_first_row_problems(config, [*train[0], *held_out[0]]))
     if not problems and isinstance(config, TokensConfig):
-        problems = copied_tokens(train[0], held_out[0])
+        problems = find_copied_tokens(train[0], held_out[0])
     yield from problems
     if problems:
         return
     try:
-        alone, count = _only_document(config, train[0]), count_samples(config, "train", train[0])
-        if count == 0 and isinstance(config, TextConfig) and config.held_out_files and _is_enough(config, train[0]):
-            message = f"without the documents that `held_out_files` has too, `files` is shorter than {_sample(config)}"
-            yield Problem(("data", "files"), message, "name more `files`, or others in `held_out_files`", "data-short")
+        single_file, count = _single_document(config, train[0]), count_samples(config, "train", train[0])
+        if count == 0 and isinstance(config, TextConfig) and config.held_out_files and _has_sample(config, train[0]):
+            message = f"without the documents in `held_out_files`, `files` is shorter than {_sample(config)}"
+            yield Problem(("data", "files"), message, "name more `files`, or other `held_out_files`", "data-short")
         else:
-            yield from _train_problems(config, count, alone)
+            yield from _train_problems(config, count, single_file)
         if evaluates:
-            yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]), alone)
+            yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]), single_file)
     except SleyError as error:
-        yield from _problems_of(error)
+        yield from _error_problems(error)
     except OSError as error:
-        yield _unreadable(error)
+        yield _unreadable_data(error)
 
 
-def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:
+def _files(config: TextConfig | TokensConfig) -> tuple[FilesAndProblems, FilesAndProblems]:
     """Returns the files and problems of the train split and of the held-out split."""
     if isinstance(config, TokensConfig):
         return token_files(config, "train"), token_files(config, "held_out")
@@ -126,22 +127,22 @@ def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:
     return train, text_files(config, "held_out") if config.held_out_files else train
 
 
-def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> Iterator[Problem]:
-    """Yields a problem if the first document inside a file cannot be read; the rest of the file is read by the run."""
-    inside = documents_inside(config) if isinstance(config, TextConfig) and config.field is not None else None
-    for file in dict.fromkeys(files) if inside else ():
-        assert inside is not None
+def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[File]) -> Iterator[Problem]:
+    """Yields a problem if the first row of a file cannot be read. The run reads the other rows."""
+    read_file = document_reader(config) if isinstance(config, TextConfig) and config.field is not None else None
+    for file in dict.fromkeys(files) if read_file else ():
+        assert read_file is not None
         try:
-            next(iter(inside(file)), None)
+            next(iter(read_file(file)), None)
         except SleyError as error:
-            yield from _problems_of(error)
+            yield from _error_problems(error)
             return
         except OSError:
-            return  # reported when its samples are counted
+            return  # reported when the samples are counted
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
-    """Yields the problems of the tokenizer of a `data.text` table; loads it."""
+    """Loads the tokenizer of a `data.text` table, and yields its problems."""
     if isinstance(config, TokensConfig) or config.tokenizer is None:
         return
     from sley_data.tokenizer import Tokenizer  # bytes need none
@@ -149,45 +150,45 @@ def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
     try:
         Tokenizer(config.tokenizer, config.end_of_document)
     except SleyError as error:
-        yield from _problems_of(error)
+        yield from _error_problems(error)
 
 
-def _problems_of(error: SleyError) -> Iterator[Problem]:
+def _error_problems(error: SleyError) -> Iterator[Problem]:
     return (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
 
 
-def _only_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> File | None:
-    """Returns the file that is the only document of a text with a share to hold out; None for any other data."""
-    if not isinstance(config, TextConfig) or not config.held_out or documents_inside(config) is not None:
+def _single_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> File | None:
+    """Returns the only document of a text with a held-out share, if that is one file; else None."""
+    if not isinstance(config, TextConfig) or not config.held_out or document_reader(config) is not None:
         return None
     return files[0] if len(files) == 1 else None
 
 
-def _is_enough(config: TextConfig, files: Sequence[File]) -> bool:
-    """Returns whether `files` would give a sample if `held_out_files` named nothing."""
+def _has_sample(config: TextConfig, files: Sequence[File]) -> bool:
+    """Returns whether `files` contains a sample if `held_out_files` is ignored."""
     return count_samples(config.model_copy(update={"held_out_files": ()}), "train", files) != 0
 
 
-def _train_problems(config: TextConfig | TokensConfig, count: int | None, alone: File | None) -> Iterator[Problem]:
-    """Yields a problem for a train split shorter than one sample, or of another size than the plan was resolved for."""
-    if alone is not None and isinstance(config, TextConfig) and not of_split([alone], config, "train"):
-        message = f"`{alone.path}` is one document, and held out as such: nothing is left to train on"
-        hint = '`separator = "\\n\\n"` makes each paragraph a document; or write `held_out = 0.0`'
+def _train_problems(config: TextConfig | TokensConfig, count: int | None, single_file: File | None) -> Iterator[Problem]:
+    """Yields a problem for a training split without a sample, or of another size than in the resolved plan."""
+    if single_file is not None and isinstance(config, TextConfig) and not select_files([single_file], config, "train"):
+        message = f"`{single_file.path}` is one document, and it is held out: nothing is left to train on"
+        hint = 'set `separator = "\\n\\n"` to make each paragraph a document, or set `held_out = 0.0`'
         yield Problem(("data", "files"), message, hint, "data-short")
     elif count == 0:
-        hint = "give more data or a smaller `sequence`"
+        hint = "use more data or a smaller `sequence`"
         yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
     elif count is not None and (problem := config.changed(count)):
         yield problem
 
 
-def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, alone: File | None) -> Iterator[Problem]:
-    """Yields a problem if evaluation is wanted and the held-out split has no sample. alone: see `_only_document`."""
+def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, single_file: File | None) -> Iterator[Problem]:
+    """Yields a problem if the held-out split has no sample. single_file: the result of `_single_document`."""
     if count != 0:
         return
-    if alone is not None and isinstance(config, TextConfig) and not of_split([alone], config, "held_out"):
-        message = f"`{alone.path}` is one document, and documents are held out whole: none is left to evaluate on"
-        hint = '`separator = "\\n\\n"` makes each paragraph a document; or name another file in `held_out_files`'
+    if single_file is not None and isinstance(config, TextConfig) and not select_files([single_file], config, "held_out"):
+        message = f"`{single_file.path}` is one document, and it is trained on: nothing is left to evaluate on"
+        hint = 'set `separator = "\\n\\n"` to make each paragraph a document, or name another file in `held_out_files`'
         yield Problem(("evaluation",), message, hint, "held-out")
         return
     if config.held_out_files or (isinstance(config, TextConfig) and config.held_out):
@@ -195,10 +196,10 @@ def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, alo
     else:
         message = "there is no held-out data to evaluate on"
     has_share = isinstance(config, TextConfig) and not config.held_out_files
-    more = ", or raise `held_out`, which takes whole documents (see `separator`)"
-    hint = "name (more) `held_out_files` in `[data]`" + (more if has_share else "")
+    share_hint = ", or increase `held_out`, a share of whole documents (see `separator`)"
+    hint = "name more `held_out_files` in `[data]`" + (share_hint if has_share else "")
     yield Problem(("evaluation",), message, hint, "held-out")
 
 
 def _sample(config: TextConfig | TokensConfig) -> str:
-    return f"one sample of {config.sequence} tokens, the last of which needs a label"
+    return f"one sample of {config.sequence} tokens and a label for the last token"

@@ -93,8 +93,8 @@ class TextConfig(DocumentsConfig):
     """
 
     cache: Literal["auto", "none"] | PlanPath = "auto"
-    """The cache folder for the tokens of a tokenizer, which are computed once on each host. "auto" is `sley/data` in
-    `$XDG_CACHE_HOME` or `~/.cache`.
+    """The cache folder for tokens, which are computed once on each host: of text of at least 8 MiB with a tokenizer, and of
+    128 MiB without. "auto" is `sley/data` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
 
     @model_validator(mode="after")

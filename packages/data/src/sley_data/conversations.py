@@ -1,10 +1,10 @@
-"""Reads conversations: the messages of a row, in the form that chat templates take; torch-free.
+"""Reads conversations from rows, as messages for chat templates; torch-free.
 
     messages                  [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
     conversations             the same, or ShareGPT's [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]
-    prompt and completion     two texts, or two lists of messages; only the completion is trained on
+    prompt and completion     two texts, or two lists of messages; only the completion has labels
 
-Further keys of a message (`tool_calls`, `name`, `reasoning_content`, ...) and a row's `tools` go to the template as they are.
+The template also gets the other keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
-from sley_data.documents import Content, among, chooser, content_of
-from sley_data.files import File, Found, as_error, row_files
+from sley_data.documents import Content, ContentSet, content_of, split_filter
+from sley_data.files import File, FilesAndProblems, merge_problems, row_files
 from sley_data.rows import bad_row, rows_of
 
 Message = dict[str, Any]
@@ -38,14 +38,14 @@ SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles by ShareGPT's names for them."""
+"""The roles by their names in ShareGPT."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation.
+    """The messages of a conversation.
 
-    name: its file and row. first_trained: the number of the first message that may be trained on.
+    name: the file and the row. first_trained: the number of the first message that may have labels.
     """
 
     name: str
@@ -55,108 +55,112 @@ class Conversation:
 
     @property
     def trained_turns(self) -> list[int]:
-        """The numbers of the assistant's messages that may be trained on: not those of `weight` 0."""
-        wanted = (number for number in self.assistants if number >= self.first_trained)
-        return [number for number in wanted if self.messages[number].get("weight") != 0]
+        """The numbers of the assistant's messages that may have labels, without those with `weight` 0."""
+        numbers = (number for number in self.assistant_turns if number >= self.first_trained)
+        return [number for number in numbers if self.messages[number].get("weight") != 0]
 
     @property
-    def assistants(self) -> list[int]:
+    def assistant_turns(self) -> list[int]:
         """The numbers of the assistant's messages."""
-        return [number for number, each in enumerate(self.messages) if each["role"] == "assistant"]
+        return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property
     def content(self) -> Content:
-        """What identifies it: all of its messages and tools."""
+        """The content of all messages and tools."""
         text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
         return content_of(text)
 
 
-def chat_files(config: ChatConfig, split: Split) -> Found:
-    """Returns the files that hold a split: `files` for both without `held_out_files`; and their problems."""
+def chat_files(config: ChatConfig, split: Split) -> FilesAndProblems:
+    """Returns the files with a split, and their problems. Without `held_out_files`, `files` contains both splits."""
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     return row_files(getattr(config, key), ("data", key))
 
 
 def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conversation, bool]]:
-    """Yields the conversations of the files of a split, in order, and of each whether it belongs to the split.
+    """Yields the conversations in the files of a split, in order, each with whether it belongs to the split.
 
-    Raises PlanError with every file that has a problem, or with the first row that is no conversation.
+    Raises PlanError with all problems of the files, or with the first row that is not a conversation.
     """
-    is_chosen = chooser(config, split, lambda table: (each.content for each in _all_of(table, "held_out")))
-    for conversation in _all_of(config, split):
+    is_chosen = split_filter(
+        config, split, lambda table: (conversation.content for conversation in _read_files(table, "held_out"))
+    )
+    for conversation in _read_files(config, split):
         yield conversation, is_chosen is None or is_chosen(conversation.content)
 
 
-def _all_of(config: ChatConfig, split: Split) -> Iterator[Conversation]:
+def _read_files(config: ChatConfig, split: Split) -> Iterator[Conversation]:
     files, problems = chat_files(config, split)
     if problems:
-        raise as_error(problems)
+        raise merge_problems(problems)
     return chain.from_iterable(conversations_in(file, config.field) for file in files)
 
 
 def conversations_in(file: File, field: str | None) -> Iterator[Conversation]:
-    """Yields the conversations of a file. field: the key of the messages, None for the usual ones.
+    """Yields the conversations of a file. field: the key of the messages, or None for the usual keys.
 
-    Raises PlanError "data-json" for a row that is no conversation, with what its keys are.
+    Raises PlanError "data-json" for a row that is not a conversation.
     """
     columns = KEYS if field is None else (field, "system", "tools")
     for number, row in rows_of(file, columns if file.is_table else None):
         try:
-            yield _conversation(row, field, f"{file.name}#{number}")
+            yield _parse_row(row, field, f"{file.name}#{number}")
         except (ValueError, RecursionError) as error:
             raise bad_row(file, number, str(error)) from None
 
 
-def _conversation(row: dict[str, Any], field: str | None, name: str) -> Conversation:
-    """Returns the conversation of a row; raises ValueError that says why it is none."""
+def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
+    """Returns the conversation in a row. Raises ValueError with the reason if there is none."""
     tools = row.get("tools")
-    if isinstance(tools, str):  # tables have no type for a schema of any form
+    if isinstance(tools, str):  # columns of tables have no type for arbitrary schemas
         tools = json.loads(tools) if tools.strip() else None
     tools = tools or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError("has `tools` that are not a list")
     key = field if field is not None else next((key for key in ("messages", "conversations") if key in row), None)
     if key is not None and key in row:
-        messages = _messages(row[key], key)
+        messages = _parse_messages(row[key], key)
         if isinstance(row.get("system"), str) and row["system"] and (not messages or messages[0]["role"] != "system"):
             messages.insert(0, {"role": "system", "content": row["system"]})
         return Conversation(name, messages, tools)
     if field is None and "prompt" in row and "completion" in row:
-        prompt = _messages(row["prompt"], "prompt", role="user")
-        return Conversation(name, [*prompt, *_messages(row["completion"], "completion", role="assistant")], tools, len(prompt))
-    wanted = f"`{field}`" if field is not None else "`messages`, `conversations`, or `prompt` and `completion`"
-    raise ValueError(f"has no {wanted}; its keys are {', '.join(f'`{key}`' for key in row) or 'none'}")
+        prompt = _parse_messages(row["prompt"], "prompt", role="user")
+        return Conversation(
+            name, [*prompt, *_parse_messages(row["completion"], "completion", role="assistant")], tools, len(prompt)
+        )
+    missing = f"`{field}`" if field is not None else "`messages`, `conversations`, or `prompt` and `completion`"
+    raise ValueError(f"has no {missing}; its keys are {', '.join(f'`{key}`' for key in row) or 'none'}")
 
 
-def _messages(value: Any, key: str, role: str | None = None) -> list[Message]:
-    """Returns a list of messages. role: that of a plain text, which is one message; None if a text is none."""
+def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
+    """Returns a list of messages. role: the role of a plain text, which is one message; None if a plain text is an error."""
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
-    if isinstance(value, str):  # some tables keep them as JSON
+    if isinstance(value, str):  # some tables have messages as JSON
         try:
             value = json.loads(value)
         except ValueError:
             value = None
     if not isinstance(value, list):
-        raise ValueError(f"has `{key}` that is no list of messages")
-    return [_message(each, number) for number, each in enumerate(value, start=1)]
+        raise ValueError(f"has `{key}` that is not a list of messages")
+    return [_parse_message(item, number) for number, item in enumerate(value, start=1)]
 
 
-def _message(value: Any, number: int) -> Message:
+def _parse_message(value: Any, number: int) -> Message:
     if not isinstance(value, dict):
-        raise ValueError(f"has as message {number} no object with `role` and `content`")
+        raise ValueError(f"has a message {number} that is not an object with `role` and `content`")
     message = {key: inner for key, inner in value.items() if inner is not None}
     if "role" not in message and isinstance(message.get("from"), str):
         name = message.pop("from")
         if name not in SHAREGPT:
-            raise ValueError(f"has as message {number} one `from` {name!r}; known are {', '.join(map(repr, SHAREGPT))}")
+            raise ValueError(f"has a message {number} from {name!r}; use one of {', '.join(map(repr, SHAREGPT))}")
         message["role"] = SHAREGPT[name]
         message["content"] = message.pop("value", None)
     if not isinstance(message.get("role"), str):
         raise ValueError(f"has no `role` in message {number}")
     content = message.get("content")
     if isinstance(content, list):
-        message["content"] = "".join(_text_of(part, number) for part in content)
+        message["content"] = "".join(_part_text(part, number) for part in content)
     elif content is None and message.get("tool_calls"):
         message["content"] = ""
     elif not isinstance(content, str):
@@ -168,7 +172,7 @@ def _message(value: Any, number: int) -> Message:
 
 
 def _parse_arguments(call: Any) -> None:
-    """Turns the arguments of a tool call from JSON, which OpenAI's are, into the object that templates write."""
+    """Parses the arguments of a tool call, which OpenAI writes as JSON text, into the object that templates need."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -179,30 +183,36 @@ def _parse_arguments(call: Any) -> None:
             function["arguments"] = arguments
 
 
-def _text_of(part: Any, number: int) -> str:
-    """Returns the text of one part of a content; raises ValueError for an image or sound."""
+def _part_text(part: Any, number: int) -> str:
+    """Returns the text of one part of a message. Raises ValueError for images and sounds."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ValueError(f"has a part of type {kind!r} in message {number}; text alone is trained on")
+    part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"has a part of type {part_type!r} in message {number}; only text is supported")
 
 
-def describe_overlap(own: ChatConfig, evaluated: ChatConfig) -> str:
-    """Says how many held-out conversations of `evaluated` a run on `own` was trained on; returns "" if there are none."""
+def describe_overlap(training: ChatConfig, evaluated: ChatConfig) -> str:
+    """Describes the held-out conversations of `evaluated` on which a run with the table `training` is trained; "" if there are
+    none.
+    """
     if chat_files(evaluated, "held_out")[1]:
         return ""  # the evaluation reports it
-    if problems := chat_files(own, "train")[1]:
-        return f"whether the run has trained on the held-out conversations is not known: {problems[0].message}"
-    held_out = [each.content for each, is_chosen in read_conversations(evaluated, "held_out") if is_chosen]
-    count = sum(among(held_out, (each.content for each, is_chosen in read_conversations(own, "train") if is_chosen)))
+    if problems := chat_files(training, "train")[1]:
+        return f"it is not known whether the run was trained on the held-out conversations: {problems[0].message}"
+    held_out, trained = _contents(evaluated, "held_out"), _contents(training, "train")
+    count = ContentSet(trained).count(held_out)
     if not count:
         return ""
-    return f"the run has trained on {count} of the {len(held_out)} held-out conversations: this is no held-out loss"
+    return f"the run was trained on {count} of the {len(held_out)} held-out conversations: this is no held-out loss"
+
+
+def _contents(config: ChatConfig, split: Split) -> list[Content]:
+    return [conversation.content for conversation, is_chosen in read_conversations(config, split) if is_chosen]
 
 
 def nothing_left(config: ChatConfig, split: Split) -> PlanError:
-    """Returns the PlanError "data-short" for a split without a conversation."""
+    """Returns the PlanError for a split without a conversation."""
     if split == "held_out":
-        hint = "name `held_out_files`, or raise `held_out`"
+        hint = "set `held_out_files`, or increase `held_out`"
         return PlanError("held-out", "there is no held-out conversation to evaluate on", path=("evaluation",), hint=hint)
     return PlanError("data-short", "there is no conversation to train on", path=("data", "files"))

@@ -1,4 +1,4 @@
-"""The datasets `data.text`, `data.chat` and `data.tokens`: documents as samples of one length, loaded when first needed."""
+"""The data sets `data.text`, `data.chat` and `data.tokens`: samples of equal length, loaded when they are first needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sley_data import packing
 from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, Documents, TextConfig, TokensConfig
-from sley_data.documents import num_windows, tokenizer_of
+from sley_data.documents import load_tokenizer, num_windows
 from sley_data.packing import TokenArray
 from sley_data.streams import Stream, text_stream, token_stream, too_short
 
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class TokenDataset:
-    """Gives samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
+    """Samples of `sequence` tokens with their labels. Each label of the data occurs once per epoch.
 
-    A subclass defines `vocab_size`, `data_digest`, and `load() -> Stream`, which is called once, by the first `len` or sample;
-    `info` does not call it.
+    A subclass defines `vocab_size`, `data_digest` and `load`. The first `len` or sample calls `load`, but `info` does not.
     """
 
     def __init__(self, sequence: int, documents: Documents) -> None:
@@ -36,21 +35,21 @@ class TokenDataset:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The fields, vocabulary and sequence length; does not load the data."""
+        """The fields, the vocabulary size and the sequence length, without loading the data."""
         return DataInfo(packing.token_fields(self._documents), self.vocab_size, self._sequence)
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids; defined by a subclass."""
+        """The number of token ids."""
         raise NotImplementedError
 
     def load(self) -> Stream:
-        """Returns the tokens and documents of the split; defined by a subclass."""
+        """Returns the tokens and the documents of the split."""
         raise NotImplementedError
 
     @property
     def data_digest(self) -> str:
-        """Differs if tokens, documents or their order differ; defined by a subclass. Loads the data."""
+        """A digest of the tokens, the documents and their order. Loads the data."""
         raise NotImplementedError
 
     @cached_property
@@ -63,7 +62,7 @@ class TokenDataset:
 
     @property
     def token_parts(self) -> Sequence[Tensor]:
-        """The tokens of all documents, in order, as one or more tensors [n] of uint8, uint16 or uint32; loads the data."""
+        """The tokens of all documents in order, in one or more tensors [n] of uint8, uint16 or uint32. Loads the data."""
         return self._data[0].parts
 
     @cached_property
@@ -76,7 +75,7 @@ class TokenDataset:
 
     @cached_property
     def _num_samples(self) -> int:
-        """The samples in an epoch; loads the data. Raises PlanError "data-short" if there is none."""
+        """The number of samples in an epoch. Loads the data. Raises PlanError "data-short" if there are none."""
         tokens = self._data[0]
         if self._documents == "pad":
             count = int(self._ends[-1]) if self._ends.numel() else 0
@@ -90,7 +89,7 @@ class TokenDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns sample `index` with the fields of `packing.token_fields`; raises IndexError outside [0, len)."""
+        """Returns sample `index` with the fields of `packing.token_fields`. Raises IndexError outside [0, len)."""
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
         tokens, offsets = self._data
@@ -102,11 +101,10 @@ class TokenDataset:
 
 
 class TextDataset(TokenDataset):
-    """Samples of one split of a corpus; which documents it holds depends on their content alone.
+    """Samples of one split of a text corpus, as bytes in any encoding, or as tokens of UTF-8 text.
 
-    data_notes: sentences for the user about the documents, once they are read.
-    Bytes are taken as they are, in any encoding. A tokenizer needs UTF-8.
-    Raises PlanError with every file that is missing or empty, or where the text is shorter than one sample.
+    data_notes: sentences for the user about the documents, after they are read. Raises PlanError with every file that is
+    missing or empty, or if the text is shorter than one sample.
     """
 
     def __init__(self, config: TextConfig, context: DataContext) -> None:
@@ -117,20 +115,20 @@ class TextDataset(TokenDataset):
 
     @property
     def vocab_size(self) -> int:
-        """256 for bytes, else the tokenizer's size."""
+        """256 for bytes, or the vocabulary size of the tokenizer."""
         return NUM_BYTES if self._tokenizer is None else self._tokenizer.vocab_size
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        return tokenizer_of(self._config)
+        return load_tokenizer(self._config)
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of every token and of the documents' lengths."""
+        """A digest of all tokens and of the lengths of the documents."""
         return self._stream.digest
 
     def load(self) -> Stream:
-        """Reads the split's documents, or maps what is kept of them."""
+        """Reads the documents of the split, or maps their cached tokens."""
         return text_stream(self._config, self._split, self._tokenizer, self.data_notes)
 
 
@@ -144,9 +142,9 @@ def as_tensor(view: memoryview) -> Tensor:
 
 
 class ChatDataset:
-    """Samples of whole conversations, packed with their boundaries (see `chat.ChatRows`); the first `len` or sample reads all.
+    """Samples of whole conversations, packed with their boundaries (see `chat.ChatRows`). The first `len` or sample reads all.
 
-    data_notes: sentences for the user about conversations that are left out, once they are read.
+    data_notes: sentences for the user about dropped conversations, after all conversations are read.
     """
 
     def __init__(self, config: ChatConfig, context: DataContext) -> None:
@@ -156,7 +154,7 @@ class ChatDataset:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The fields, vocabulary and sequence length; loads the tokenizer alone."""
+        """The fields, the vocabulary size and the sequence length. Loads only the tokenizer."""
         return DataInfo(packing.token_fields("pack"), self._template.vocab_size, self._config.sequence)
 
     @cached_property
@@ -166,12 +164,12 @@ class ChatDataset:
     @cached_property
     def _rows(self) -> ChatRows:
         rows = ChatRows(self._config, self._context, self._template)
-        self.data_notes += rows.fates.notes()
+        self.data_notes += rows.stats.notes()
         return rows
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of every token, of what is trained on, and of the conversations' lengths."""
+        """A digest of all tokens, of their labels, and of the lengths of the conversations."""
         return self._rows.digest
 
     def __len__(self) -> int:
@@ -182,12 +180,12 @@ class ChatDataset:
         if not 0 <= index < len(self._rows):
             raise IndexError(index)
         dtypes = {"cu_seqlens": torch.int32}
-        values = self._rows.row(index).items()
-        return {name: torch.tensor(each, dtype=dtypes.get(name, torch.int64)) for name, each in values}
+        row = self._rows.row(index)
+        return {name: torch.tensor(values, dtype=dtypes.get(name, torch.int64)) for name, values in row.items()}
 
 
 class TokensDataset(TokenDataset):
-    """Samples of token files, read as one stream in the order of the plan; the files are mapped, not copied."""
+    """Samples of token files, which form one stream in the order of the plan. The files are mapped, not copied."""
 
     def __init__(self, config: TokensConfig, context: DataContext) -> None:
         super().__init__(config.sequence, config.documents)
@@ -196,14 +194,14 @@ class TokensDataset(TokenDataset):
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids that the plan gives."""
+        """The vocabulary size in the plan."""
         return self._config.vocab_size
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of the files' sizes, of blocks of tokens spread over each file, and of the documents' lengths."""
+        """A digest of the sizes of the files, of blocks of tokens of each file, and of the lengths of the documents."""
         return self._stream.sampled_digest
 
     def load(self) -> Stream:
-        """Maps the split's files (see `token_stream`)."""
+        """Maps the files of the split (see `streams.token_stream`)."""
         return token_stream(self._config, self._split)

@@ -1,4 +1,4 @@
-"""Chooses the source of each mixture sample from the sample's number, without state or tables; torch-free.
+"""Chooses the source of each mixture sample from the number of the sample, without state or tables; torch-free.
 
 The sources are the leaves of a binary tree. Among the first n numbers of a node with shares a and b, the left branch has
 round(n a / (a + b)) and the right branch has the remainder. Each node adds an error of at most half a sample, so the count of a
@@ -15,8 +15,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
+from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import lcm
+
+from sley_core.api.data import DataContext, Order
+from sley_core.errors import PlanError
+from sley_data.config import MixtureConfig, SourceTable
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,67 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
+
+
+def source_seed(context: DataContext, source: SourceTable) -> int:
+    """Returns the seed of a source, which depends on its name, but not on the other sources."""
+    return int.from_bytes(blake2b(f"{context.seed}/{source.name}".encode(), digest_size=7).digest())
+
+
+class MixtureOrder:
+    """Maps the samples of a mixture to those of its sources.
+
+    Number n of the whole run is number c of one source. This is place c % length in epoch c // length of the source, which has
+    an order of its own. sources: the sources that have the split. lengths: their numbers of samples.
+
+    Raises PlanError "data-exhausted" if the run needs more samples than a source with `exhausted = "refuse"` has.
+    """
+
+    def __init__(
+        self, config: MixtureConfig, context: DataContext, sources: Sequence[SourceTable], lengths: Sequence[int]
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._lengths = lengths
+        self._sources = sources
+        self._starts_over = context.split == "train" and config.exhausted != "repeat"
+        self._order = lru_cache(maxsize=2 * len(lengths))(self._source_order)
+        if config.by_epochs:
+            counts = [(source.epochs or 0) * length for source, length in zip(sources, lengths, strict=True)]
+            self._interleave = Interleave([max(1, round(count)) for count in counts])
+            self._length = self._interleave.total
+        else:
+            self._interleave = Interleave(whole_shares([source.weight or 0 for source in sources]))
+            self._length = self._epoch_length()
+
+    def _epoch_length(self) -> int:
+        end_of = self._interleave.last_with if self._starts_over else self._interleave.first_with
+        ends = [end_of(source, length) for source, length in enumerate(self._lengths)]
+        length = min(ends) if self._starts_over else max(ends)
+        num_needed = self._context.num_samples
+        if self._config.exhausted == "refuse" and self._starts_over and num_needed is not None and num_needed > length:
+            name = self._sources[ends.index(length)].name
+            message = f"the run needs {num_needed} samples, but the source `{name}` is exhausted after {length}"
+            hint = 'use fewer steps, a smaller weight for it, or `exhausted = "repeat"`'
+            raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
+        return length
+
+    def _source_order(self, number: int, epoch: int) -> Order:
+        source = self._sources[number]
+        is_shuffled = self._config.shuffle and getattr(source.component.config, "shuffle", True)
+        return Order(self._lengths[number], seed=source_seed(self._context, source), epoch=epoch, shuffle=is_shuffled)
+
+    def __len__(self) -> int:
+        """The number of samples in an epoch of the mixture."""
+        return self._length
+
+    def place(self, epoch: int, index: int) -> tuple[int, int, int]:
+        """Returns the source of sample `index` of an epoch, the source's epoch, and the sample in the source."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self._starts_over:
+            number, place = self._interleave[index]
+        else:
+            number, count = self._interleave[epoch * len(self) + index]
+            epoch, place = divmod(count, self._lengths[number])
+        return number, epoch, self._order(number, epoch)[place]

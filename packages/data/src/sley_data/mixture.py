@@ -1,4 +1,4 @@
-"""The data set `data.mixture`: samples of several data sets in one sequence, which depends on the seed alone."""
+"""The data set `data.mixture`: the samples of several data sets in one order, which depends only on the seed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from sley_core.api.data import SOURCE, DataContext, DataInfo, Dataset, Field, Sa
 from sley_core.api.parts import Draws, open_dataset, read_sample, set_epoch
 from sley_core.errors import PlanError, RunError
 from sley_data.config import MixtureConfig, SourceTable
-from sley_data.sources import MixtureOrder, component_of, located, source_seed, sources_of
+from sley_data.interleave import MixtureOrder, source_seed
+from sley_data.sources import component_of, locate_errors, sources_of
 
-_LOOKS = 4
-"""Reads of each source in which it is looked at whether it draws random numbers."""
+_NUM_PROBES = 4
+"""The number of reads of each source that are checked for random numbers."""
 
 
 @dataclass
 class _Source:
-    """A source that is open. number: of its table. draws: reads its samples. epoch: which it was told last."""
+    """An open source. number: the number of its table. draws: seeds the reads of its samples. epoch: its last `set_epoch`."""
 
     table: SourceTable
     number: int
@@ -33,11 +34,10 @@ class _Source:
 
 
 class Mixture:
-    """Gives samples of several data sets, each with its `source`; orders them itself (see `interleave`).
+    """The samples of several data sets, each with the field `source`, in the order of `interleave.MixtureOrder`.
 
-    Number n of the whole run is number c of one source, and that is place c % length of epoch c // length of the source, in an
-    order of its own. Raises PlanError "mixture-sources" for sources whose samples do not fit each other, and "data-exhausted",
-    or RunError where only the run finds it, for a source that is needed again and must not be.
+    Raises PlanError "mixture-sources" if the samples of the sources differ in form, and PlanError or RunError
+    "data-exhausted" if a source with `exhausted = "refuse"` has too few samples.
     """
 
     is_ordered = True
@@ -46,43 +46,45 @@ class Mixture:
         self._config = config
         self._context = context
         self._epoch = 0
-        chosen = sources_of(config, context.split)
-        self.sources = tuple(table.name for _, table in chosen)
-        self._sources = [self._opened(number, table) for number, table in chosen]
+        sources = sources_of(config, context.split)
+        self.sources = tuple(table.name for _, table in sources)
+        self._sources = [self._open_source(number, table) for number, table in sources]
 
-    def _opened(self, number: int, table: SourceTable) -> _Source:
+    def _open_source(self, number: int, table: SourceTable) -> _Source:
         seed = source_seed(self._context, table)
-        with located(number, table.name):
+        with locate_errors(number, table.name):
             dataset = open_dataset(component_of(self._config, number), replace(self._context, seed=seed, num_samples=None))
         if is_stream(dataset) or hasattr(dataset, "collate"):
-            what = "is a stream" if is_stream(dataset) else "collates its batches itself"
-            hint = "a mixture reads samples by number, and stacks them"
-            raise PlanError("mixture-sources", f"the source `{table.name}` {what}", path=("data", "sources", number), hint=hint)
-        return _Source(table, number, cast(Dataset, dataset), seed, Draws(seed, _LOOKS))
+            reason = "is a stream" if is_stream(dataset) else "has its own `collate`"
+            hint = "use a data set with a length, whose samples can be stacked"
+            raise PlanError(
+                "mixture-sources", f"the source `{table.name}` {reason}", path=("data", "sources", number), hint=hint
+            )
+        return _Source(table, number, cast(Dataset, dataset), seed, Draws(seed, _NUM_PROBES))
 
     @cached_property
     def info(self) -> DataInfo:
-        """That of every source, and the field `source`; loads nothing but tokenizers."""
+        """The info of the sources, with the field `source`. Loads only tokenizers."""
         infos = []
         for source in self._sources:
-            with located(source.number, source.table.name):
+            with locate_errors(source.number, source.table.name):
                 infos.append(source.dataset.info)
         first = infos[0]
         for source, info in zip(self._sources, infos, strict=True):
-            for what in ("fields", "vocab_size", "sequence"):
-                one, other = getattr(first, what), getattr(info, what)
-                if one != other or SOURCE in info.fields:
-                    names = f"`{self.sources[0]}` has {_said(one)}, `{source.table.name}` {_said(other)}"
-                    message = f"samples of a mixture need the same {what}: {names}"
+            for key in ("fields", "vocab_size", "sequence"):
+                expected, value = getattr(first, key), getattr(info, key)
+                if value != expected or SOURCE in info.fields:
+                    values = f"`{self.sources[0]}` has {_format(expected)}, `{source.table.name}` has {_format(value)}"
+                    message = f"all sources of a mixture need the same {key}: {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
         return replace(first, fields={**first.fields, SOURCE: Field("int64")})
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The samples of each source; loads the data."""
+        """The number of samples of each source. Loads the data."""
         lengths = []
         for source in self._sources:
-            with located(source.number, source.table.name):
+            with locate_errors(source.number, source.table.name):
                 lengths.append(len(source.dataset))
             if not lengths[-1]:
                 message = f"the source `{source.table.name}` has no samples"
@@ -91,7 +93,7 @@ class Mixture:
 
     @cached_property
     def _order(self) -> MixtureOrder:
-        return MixtureOrder(self._config, self._context, self.lengths)
+        return MixtureOrder(self._config, self._context, [source.table for source in self._sources], self.lengths)
 
     def __len__(self) -> int:
         """The number of samples in an epoch: until every source has been read once; with `exhausted = "end"` or "refuse", until
@@ -100,7 +102,7 @@ class Mixture:
         return len(self._order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Is called before the samples of an epoch are read."""
+        """Sets the epoch of the samples that are read next."""
         if epoch and self._context.split == "train" and self._config.exhausted == "refuse":
             raise RunError("data-exhausted", f"a source of the mixture is exhausted after {len(self)} samples", path=("data",))
         self._epoch = epoch
@@ -110,41 +112,41 @@ class Mixture:
         return self._order.place(self._epoch, index)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns sample `index`: that of its source, with `source`, int64, and boundaries of one shape in all sources."""
-        number, epoch, at = self.place(index)
+        """Returns sample `index` with the field `source`, int64, and with boundaries of the same shape in all sources."""
+        number, epoch, place = self.place(index)
         source = self._sources[number]
         if epoch != source.epoch:
             set_epoch(source.dataset, epoch)
             source.epoch = epoch
-        sample = self._read(source, epoch * self.lengths[number] + at, at)
+        sample = self._read(source, epoch * self.lengths[number] + place, place)
         if self._num_starts is not None:
             starts = sample["cu_seqlens"]
             sample = {**sample, "cu_seqlens": torch.cat([starts, starts[-1:].expand(self._num_starts - len(starts))])}
         return {**sample, SOURCE: torch.tensor(number)}
 
     def _read(self, source: _Source, number: int, index: int) -> Sample:
-        with located(source.number, source.table.name):
+        with locate_errors(source.number, source.table.name):
             return source.draws.read(number, partial(read_sample, source.dataset, index))
 
     @cached_property
     def _num_starts(self) -> int | None:
-        """The most boundaries of a sample of any source, each of which gives all its samples as many; None without any."""
+        """The largest length of `cu_seqlens` in any source, whose samples all have the same length; None without that field."""
         if "cu_seqlens" not in self.info.fields:
             return None
         return max(len(self._read(source, 0, 0)["cu_seqlens"]) for source in self._sources)
 
     @property
     def data_notes(self) -> list[str]:
-        """The sentences of the sources for the user, each after the name of its source."""
-        every = ((name, source.dataset) for name, source in zip(self.sources, self._sources, strict=True))
-        return [f"{name}: {note}" for name, dataset in every for note in getattr(dataset, "data_notes", ())]
+        """The sentences of the sources for the user, each with the name of its source."""
+        datasets = zip(self.sources, (source.dataset for source in self._sources), strict=True)
+        return [f"{name}: {note}" for name, dataset in datasets for note in getattr(dataset, "data_notes", ())]
 
     @property
     def data_digest(self) -> str:
-        """Differs if the samples of a source do; only there if all sources have one."""
+        """A digest of the samples of all sources. Exists only if all sources have one."""
         digests: Sequence[str] = [cast(Any, source.dataset).data_digest for source in self._sources]
         return blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
 
 
-def _said(value: Any) -> str:
+def _format(value: Any) -> str:
     return ", ".join(value) if isinstance(value, dict) else str(value)

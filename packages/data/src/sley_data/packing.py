@@ -1,7 +1,7 @@
 """Makes samples of equal length from a stream of tokens and the offsets of its documents: pack, cut, pad.
 
-Labels are the next tokens, shifted already. `offsets` is int64 [num_documents + 1]: document d is [offsets[d], offsets[d + 1]),
-and no document is empty.
+Labels are already shifted: each is the next token. `offsets` is int64 [num_documents + 1]. Document d has the tokens
+[offsets[d], offsets[d + 1]), and no document is empty.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sley_data.documents import num_windows, window
 
 
 class TokenArray:
-    """Represents a stream of tokens: `array.read(start, stop)` is an int64 copy of that range, whichever parts it lies in.
+    """A stream of tokens in one or more parts.
 
-    parts: 1-dimensional uint8, uint16 or uint32 tensors; they may be mapped files.
+    parts: 1-dimensional uint8, uint16 or uint32 tensors, which may be mapped files.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -32,13 +32,13 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Returns tokens [start, stop) as an int64 copy; the range must lie inside the array."""
+        """Returns tokens [start, stop) as an int64 copy. The range must be inside the stream."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         pieces = [piece.to(torch.int64) for piece in self._pieces(start, stop)]
         return pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
 
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Yields views of the parts that together make up [start, stop)."""
+        """Yields views of the parts that contain tokens [start, stop)."""
         number = bisect_right(self._ends, start)
         while start < stop:
             end = self._ends[number]
@@ -48,34 +48,34 @@ class TokenArray:
 
 
 WINDOW_BLOCK = 1 << 20
+"""The number of windows whose documents are counted at a time."""
 
 
 def token_fields(documents: Documents) -> dict[str, Field]:
-    """Returns the fields of a batch: tokens and labels [b, s]; packed, also positions [b, s] and cu_seqlens [b, n + 1]."""
+    """Returns the fields of a batch: tokens and labels [b, s], and for "pack" positions [b, s] and cu_seqlens [b, n + 1]."""
     return TOKEN_FIELDS | BOUNDARY_FIELDS if documents == "pack" else dict(TOKEN_FIELDS)
 
 
 def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
-    """Returns window `index` of the stream; labels that an earlier window has covered are ignored (see `counts.window`)."""
-    start, covered = window(index, len(tokens), sequence)
+    """Returns window `index` of the stream. Labels that an earlier window contains are ignored (see `documents.window`)."""
+    start, num_covered = window(index, len(tokens), sequence)
     values = tokens.read(start, start + sequence + 1)
     labels = values[1:].clone()
-    labels[:covered] = IGNORED
+    labels[:num_covered] = IGNORED
     return {"tokens": values[:-1], "labels": labels}
 
 
 def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, max_documents: int) -> Sample:
-    """Returns window `index` with its document boundaries: nothing attends or predicts across a document's end.
+    """Returns window `index` with its document boundaries. No label crosses a boundary.
 
-    positions: restart at 0 with each document, and with the window, which may begin inside one.
-    cu_seqlens: int32 [max_documents + 1], the starts of the window's documents, then `sequence` until the end
-    (documents of no tokens), so that all samples have one shape.
+    The field `positions` restarts at 0 at the start of each document and of the window. The field `cu_seqlens`, int32
+    [max_documents + 1], contains the starts of the documents in the window, padded with `sequence`.
     """
     start, _ = window(index, len(tokens), sequence)
     sample = cut_sample(tokens, index, sequence)
-    inside = _starts_after(offsets, start, start + sequence) - start
-    sample["labels"][inside - 1] = IGNORED
-    starts = torch.cat([inside.new_zeros(1), inside[inside < sequence]])
+    boundaries = _starts_after(offsets, start, start + sequence) - start
+    sample["labels"][boundaries - 1] = IGNORED
+    starts = torch.cat([boundaries.new_zeros(1), boundaries[boundaries < sequence]])
     lengths = torch.diff(starts, append=starts.new_tensor([sequence]))
     sample["positions"] = torch.arange(sequence) - starts.repeat_interleave(lengths)
     sample["cu_seqlens"] = torch.full((max_documents + 1,), sequence, dtype=torch.int32)
@@ -84,37 +84,34 @@ def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, 
 
 
 def _starts_after(offsets: Tensor, start: int, stop: int) -> Tensor:
-    """Returns the starts of documents in (start, stop]."""
+    """Returns the document starts in (start, stop]."""
     first, last = torch.searchsorted(offsets, torch.tensor([start, stop]), right=True).tolist()
     return offsets[first:last]
 
 
 def max_documents(offsets: Tensor, sequence: int) -> int:
-    """Returns the largest number of documents in any window, partial ones included."""
+    """Returns the largest number of documents in a window, including partial documents."""
     num_tokens = int(offsets[-1])
-    most = 0
+    largest = 0
     for first in range(0, num_windows(num_tokens, sequence), WINDOW_BLOCK):
         last = min(first + WINDOW_BLOCK, num_windows(num_tokens, sequence))
         starts = (torch.arange(first, last) * sequence).clamp(max=num_tokens - 1 - sequence)
         before = torch.searchsorted(offsets, starts, right=True)
-        inside = torch.searchsorted(offsets, starts + sequence) - before
-        most = max(most, int(inside.max()) + 1)
-    return most
+        num_starts = torch.searchsorted(offsets, starts + sequence) - before
+        largest = max(largest, int(num_starts.max()) + 1)
+    return largest
 
 
 def chunk_ends(offsets: Tensor, sequence: int) -> Tensor:
-    """Returns int64 [num_documents]: the number of samples of all documents up to and including each, if documents are
-    padded.
-    """
+    """Returns the number of samples of all padded documents up to and including each document, int64 [num_documents]."""
     num_labels = torch.diff(offsets) - 1
     return ((num_labels + sequence - 1) // sequence).cumsum(0)
 
 
 def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, sequence: int) -> Sample:
-    """Returns piece `index` of the documents, padded at its end with token 0 and ignored labels.
+    """Returns sample `index` of padded documents, with token 0 and ignored labels at its end.
 
-    ends: the result of `chunk_ends`. Token 0 is in every vocabulary, and under causal attention nothing attends to padding at
-    the end.
+    ends: the result of `chunk_ends`. Token 0 is in every vocabulary. With causal attention, no token attends to the padding.
     """
     document = int(torch.searchsorted(ends, index, right=True))
     before = int(ends[document - 1]) if document else 0

@@ -1,4 +1,4 @@
-"""Loads the tokens of a split as one stream of documents: of text, whose tokens are kept, or of token files; torch-free."""
+"""Loads the tokens of a split of text or token files as one stream of documents; torch-free."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from sley_core.api.files import appearing
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.documents import copied_tokens, num_chunks, num_windows, read_documents, tokenizer_of, window
-from sley_data.files import File, as_error, deciding_files, text_files, token_files
+from sley_data.documents import find_copied_tokens, load_tokenizer, num_chunks, num_windows, read_documents, window
+from sley_data.files import File, files_of_split, merge_problems, text_files, token_files
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
-FORMS: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
-"""The format of a view of tokens, by their dtype; that of bytes is "B"."""
+FORMATS: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+"""The format of a view of tokens by dtype. Bytes have the format "B"."""
 
 _SCAN_BYTES = 1 << 24
 """The bytes of a token file that are in the memory of this process while it is searched for documents."""
 
 _MAX_BYTES_IN_MEMORY = 1 << 27
-"""The size of text without a tokenizer from which on it is kept as mapped files: in memory, it would exist once per rank."""
+"""The size from which on bytes are cached as mapped files. Smaller text is in the memory of each rank."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
     tokenizer: None for bytes. notes: receives sentences for the user. The tokens of a large text are kept on disk (see
     `cache`). Raises PlanError with every file that is missing or empty, or for a file that cannot be read.
     """
-    files, held_out = deciding_files(config, split, text_files)
+    files, held_out = files_of_split(config, split, text_files)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
     settings = (4, tokenizer and tokenizer.digest, *options)
     min_bytes = cache.WORTH_BYTES if tokenizer else _MAX_BYTES_IN_MEMORY
@@ -137,10 +137,10 @@ def _cached_stream(
     folder: Path, tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
 ) -> Stream:
     """Returns the tokens in the cache folder, mapped; tokenizes the documents first, unless the folder is complete."""
-    form = "B" if tokenizer is None else FORMS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    view_format = "B" if tokenizer is None else FORMATS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
 
     def map_parts(parts: Iterable[cache.Part], digest: str | None = None) -> Stream:
-        tokens = [map_tokens(part.tokens, form) for part in parts if part.tokens.stat().st_size]
+        tokens = [map_tokens(part.tokens, view_format) for part in parts if part.tokens.stat().st_size]
         return Stream(tokens, map_tokens(folder / "offsets", "q"), digest)
 
     def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
@@ -160,29 +160,29 @@ def _cached_stream(
     return map_parts(cache.part_files(folder, complete["parts"]), complete["digest"])
 
 
-def map_tokens(path: Path, form: Literal["B", "H", "I", "q"]) -> memoryview:
-    """Returns the tokens of a file as a read-only view: pages are loaded when they are read.
+def map_tokens(path: Path, view_format: Literal["B", "H", "I", "q"]) -> memoryview:
+    """Returns the integers of a file as a read-only view, whose pages are loaded when they are read.
 
-    The map is shared and read-only, so that files larger than memory can be mapped: Linux counts one that is private and
-    writable, such as PyTorch's own `from_file`, as memory that must exist.
+    The map is shared and read-only, so that a file can be larger than the memory. Linux would reserve memory for a private,
+    writable map, such as that of PyTorch's `from_file`.
     """
     assert sys.byteorder == "little", "token files are little-endian"
     with path.open("rb") as file:
-        return memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast(form)
+        return memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast(view_format)
 
 
 def token_stream(config: TokensConfig, split: Split) -> Stream:
-    """Returns the split's token files as one stream, mapped; cut documents are one, with which opening costs nothing.
+    """Returns the token files of a split as one mapped stream.
 
-    Else files without an index are read once for their `end_of_document` tokens, which takes about 3 s per GB. Raises PlanError
-    with every file that is missing, empty or not a whole number of tokens long.
+    With `documents = "cut"` the stream is one document. Otherwise files without an index are searched for `end_of_document`, at
+    about 3 s per GB. Raises PlanError with every file that is missing, empty or not a whole number of tokens long.
     """
     files, problems = token_files(config, split)
     if split == "held_out":
-        problems += copied_tokens(token_files(config, "train")[0], files)
+        problems += find_copied_tokens(token_files(config, "train")[0], files)
     if problems:
-        raise as_error(problems)
-    parts = [map_tokens(file.path, FORMS[file.dtype(config)]) for file in files]
+        raise merge_problems(problems)
+    parts = [map_tokens(file.path, FORMATS[file.dtype(config)]) for file in files]
     if config.documents == "cut":
         return Stream(parts, memoryview(array("q", [0, sum(map(len, parts))])))
     offsets, part_start = array("q", [0]), 0
@@ -215,7 +215,7 @@ def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterat
 
 
 class TokenRows:
-    """The samples of a split of `data.text` or `data.tokens` as lists of numbers: `DatasetRecord.rows`."""
+    """The samples of a split of `data.text` or `data.tokens` as lists of numbers (see `DatasetRecord.rows`)."""
 
     def __init__(self, config: TextConfig | TokensConfig, context: DataContext) -> None:
         """Loads the data. Raises the same PlanError as the data sets."""
@@ -223,7 +223,7 @@ class TokenRows:
         if isinstance(config, TokensConfig):
             self._stream = token_stream(config, context.split)
         else:
-            self._stream = text_stream(config, context.split, tokenizer_of(config), [])
+            self._stream = text_stream(config, context.split, load_tokenizer(config), [])
         self._lengths = array("q", (stop - start for start, stop in pairwise(self._stream.offsets)))
         if not len(self):
             raise too_short(len(self._stream), config.sequence)
@@ -235,7 +235,7 @@ class TokenRows:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of `DataRows`; documents are not known of token files that are cut."""
+        """The counts of `DataRows`. The documents of token files with `documents = "cut"` are unknown."""
         config, num_tokens = self._config, len(self._stream)
         trained = num_tokens - (1 if config.documents == "cut" else len(self._lengths))
         positions = len(self) * config.sequence
@@ -251,50 +251,50 @@ class TokenRows:
         }
 
     def row(self, index: int) -> dict[str, list[int]]:
-        """Returns sample `index`, as the data set gives it."""
+        """Returns sample `index` of the data set."""
         sequence = self._config.sequence
         if self._config.documents == "pad":
-            return self._padded(index)
-        start, covered = window(index, len(self._stream), sequence)
+            return self._padded_row(index)
+        start, num_covered = window(index, len(self._stream), sequence)
         values = self._stream.read(start, start + sequence + 1)
-        row = {"tokens": values[:-1], "labels": [IGNORED] * covered + values[1 + covered :]}
+        row = {"tokens": values[:-1], "labels": [IGNORED] * num_covered + values[1 + num_covered :]}
         if self._config.documents == "pack":
-            starts = self._starts(start)
-            for place in starts:
-                row["labels"][place - 1] = IGNORED
-            starts = [0, *(place for place in starts if place < sequence)]
-            row["positions"] = [place - begin for begin, end in pairwise([*starts, sequence]) for place in range(begin, end)]
+            boundaries = self._boundaries(start)
+            for boundary in boundaries:
+                row["labels"][boundary - 1] = IGNORED
+            starts = [0, *(boundary for boundary in boundaries if boundary < sequence)]
+            row["positions"] = [position for start, end in pairwise([*starts, sequence]) for position in range(end - start)]
             row["cu_seqlens"] = starts + [sequence] * (self._max_documents + 1 - len(starts))
         return row
 
-    def _padded(self, index: int) -> dict[str, list[int]]:
+    def _padded_row(self, index: int) -> dict[str, list[int]]:
         sequence, offsets = self._config.sequence, self._stream.offsets
         document = bisect_right(self._chunk_ends, index)
         before = self._chunk_ends[document - 1] if document else 0
         start = offsets[document] + (index - before) * sequence
         values = self._stream.read(start, min(start + sequence + 1, offsets[document + 1]))
-        left = sequence + 1 - len(values)
-        return {"tokens": values[:-1] + [0] * left, "labels": values[1:] + [IGNORED] * left}
+        num_padding = sequence + 1 - len(values)
+        return {"tokens": values[:-1] + [0] * num_padding, "labels": values[1:] + [IGNORED] * num_padding}
 
     @cached_property
     def _chunk_ends(self) -> list[int]:
         return list(accumulate(num_chunks([length], self._config.sequence) for length in self._lengths))
 
-    def _starts(self, start: int) -> list[int]:
-        """Returns where documents begin behind the first token of a window and up to its last label, counted from it."""
+    def _boundaries(self, start: int) -> list[int]:
+        """Returns the document starts after the first token of the window at `start` and up to its last label, from `start`."""
         offsets = self._stream.offsets
         first, last = bisect_right(offsets, start), bisect_right(offsets, start + self._config.sequence)
-        return [place - start for place in offsets[first:last]]
+        return [offset - start for offset in offsets[first:last]]
 
     @cached_property
     def _max_documents(self) -> int:
         """The largest number of documents in a sample."""
         sequence, num_tokens = self._config.sequence, len(self._stream)
-        begins = (window(index, num_tokens, sequence)[0] for index in range(len(self)))
-        return max(1 + sum(place < sequence for place in self._starts(start)) for start in begins)
+        starts = (window(index, num_tokens, sequence)[0] for index in range(len(self)))
+        return max(1 + sum(boundary < sequence for boundary in self._boundaries(start)) for start in starts)
 
 
 def too_short(num_tokens: int, sequence: int) -> PlanError:
     """Returns the PlanError "data-short" for data of `num_tokens`."""
-    message = f"the data has {num_tokens} tokens; one sample needs {sequence} and a label for the last"
-    return PlanError("data-short", message, path=("data", "sequence"), hint="give more text or a smaller `sequence`")
+    message = f"the data has {num_tokens} tokens, but a sample needs {sequence} tokens and a label for the last token"
+    return PlanError("data-short", message, path=("data", "sequence"), hint="use more text or a smaller `sequence`")

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `tokenizer.json`, or the folder that has it, with the optional package `tokenizers`."""
+"""Loads a Hugging Face `tokenizer.json`, or a folder with one, using the optional package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ if TYPE_CHECKING:
 _BATCH = 256
 """The number of documents that one call of `tokenizers` encodes, with a thread for each core."""
 
-NAME = "tokenizer.json"
+FILE_NAME = "tokenizer.json"
 
 INSTALL = """install sley-data[tokenizers], in a clone of Sley's repository: `pip install -e "packages/data[tokenizers]"`"""
 
 
 class Tokenizer:
-    """Converts text to token ids, with what the tokenizer adds to a text by itself (`<s>`), and `end_of_document` at its end.
+    """Converts text to token ids, with the special tokens that the tokenizer adds, such as `<s>`, and `end_of_document`.
 
-    Of the file's settings only those that make tokens of a text count: truncation, padding, and random segmentation (dropout)
-    are switched off. Raises PluginError if `tokenizers` is not installed, PlanError if the file is not a tokenizer or lacks
-    that token.
+    Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and
+    PlanError if the file is not a tokenizer or does not have the token `end_of_document`.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
-        """Loads `path`, a file or folder; end_of_document: the token appended to each document, None for none."""
+        """path: a file or folder. end_of_document: the token to append to each document, or None."""
         self._implementation = _load(path)
         if not self._implementation.get_vocab(with_added_tokens=True):
             raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
-        self._begin, self._end = self._added()
+        self._begin, self._end = self._added_ids()
         if end_of_document is not None:
             token = self._implementation.token_to_id(end_of_document)
             if token is None:
@@ -51,19 +50,19 @@ class Tokenizer:
                     "tokenizer-invalid",
                     f"`{end_of_document}` is not a token of `{path}`",
                     path=("data", "end_of_document"),
-                    hint="give a token as `added_tokens` or `vocab` of that file spell it",
+                    hint="use a token from `added_tokens` or `vocab` of that file",
                 )
             self._end += [] if self._end[-1:] == [token] else [token]
 
     @cached_property
     def digest(self) -> str:
-        """Differs if the tokens of some text, or what is put before and after it, may differ."""
+        """A digest that differs if the tokens of a text may differ."""
         text = f"{version('tokenizers')}{self._implementation.to_str()}{self._begin}{self._end}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
-        """One above the highest token id, added tokens included."""
+        """The highest token id, including added tokens, plus 1."""
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
@@ -85,34 +84,34 @@ class Tokenizer:
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
-        """Returns the ids with which a document that begins with `text` begins, and how many of them come before the text."""
+        """Returns the first ids of a document that begins with `text`, and the number of those ids before the text."""
         ids = self._implementation.encode(text, add_special_tokens=False).ids
         return [*self._begin, *ids], len(self._begin)
 
     @property
     def end_of_document(self) -> int | None:
-        """The last id that `encode` puts after each document; None for none."""
+        """The last id that `encode` adds after each document, or None."""
         return self._end[-1] if self._end else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, special tokens included; a character of which bytes are missing is U+FFFD."""
+        """Returns the text of token ids, including special tokens. An incomplete character is U+FFFD."""
         text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _added(self) -> tuple[list[int], list[int]]:
-        """Returns the ids that the tokenizer's post-processor puts before and after each text."""
+    def _added_ids(self) -> tuple[list[int], list[int]]:
+        """Returns the ids that the post-processor of the tokenizer adds before and after each text."""
         if self._implementation.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
-        for token in range(self.vocab_size):  # the first ones may be special, or no text on their own
+        for token in range(self.vocab_size):  # the first tokens may be special, or incomplete characters
             encoding = self._implementation.encode(self.decode([token]))
-            places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-            if places:
-                return encoding.ids[: places[0]], encoding.ids[places[-1] + 1 :]
+            indices = [index for index, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+            if indices:
+                return encoding.ids[: indices[0]], encoding.ids[indices[-1] + 1 :]
         return [], []
 
 
 def _load(path: Path) -> Implementation:
-    """Loads the tokenizer; raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or "tokenizer-invalid"."""
+    """Loads a tokenizer. Raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or "tokenizer-invalid"."""
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError:
@@ -122,7 +121,7 @@ def _load(path: Path) -> Implementation:
             path=("data", "tokenizer"),
             hint=INSTALL,
         ) from None
-    path = _file(path)
+    path = _tokenizer_file(path)
     try:
         loaded = Implementation.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain Exception
@@ -136,21 +135,21 @@ def _load(path: Path) -> Implementation:
     return loaded
 
 
-def _file(path: Path) -> Path:
-    """Returns the path of the tokenizer file, which may be given as the folder of `save_pretrained`."""
+def _tokenizer_file(path: Path) -> Path:
+    """Returns the tokenizer file of `path`, which may be a folder written by `save_pretrained`."""
     if path.is_dir():
-        message, path = f"there is no `{NAME}` in the folder `{path}`", path / NAME
-        hint = "`save_pretrained` of a fast tokenizer writes one"
+        message, path = f"there is no `{FILE_NAME}` in the folder `{path}`", path / FILE_NAME
+        hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
     else:
-        message = f"there is no file `{path}`"
-        hint = "a relative path starts at the plan's folder; nothing is downloaded, so give no name on a hub"
+        message = f"the file `{path}` does not exist"
+        hint = "use a local path, since nothing is downloaded; a relative path starts at the plan's folder"
     if not path.is_file():
         raise PlanError("tokenizer-missing", message, path=("data", "tokenizer"), hint=hint)
     return path
 
 
 def _text(name: str, content: bytes) -> str:
-    """Returns `content` as text; raises PlanError "data-encoding" with the document's name if it is not UTF-8."""
+    """Returns `content` as text. Raises PlanError "data-encoding" with the name of the document if it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -158,12 +157,12 @@ def _text(name: str, content: bytes) -> str:
             "data-encoding",
             f"document `{name}` is not UTF-8: {error.reason} at byte {error.start}",
             path=("data", "files"),
-            hint="convert the file, or leave `tokenizer` out and train on bytes, which take any encoding",
+            hint="convert the file to UTF-8, or remove `tokenizer` to train on bytes in any encoding",
         ) from None
 
 
 class Utf8(TextIds):
-    """Takes the bytes of UTF-8 as token ids."""
+    """Converts text to its bytes in UTF-8."""
 
     size = NUM_BYTES
     end = None
@@ -174,7 +173,7 @@ class Utf8(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text of token ids that are bytes of UTF-8, as far as each completes characters."""
+        """Yields the characters that each byte completes."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for byte in ids:
             yield decoder.decode(bytes([byte]))
@@ -182,12 +181,12 @@ class Utf8(TextIds):
 
 
 class Tokenized(TextIds):
-    """Takes the ids of a tokenizer."""
+    """Converts text to the ids of a tokenizer."""
 
     is_bytes = False
 
     def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
-        """end: the id after which a document ends, in place of the tokenizer's."""
+        """end: the id that ends a document, instead of that of the tokenizer."""
         self._tokenizer = tokenizer
         self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
         self.num_before = 0
@@ -197,27 +196,27 @@ class Tokenized(TextIds):
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that each token id adds, once its characters are complete.
+        """Yields the text that each token id adds, when its characters are complete.
 
-        Each is decoded behind the tokens of the text before it, since a token may begin with a space only behind others.
+        Tokens are decoded after the tokens of the previous text, since some tokens begin with a space only after others.
         """
-        known: list[int] = []
-        start = stop = 0  # of the tokens of the last text
+        previous: list[int] = []
+        start = stop = 0  # the range of the tokens of the previous text
         for token in ids:
-            known.append(token)
-            before, text = self._tokenizer.decode(known[start:stop]), self._tokenizer.decode(known[start:])
-            # Later tokens may complete a character; the text before it does not change.
+            previous.append(token)
+            before, text = self._tokenizer.decode(previous[start:stop]), self._tokenizer.decode(previous[start:])
+            # Later tokens may complete a character, but do not change the text before it.
             if text.startswith(before) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield text[len(before) :]
-                start, stop = stop, len(known)
-        yield self._tokenizer.decode(known[start:]).removeprefix(self._tokenizer.decode(known[start:stop]))
+                start, stop = stop, len(previous)
+        yield self._tokenizer.decode(previous[start:]).removeprefix(self._tokenizer.decode(previous[start:stop]))
 
 
 def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the ids of the text of a `data.text` table, or, for any table, those of `tokenizer`: `DatasetRecord.text_ids`.
+    """Returns the token ids of a `data.text` table, or those of `tokenizer` for any table (see `DatasetRecord.text_ids`).
 
-    A document ends with the table's `end_of_document`, or else with the `eos_token` of the `tokenizer_config.json` beside a
-    given tokenizer.
+    A document ends with the `end_of_document` of the table, or else with the `eos_token` in the `tokenizer_config.json` next to
+    `tokenizer`.
     """
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:
@@ -228,7 +227,7 @@ def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
 
 
 def _end_token(tokenizer: Path) -> str | None:
-    """Returns the `eos_token` that transformers knows of a tokenizer, from the file beside it; None if there is none."""
+    """Returns the `eos_token` in the `tokenizer_config.json` next to a tokenizer, or None."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         token = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")

@@ -1,0 +1,304 @@
+"""Recognizes file formats by their first bytes, decompresses files, and reads Megatron's indices; torch-free.
+
+A file is refused if it is neither text nor raw token ids of the width and byte order that its table names. Megatron's index
+`NAME.idx` contains the token dtype and the documents of `NAME.bin`, in little-endian order:
+
+    magic, 9 bytes | version 1, 8 | code of the token dtype, 1 | number of sequences, 8 | number of documents + 1, 8
+    length of each sequence, int32 | first byte of each sequence, int64 | first sequence of each document, and the end, int64
+    mode of each sequence, int8: only for multimodal data
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import re
+import struct
+import sys
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedIOBase
+from itertools import accumulate, chain, repeat
+from math import log2
+from mmap import ACCESS_READ, mmap
+from operator import eq, floordiv, gt, mul
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+from sley_core.errors import PlanError
+from sley_data.config import TOKEN_BYTES
+
+try:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+except ImportError:
+    zstd = None  # type: ignore[assignment]
+
+TokenDtype: TypeAlias = Literal["uint16", "uint32"]
+
+_HEAD_BYTES = 512
+"""The bytes of a file that are compared with signatures; the signature of tar is at byte 257."""
+
+Opener = Callable[[Path], BufferedIOBase]
+T = TypeVar("T")
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_ZSTD = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or a skippable frame before it
+
+_COMPRESSED: dict[bytes, Opener] = {
+    rb"\x1f\x8b\x08": gzip.GzipFile,
+    rb"BZh[1-9]1AY&SY": bz2.BZ2File,
+    rb"\xfd7zXZ\x00": lzma.LZMAFile,
+    **({_ZSTD: zstd.ZstdFile} if zstd is not None else {}),
+}
+"""The readers of compressed files by signature."""
+
+_DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, *([zstd.ZstdError] if zstd is not None else []))
+
+COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
+"""The last suffixes of compressed files. The suffix before it names the content, as in `.jsonl.gz`."""
+
+PARQUET = rb"PAR1\x15"
+ARROW_FILE = rb"ARROW1\x00\x00"
+_ARROW_STREAM = rb"\xff{4}..\x00\x00\x10\x00\x00\x00"  # the schema follows, in a message of less than 64 KiB
+_TABLES = re.compile(b"|".join((PARQUET, ARROW_FILE, _ARROW_STREAM)), re.DOTALL)
+
+_UNPACK = "unpack it, and name the unpacked files"
+_COLUMN = 'name its column of texts: `field = "text"`'
+_INSTALL_ZSTD = """install sley-data[zstd], in a clone of Sley's repository: `pip install -e "packages/data[zstd]"`"""
+_REFUSED = {
+    rb"PK\x03\x04": ("a zip archive", _UNPACK),
+    _ZSTD: ("compressed by zstd", _INSTALL_ZSTD),
+    rb"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it with `lz4 -d`, or use gzip, bzip2, xz or zstd"),
+    rb"\x1f\x9d": ("compressed by compress", "unpack it with `uncompress`, or use gzip, bzip2, xz or zstd"),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+    rb"Rar!\x1a\x07": ("a rar archive", _UNPACK),
+    rb".{257}ustar": ("a tar archive", _UNPACK),
+    PARQUET: ("a Parquet table", _COLUMN),
+    ARROW_FILE: ("an Arrow table", _COLUMN),
+    _ARROW_STREAM: ("an Arrow table", _COLUMN),
+    rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write its content as text or as raw token ids"),
+    rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
+    rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
+    rb"\x00\x05\x16\x07": ("a file of macOS's attributes, not the file itself", "leave out names that begin with `._`"),
+    rb"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "download the file: `git lfs pull`"),
+    re.escape(MEGATRON_MAGIC): ("an index of Megatron's token files", 'set `use = "data.tokens"`'),
+    rb"\x93NUMPY": (
+        "a file of numpy, and its header would be read as data",
+        'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
+    ),
+}
+"""The name of each refused format and a hint, by signature."""
+
+_ANY_SIGNATURE = re.compile(b"|".join((*_COMPRESSED, *_REFUSED)), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Describes the format of a file.
+
+    is_compressed: whether `opened` decompresses the file. is_table: whether it is a Parquet or Arrow table. refused: the name
+    of the format and a hint, if it is neither text nor raw ids.
+    """
+
+    is_compressed: bool = False
+    is_table: bool = False
+    refused: tuple[str, str] | None = None
+
+
+PLAIN = Format()
+
+
+def format_of(path: Path) -> Format:
+    """Returns the format of a file. Returns `PLAIN` for an unreadable file, since the code that reads it reports the error."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if not _ANY_SIGNATURE.match(head):
+            return PLAIN
+        if _match_signature(head, _COMPRESSED) is None:
+            return Format(is_table=_TABLES.match(head) is not None, refused=_match_signature(head, _REFUSED))
+        with opened(path) as content:
+            return Format(is_compressed=True, refused=_match_signature(content.read(_HEAD_BYTES), _REFUSED))
+    except OSError:
+        return PLAIN
+    except PlanError:
+        return Format(is_compressed=True)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedIOBase]:
+    """Opens a file for reading, and decompresses gzip, bzip2, xz and zstd.
+
+    Raises OSError, and PlanError "data-format" if compressed content is damaged or incomplete.
+    """
+    with path.open("rb") as file:
+        opener = _match_signature(file.read(_HEAD_BYTES), _COMPRESSED)
+        if opener is None:
+            file.seek(0)
+            yield file
+            return
+    try:
+        with opener(path) as file:
+            yield file
+    except (EOFError, OSError, *_DECOMPRESSION_ERRORS) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk; errors of gzip and bz2 have no number
+            raise
+        message = f"`{path}` is compressed, and damaged or incomplete: {error}"
+        raise PlanError("data-format", message, path=("data", "files")) from None
+
+
+def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
+    """Returns the value of the first signature that matches the start of `head`, or None."""
+    return next((value for signature, value in signatures.items() if re.match(signature, head, re.DOTALL)), None)
+
+
+_BLOCK_BYTES = 1 << 13
+_NUM_BLOCKS = 16
+"""The size and the number of the blocks of a file that identify its content."""
+
+_MIN_IDS = 64
+"""The number of ids from which on a rare pattern shows another format."""
+
+_ARRAY_CODES = {"uint16": "H", "uint32": "I"}
+_LLM_C = (20240520).to_bytes(4, "little")
+"""The first bytes of a token file of llm.c; its header has 1024 bytes."""
+
+
+def find_wrong_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
+    """Returns a reason and a hint if the ids of a file are not of `dtype`, little-endian and below `vocab_size`; else None.
+
+    Reads at most 128 KiB of the file. An unreadable file gives None.
+    """
+    try:
+        sample = read_blocks(path)
+    except OSError:
+        return None  # the code that opens it later reports the error
+    if sample[:4] == _LLM_C:
+        return "begins with the header of llm.c, which would be read as tokens", "remove the header with `tail -c +1025`"
+    ids = _ids(sample, dtype)
+    if len(ids) < _MIN_IDS:
+        return None
+    if _is_padded(ids):
+        advice = f'write them as {dtype}: `numpy.fromfile("...", "<i8").astype("{dtype}").tofile("...")`'
+        if dtype == "uint16":
+            advice = f'set `dtype = "uint32"`; or, if they have 64 bits, {advice}'
+        return f"has 0 or a small number after every id: its ids are wider than {dtype}", advice
+    if max(ids) >= vocab_size:
+        return _describe_large_id(sample, dtype, max(ids), vocab_size)
+    if dtype == "uint16" and len(ids) >= 1 << 12 and _byte_entropy(ids, 8) > _byte_entropy(ids, 0) + 1:
+        advice = 'write them in little-endian order: `numpy.fromfile("...", ">u2").astype("<u2").tofile("...")`'
+        return "has ids whose upper bytes vary more than their lower ones: they are big-endian", advice
+    return None
+
+
+def _describe_large_id(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[str, str]:
+    """Returns a message about an id outside the vocabulary, and a hint with the byte order or dtype with which the ids fit."""
+    fitting = [name for name in _ARRAY_CODES if name != dtype and max(_ids(sample, name)) < vocab_size]
+    swapped = _ids(sample, dtype)
+    swapped.byteswap()
+    if max(swapped) < vocab_size:
+        hint = "they fit if they are big-endian: write them in little-endian order"
+    elif fitting:
+        hint = f'they fit as `dtype = "{fitting[0]}"`'
+    else:
+        hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
+    return f"has the id {largest} as {dtype}, but `vocab_size` is {vocab_size}", hint
+
+
+def read_blocks(path: Path) -> bytes:
+    """Returns blocks that are spread over a file, each at a multiple of 8 bytes; all bytes of a small file."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size <= _BLOCK_BYTES * _NUM_BLOCKS:
+            file.seek(0)
+            return file.read()
+        blocks = []
+        for number in range(_NUM_BLOCKS):
+            file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1) // 8 * 8)
+            blocks.append(file.read(_BLOCK_BYTES))
+        return b"".join(blocks)
+
+
+def _ids(sample: bytes, dtype: str) -> array[int]:
+    ids = array(_ARRAY_CODES[dtype])
+    ids.frombytes(sample[: len(sample) // ids.itemsize * ids.itemsize])
+    return ids
+
+
+def _is_padded(ids: Sequence[int]) -> bool:
+    """Returns whether every second id is 0 or small compared with the others, like the upper halves of wider ids."""
+    lower, upper = ids[::2], ids[1::2]
+    return (max(upper) == 0 and len(set(lower)) > 4) or (max(upper) < 16 and max(lower) >= 1 << 12)
+
+
+def _byte_entropy(ids: Sequence[int], shift: int) -> float:
+    """Returns the entropy of one byte of the ids in bits. shift: the position of the byte in bits."""
+    counts = [0] * 256
+    for value in ids:
+        counts[value >> shift & 255] += 1
+    return -sum(count / len(ids) * log2(count / len(ids)) for count in counts if count)
+
+
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES: dict[int, TokenDtype] = {4: "uint32", 8: "uint16"}  # 4 is int32, and no id is negative
+_OTHER_TYPES = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: "float32"}
+
+
+@dataclass(frozen=True)
+class Index:
+    """Holds a Megatron index: the token dtype, and the first token of each document with the number of tokens, 64 bits."""
+
+    dtype: TokenDtype
+    offsets: array[int]
+
+
+def read_index(path: Path, num_bytes: int) -> Index:
+    """Returns the index at `path` of a token file with `num_bytes`.
+
+    Raises OSError, and ValueError if the index is wrong. Its message continues the name of the file.
+    """
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+        if head[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC[: len(head)]:
+            raise ValueError(f"is not an index of Megatron: it begins with {head[:9]!r}")
+        if len(head) < _HEADER.size:
+            raise ValueError(f"is cut off in its header, after {len(head)} bytes")
+        _, version, code, count, num_ends = _HEADER.unpack(head)
+        if version != 1:
+            raise ValueError(f"is an index of version {version}, but must have version 1")
+        if code not in _TYPES:
+            raise ValueError(f"has tokens of the type {_OTHER_TYPES.get(code, code)}, but must have uint16 or int32")
+        size = len(head) + 12 * count + 8 * num_ends
+        stored = file.seek(0, 2)
+        if stored not in (size, size + count):
+            raise ValueError(f"has {stored} bytes, but {count} sequences in {num_ends - 1} documents need {size}")
+        content = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ))[len(head) :]
+    lengths = content[: 4 * count].cast("i")
+    starts = content[4 * count : 12 * count].cast("q")
+    ends = content[12 * count : size - len(head)].cast("q")
+    return Index(_TYPES[code], _document_offsets(lengths, starts, ends, num_bytes, TOKEN_BYTES[_TYPES[code]]))
+
+
+def _document_offsets(
+    lengths: Sequence[int], starts: Sequence[int], ends: Sequence[int], num_bytes: int, width: int
+) -> array[int]:
+    """Returns `Index.offsets`. ends: the first sequence of each document, and the number of sequences. width: token bytes."""
+    if min(lengths, default=0) < 0:
+        raise ValueError("has a sequence of a negative length")
+    total = sum(lengths)
+    if total * width != num_bytes:
+        raise ValueError(f"has {total} tokens of {width} bytes, but the `.bin` file has {num_bytes} bytes")
+    if not all(map(eq, starts, map(mul, accumulate(lengths, initial=0), repeat(width)))):
+        raise ValueError("has sequences with gaps or overlaps")
+    if not ends or ends[0] != 0 or ends[-1] != len(lengths) or any(map(gt, ends, ends[1:])):
+        raise ValueError(f"has documents that do not contain its {len(lengths)} sequences in order")
+    first = ends[: bisect_left(ends, len(lengths))]  # without empty documents at the end
+    return array("q", chain(map(floordiv, map(starts.__getitem__, first), repeat(width)), [total]))
