@@ -128,7 +128,7 @@ def test_data_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "train: " in said
     assert "held_out: " in said
-    assert "samples are left out" in said
+    assert "samples are dropped" in said
 
 
 def test_data_export_writes_what_data_tokens_reads(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callabl
     """Each layout was verified, and left out for it."""
     refused = searched("--world", "2", "--set", 'data={use="data.text", files=["gone.txt"], sequence=24}')
     assert (refused.code, refused.out) == (3, "")
-    assert f"error[data-missing]: there is no file `{given / 'gone.txt'}`" in refused.err
+    assert f"error[data-missing]: the file `{given / 'gone.txt'}` does not exist" in refused.err
     assert "verifying" not in refused.err
 
 

@@ -118,7 +118,7 @@ def test_too_long_can_be_refused(table: Any) -> None:
 
 def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: Any) -> None:
     for rows in ([chat("only the user speaks")], [{"messages": [{"role": "Assistant", "content": "only the user speaks"}]}]):
-        with pytest.raises(PlanError, match=r"no conversation has a token to train on.*only the user speaks"):
+        with pytest.raises(PlanError, match=r"no token of a conversation has a label.*only the user speaks"):
             ChatRows(table(rows), DataContext())
     everything = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     config = table([chat("a", "only this")])

@@ -96,7 +96,7 @@ def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("share", "where", "words"),
-    [(0.0001, "evaluation", "none is left to evaluate on"), (0.9999, "data", "nothing is left to train on")],
+    [(0.0001, "evaluation", "nothing is left to evaluate on"), (0.9999, "data", "nothing is left to train on")],
 )
 def test_of_a_single_file_nothing_is_held_out_or_all(folder: Path, share: float, where: str, words: str) -> None:
     """Its length was blamed, of which no more would have helped."""

@@ -125,9 +125,9 @@ def test_forms_of_a_conversation(tmp_path: Path, row: dict[str, Any], roles: str
     ("row", "why"),
     [
         ({"text": "a"}, "has no `messages`, `conversations`, or `prompt` and `completion`; its keys are `text`"),
-        ({"messages": {"role": "user"}}, "`messages` that is no list"),
-        ({"messages": "hello"}, "`messages` that is no list"),
-        ({"messages": ["hello"]}, "message 1 no object"),
+        ({"messages": {"role": "user"}}, "`messages` that is not a list"),
+        ({"messages": "hello"}, "`messages` that is not a list"),
+        ({"messages": ["hello"]}, "message 1 that is not an object"),
         ({"messages": [{"content": "a"}]}, "no `role` in message 1"),
         ({"messages": [{"role": "user", "content": 3}]}, "no text as `content` of message 1"),
         ({"messages": [{"role": "user"}]}, "no text as `content` of message 1"),

@@ -74,7 +74,7 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     notes: list[str] = []
     trained = texts(config, "train", notes)
     assert sorted(trained) == sorted(text.encode() for text in (*documents[:20], *documents[25:]))
-    assert notes == ["5 of 30 documents in `files` are in `held_out_files` too: they are not trained on"]
+    assert notes == ["5 of 30 documents in `files` are also in `held_out_files`: training excludes them"]
     assert sorted(texts(config, "held_out")) == sorted(text.encode() for text in (*documents[20:25], "another"))
     data = TextDataset(config, DataContext())
     assert count_samples(config, "train", text_files(config, "train")[0]) == len(data)
