@@ -124,7 +124,7 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
     config = table([chat("a", "only this")])
     template = config.files[0].with_name("template.jinja")
     template.write_text(everything, "utf-8")
-    with pytest.raises(PlanError, match=r"all tokens are trained on.*only this"):
+    with pytest.raises(PlanError, match=r"every token has a label.*only this"):
         ChatRows(config.model_copy(update={"template": template}), DataContext())
     assert ChatRows(table([chat("a", "b")], train_on="all"), DataContext()).counts["trained"] > 0
 

@@ -329,7 +329,7 @@ def test_sources_that_do_not_fit_each_other(tmp_path: Path) -> None:
         raise PlanError.many(check_plan(plan_from_dict(small_plan(data=mixture([bytes_, tokens])), tmp_path), 1))
     with pytest.raises(PlanError, match="same vocab_size"):
         _ = opened(mixture([bytes_, tokens]), tmp_path).info
-    with pytest.raises(PlanError, match="same fields: `s0` has id, `s1` id, drawn"):
+    with pytest.raises(PlanError, match="same fields: `s0` has id, `s1` has id, drawn"):
         _ = opened(
             mixture([numbered(3, 0, weight=1), {**numbered(3, 1, weight=1), "options": {"count": 3, "draws": True}}])
         ).info

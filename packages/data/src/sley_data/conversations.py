@@ -153,9 +153,7 @@ def _parse_message(value: Any, number: int) -> Message:
     if "role" not in message and isinstance(message.get("from"), str):
         name = message.pop("from")
         if name not in SHAREGPT:
-            raise ValueError(
-                f"has a message {number} with `from` {name!r}, but must have one of {', '.join(map(repr, SHAREGPT))}"
-            )
+            raise ValueError(f"has a message {number} with `from` {name!r}; use one of {', '.join(map(repr, SHAREGPT))}")
         message["role"] = SHAREGPT[name]
         message["content"] = message.pop("value", None)
     if not isinstance(message.get("role"), str):
