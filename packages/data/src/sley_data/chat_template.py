@@ -179,11 +179,8 @@ class ChatTemplate:
             blocks = [block for block, turn in zip(blocks, conversation.assistant_turns, strict=True) if turn in turns]
             ranges = [self._token_range(ids, offsets, block) for block in blocks]
             trained = [token_range for token_range in ranges if token_range is not None]
-            yield (
-                conversation,
-                [Encoded(ids, trained)],
-                "" if len(trained) == len(ranges) else "a token crosses the border of a turn",
-            )
+            reason = "" if len(trained) == len(ranges) else "a token crosses the border of a turn"
+            yield conversation, [Encoded(ids, trained)], reason
 
     def _token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
