@@ -22,7 +22,7 @@ from sley_core.discovery import CORE
 from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS, kind_with_article
 from sley_core.plan.loader import Loader
-from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
 from sley_core.plan.write import format_value
 from sley_core.table import Table
 from sley_core.words import describe_type
@@ -148,15 +148,15 @@ def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
 def plan_page() -> str:
     """Returns the text of docs/plan.md."""
     parts = [INTRODUCTION]
-    for name, model in {**TABLES, **OPTIONAL}.items():
-        optional = " (may be left out)" if name in OPTIONAL else ""
+    for name, model in {**TABLES, **OPTIONAL_TABLES}.items():
+        optional = " (may be left out)" if name in OPTIONAL_TABLES else ""
         parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
     plugins = [Loader().load(name) for name in PLUGINS]
     for spec in COMPONENTS:
         choice = f"`use` names {kind_with_article(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
         if spec.default:
             choice += f'; left out, `use = "{spec.default}"`'
-        elif spec.known:
+        elif spec.suggested_record:
             choice += "; left out, the one that the schedule names, or the only one that the plan's plugins have"
         parts.append(f"## `{spec.header}`\n\n{spec.summary} {choice}.")
         for plugin in plugins:

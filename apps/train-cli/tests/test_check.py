@@ -190,7 +190,7 @@ def test_a_key_of_other_programs_leads_to_ours(cli: Cli, plan: Path, key: str) -
     plan.write_text(plan.read_text("utf-8").replace("steps = 4", f"steps = 4\n{key}"), "utf-8")
     result = cli("check", plan)
     assert result.code == 3
-    assert "(hint: a run is as long as `run.steps` says" in result.err or "(hint: `[checkpoint]` says when" in result.err
+    assert "(hint: set `run.steps`; the run prints" in result.err or "(hint: use `[checkpoint]` to save a run" in result.err
 
 
 SHARES_A_WEIGHT = """

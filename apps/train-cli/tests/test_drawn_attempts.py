@@ -182,7 +182,7 @@ class World:
         assert "Traceback" not in said, said
         self._check_what_is_gone(before, run, is_anew="--overwrite" in options)
         if "--overwrite" not in options and had and (now := _rows(run)):
-            assert kind == "back" or now[0] == had[0], f"work was begun allow_fresh_start: {start}\n{said}"
+            assert kind == "back" or now[0] == had[0], f"work was begun anew: {start}\n{said}"
         return f"{start}: {code} {said.strip().splitlines()[-1:]}"
 
     def _move(self) -> str:

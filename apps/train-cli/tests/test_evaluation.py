@@ -134,7 +134,7 @@ def test_a_metric_that_gives_something_else_is_refused(texts: Path, place: str, 
         ({"factory": "evaluated_parts:Rows", "options": {"num_samples": 0}}, "the set `mine` has no samples"),
         ({"factory": "evaluated_parts:Endless", "sequence": 24}, "`mine` is a stream, which has no end"),
         ({**SETS["texts"], "documents": "pack"}, "the set `mine` has the fields ['cu_seqlens', 'labels', 'pos"),
-        ({**SETS["texts"], "held_out": 0.1}, "`held_out` holds samples out, and the set `mine` has all of them"),
+        ({**SETS["texts"], "held_out": 0.1}, "`held_out` holds out samples, but the set `mine` is evaluated on all samples"),
         ({**SETS["texts"], "files": ["none.txt"]}, "none.txt"),
         ({"files": ["text/a.txt"]}, "[evaluation.sets.mine] needs `use`"),
         (
@@ -158,7 +158,7 @@ def test_sets_alone_need_no_held_out_data(texts: Path) -> None:
     with assemble(plan, World.alone("cpu")) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
         run.evaluate_sets()
     tables["evaluation"]["held_out"] = True
-    assert "or write `held_out = false`, for the sets alone" in refused(texts, **tables)
+    assert "or set `held_out = false` to evaluate only on the sets" in refused(texts, **tables)
 
 
 def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
@@ -172,12 +172,12 @@ def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluation", "words"),
     [
-        ({"held_out": False}, "nothing to evaluate on"),
-        ({"patience": 2}, "`patience` waits for a better `keep_best`"),
-        ({"keep_best": "held_out_loss"}, "`keep_best` keeps a checkpoint, and the plan saves none"),
+        ({"held_out": False}, "there is no data to evaluate"),
+        ({"patience": 2}, "`patience` needs `keep_best`"),
+        ({"keep_best": "held_out_loss"}, "`keep_best` keeps a checkpoint, but the plan saves no checkpoints"),
         ({"keep_best": "held_out/mine"}, 'write keep_best = { metric = "held_out/mine", mode = "max" }'),
-        ({"keep_best": {"metric": "held_out/mine"}}, "`mode` is needed"),
-        ({"keep_best": "held_out/wiki/loss"}, "gives no `held_out/wiki/loss`"),
+        ({"keep_best": {"metric": "held_out/mine"}}, "set `mode` to"),
+        ({"keep_best": "held_out/wiki/loss"}, "has no metric `held_out/wiki/loss`"),
     ],
 )
 def test_what_cannot_be_the_best_is_refused(texts: Path, evaluation: Tables, words: str) -> None:
@@ -188,7 +188,7 @@ def test_a_number_that_the_data_do_not_have_cannot_be_the_best(texts: Path) -> N
     changes: Tables = {"evaluation__keep_best": "held_out/accuracy", "checkpoint": {}, "loss": {"label_smoothing": 0.1}}
     assemble(loaded(texts, **changes), World.alone("cpu")).close()
     changes["evaluation__keep_best"] = "held_out/perplexity"
-    assert "an evaluation of this data and this loss gives no `held_out/perplexity`" in refused(texts, **changes)
+    assert "an evaluation of this data and this loss has no metric `held_out/perplexity`" in refused(texts, **changes)
 
 
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path) -> None:

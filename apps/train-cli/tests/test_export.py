@@ -273,7 +273,7 @@ def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(cli: Any, 
     result = cli("run", plan, changes=["parallel.dp=1"])
     assert result.code == 1
     assert result.err.count("error[weights-unsaved]") == 1
-    assert "`thesis.tex`, which is no file of weights" in result.err
+    assert "`thesis.tex`, which is not a weight file" in result.err
     assert json.loads((folder / "runs" / "small" / "summary.json").read_text())["outcome"] == "finished"
     assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]
 

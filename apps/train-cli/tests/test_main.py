@@ -60,7 +60,7 @@ def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "advice"),
     [
-        ("run", "--save-every", "`[checkpoint]` says when a run saves itself"),
+        ("run", "--save-every", "use `[checkpoint]` to save a run"),
         ("run", "--overwite", "did you mean --overwrite?"),
         ("check", "--steps", "--set run.steps=VALUE"),
         ("run", "--lr", "--set optimizer.lr=VALUE"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.data.batches import Slices, collate_of
+from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.data.factory import open_dataset
 from sley_core.model.layers import Layer
@@ -48,8 +48,8 @@ def test_it_is_like_the_run_s(documents, sp):
     plan = replace(plan, parallel=plan.parallel.model_copy(update={"sp": sp}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     made: Any = dataset
-    whole = collate_of(dataset)([made[0], made[1]])
-    wanted = forms(Slices(dataset.info.fields, sp, 0)(whole))
+    whole = collate_function(dataset)([made[0], made[1]])
+    wanted = forms(SequenceSlicer(dataset.info.fields, sp, 0)(whole))
     batch = meta_micro_batch(plan, dataset)
     assert all(value.is_meta for value in batch.values())
     found = forms(batch)

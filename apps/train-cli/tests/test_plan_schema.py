@@ -13,7 +13,7 @@ from reference_pages import plan_page, rows
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
-from sley_core.plan.tables import OPTIONAL, TABLES
+from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
 from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
 from sley_core.table import Positive, Table
 from sley_testing.plans import loader_of, small_plan
@@ -173,7 +173,7 @@ def test_the_page_in_the_documentation_is_up_to_date() -> None:
 def test_every_key_has_a_type_and_a_meaning() -> None:
     core = Loader(plugins={}).load("core")
     records = [record.config for named in core.records.values() for record in named.values()]
-    for model in (*TABLES.values(), *OPTIONAL.values(), *records):
+    for model in (*TABLES.values(), *OPTIONAL_TABLES.values(), *records):
         assert model.__doc__
         for row in rows(model):
             assert row.meaning.endswith("."), (model, row)

@@ -60,8 +60,8 @@ def test_another_layout_is_told_and_another_model_is_refused(cli: Cli, plan: Pat
     refused = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "model.hidden=32", "data.sequence=8"])
     assert refused.code == 3, refused.err
     assert "resume-differs" in refused.err
-    assert "`model.hidden = 16`, the plan has 32" in refused.err
-    assert "`data.sequence = 16`, the plan has 8" in refused.err
+    assert "`model.hidden = 16`, but the plan has 32" in refused.err
+    assert "`data.sequence = 16`, but the plan has 8" in refused.err
     assert len(rows(folder)) == 2, "nothing was touched"
     other = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "batch.micro_size=2"])
     assert other.code == 0, other.err

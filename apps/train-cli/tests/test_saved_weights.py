@@ -129,7 +129,7 @@ def test_all_ranks_hear_that_one_could_not_save(ranks: Any, texts: Path, tmp_pat
     assert first == second
     (strange, disk, file, away), names = first
     assert "rank 0" in strange
-    assert "`thesis.tex`, which is no file of weights" in strange
+    assert "`thesis.tex`, which is not a weight file" in strange
     assert "rank 1: cannot write `disk`: No space left on device" in disk
     assert "rank 0: cannot write" in file
     assert "rank 1: " in away

@@ -65,16 +65,19 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
             "in layer `2` (Linear) of micro-batch 0, given float32 [1, 16, 64]",
         ),
     ),
-    "too few classes": (LAYERS.format(more="nn.Linear(32, 8)"), ("error[label-out-of-range]", "the model's logits have 8")),
+    "too few classes": (
+        LAYERS.format(more="nn.Linear(32, 8)"),
+        ("error[label-out-of-range]", "labels must be classes from 0 to 7"),
+    ),
     "no sample": (data_set("8", "return None"), ("is a NoneType, not a dict of tensors",)),
     "less than no sample": (
         data_set("-8", "pass"),
         ("the length of `own:data` failed: ValueError: __len__() should return >= 0",),
     ),
     "half a sample": (data_set("8.5", "pass"), ("the length of `own:data` failed: TypeError: 'float' object",)),
-    "an end": (data_set("8", "raise StopIteration"), ("of the data set failed: StopIteration",)),
-    "an exit": (data_set("8", "raise SystemExit(7)"), ("of the data set failed: SystemExit: 7",)),
-    "code": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the data set (hint: the error is in your code",)),
+    "an end": (data_set("8", "raise StopIteration"), ("of the dataset failed: StopIteration",)),
+    "an exit": (data_set("8", "raise SystemExit(7)"), ("of the dataset failed: SystemExit: 7",)),
+    "code": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the dataset (hint: the error is in your code",)),
 }
 
 
@@ -94,7 +97,7 @@ def test_a_step_that_is_too_long_to_check(cli: Cli, plan: Path) -> None:
     for more in (("batch.global_size=1000000",), ("parallel.pp=1000000",)):
         result = cli("check", plan, changes=(*many, *more))
         assert result.code == 3
-        assert "error[schedule-too-long]: a step of" in result.err
+        assert "error[schedule-too-long]: a step must have at most" in result.err
 
 
 WANT = "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"

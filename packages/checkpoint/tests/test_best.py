@@ -120,6 +120,6 @@ def test_another_number_begins_anew_and_says_so(texts: Path, tmp_path: Path) -> 
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
         restored = run.load_checkpoint("auto")
         assert restored is not None
-        assert any("follows another number than in the checkpoint, `held_out_loss`" in note for note in restored.notes)
+        assert any("`keep_best` was `held_out_loss` in the checkpoint" in note for note in restored.notes)
         assert run.best is not None
         assert run.best.value is None

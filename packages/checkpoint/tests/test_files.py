@@ -21,7 +21,7 @@ from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_text import decode_value, encode_value
 from sley_core.run_state.pieces import Rectangle, Region, rectangles
-from sley_core.run_state.tensors import joined, leaves
+from sley_core.run_state.tensors import join_leaves, state_leaves
 from sley_testing.checkpointer_contract import stretch
 from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 from sley_testing.plans import changed, small_plan
@@ -38,7 +38,7 @@ def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
     whole = torch.arange(numel).view(shape)
     found = list(rectangles(shape, first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)
-    parts = [whole[one.slices_in(Rectangle.all_of(shape))].reshape(-1) for one in found]
+    parts = [whole[one.slices_in(Rectangle.full(shape))].reshape(-1) for one in found]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), torch.arange(first, last))
 
 
@@ -55,8 +55,8 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
         ends = [numel * number // spans for number in range(spans + 1)]
         for first, last in pairwise(ends):
             region = Region(shape, shard, ElementRange(first, last))
-            for rectangle, view in region.cut(own.reshape(-1)[first:last].view(region.own_shape)):
-                place = rectangle.slices_in(Rectangle.all_of(shape))
+            for rectangle, view in region.split(own.reshape(-1)[first:last].view(region.own_shape)):
+                place = rectangle.slices_in(Rectangle.full(shape))
                 assert torch.equal(whole[place] + 1, view)
                 times[place] += 1
     assert torch.equal(times, torch.ones(shape))
@@ -80,21 +80,21 @@ def test_tensors_among_values_come_back(tensor):
 
 
 def test_what_is_no_plain_data_is_refused():
-    with pytest.raises(TypeError, match=r"builtins\.set is no plain data"):
+    with pytest.raises(TypeError, match=r"builtins\.set is not plain data"):
         encode_value({"a": {1}})
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, {"a": {"b": [1, 2, (3, {"c": 4})]}, "d": 5}, {"a": [], "b": ()}, {"empty": {}}])
 def test_nested_states_come_back(state):
-    found = joined(leaves(state))
+    found = join_leaves(state_leaves(state))
     assert found == {key: value for key, value in state.items() if value != {}}
 
 
 def test_a_state_under_a_key_that_names_nothing_is_refused():
     with pytest.raises(RunError, match="optimizer-state"):
-        list(leaves({3: 1}))
+        list(state_leaves({3: 1}))
     with pytest.raises(RunError, match="optimizer-state"):
-        list(leaves({"a/b": 1}))
+        list(state_leaves({"a/b": 1}))
 
 
 def saved_by_two(texts: Any, path: Any, ranks: Any) -> dict[str, Any]:

@@ -134,9 +134,9 @@ def test_files_of_two_ranks_that_changed_places_are_told(texts, tmp_path, ranks)
 def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path):
     stretch(PLAN, 1, folder=texts, save=tmp_path / "saved")
     for more, words in (
-        ({"model__hidden": 32}, "`model.hidden = 16`, the plan has 32"),
-        ({"model__num_layers": 3}, "`model.num_layers = 2`, the plan has 3"),
-        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, '`optimizer.use = "core.adamw"`, the plan has "core.sgd"'),
+        ({"model__hidden": 32}, "`model.hidden = 16`, but the plan has 32"),
+        ({"model__num_layers": 3}, "`model.num_layers = 2`, but the plan has 3"),
+        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, '`optimizer.use = "core.adamw"`, but the plan has "core.sgd"'),
     ):
         refused(changed(PLAN, **more), texts, tmp_path / "saved", PlanError, "resume-differs", words)
 

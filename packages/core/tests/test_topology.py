@@ -98,8 +98,8 @@ def test_the_table_has_every_channel_of_every_group_once_and_one_order(topology:
 @pytest.mark.parametrize(
     ("sizes", "equation"),
     [
-        ({"world": 0}, "world = 0, but a size is at least 1"),
-        ({"world": 4, "wp": -1}, "wp = -1, but a size is at least 1"),
+        ({"world": 0}, "world must be at least 1, but is 0"),
+        ({"world": 4, "wp": -1}, "wp must be at least 1, but is -1"),
         ({"world": 8, "dp": 3}, "world = pp x dp x sp fails: 8 != 1 x 3 x 1"),
         ({"world": 8, "pp": 3}, "world = pp x dp x sp fails: 8 is no multiple of 3 x 1"),
         ({"world": 8, "pp": 2, "sp": 3}, "world = pp x dp x sp fails: 8 is no multiple of 2 x 3"),
@@ -113,7 +113,7 @@ def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation
 
 
 def test_an_unknown_axis_names_the_axes() -> None:
-    with pytest.raises(ValueError, match="no axis 'tp'; the axes are control, all, stage, pp"):
+    with pytest.raises(ValueError, match="unknown axis 'tp'; the axes are control, all, stage, pp"):
         Topology.of(2).ranks_of("tp", 0)
 
 

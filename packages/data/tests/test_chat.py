@@ -14,7 +14,7 @@ from chat_templates import save_tokenizer, template_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, best_fit
@@ -57,7 +57,7 @@ def documents(rows: ChatRows) -> list[tuple[list[int], list[int]]]:
         assert len(row["cu_seqlens"]) == rows.max_documents + 1
         for start, stop in pairwise(row["cu_seqlens"]):
             assert row["positions"][start:stop] == list(range(stop - start))
-            if stop > start and any(label != IGNORED for label in row["labels"][start:stop]):
+            if stop > start and any(label != IGNORE_INDEX for label in row["labels"][start:stop]):
                 pieces.append((row["tokens"][start:stop], row["labels"][start:stop]))
             else:
                 assert not any(row["tokens"][start:stop])
@@ -73,14 +73,14 @@ def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any
     for tokens, labels in pieces:
         whole = [*tokens, labels[-1]]
         text = rows.template.tokenizer.decode([token for token in whole if token >= 0])
-        answers = rows.template.tokenizer.decode([label for label in labels if label != IGNORED])
-        assert all(label in (IGNORED, token) for token, label in zip(whole[1:], labels, strict=True))
+        answers = rows.template.tokenizer.decode([label for label in labels if label != IGNORE_INDEX])
+        assert all(label in (IGNORE_INDEX, token) for token, label in zip(whole[1:], labels, strict=True))
         said = [part.partition("<|im_end|>")[0] + "<|im_end|>" for part in text.split("assistant\n")[1:]]
         assert answers == "".join(said)
         decoded[answers] += 1
     assert decoded == Counter("".join(f"{text}<|im_end|>" for text in each[1::2]) for each in texts)
     assert rows.counts["documents"] == len(pieces) == 40
-    assert rows.counts["trained"] == sum(label != IGNORED for _, labels in pieces for label in labels)
+    assert rows.counts["trained"] == sum(label != IGNORE_INDEX for _, labels in pieces for label in labels)
 
 
 def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset, TokensDataset
@@ -32,7 +32,7 @@ def tokens(*files: Path, **more: Any) -> TokensDataset:
 
 def labels_of(dataset: TextDataset | TokensDataset) -> list[int]:
     labels = torch.cat([dataset[index]["labels"] for index in range(len(dataset))])
-    return labels[labels != IGNORED].tolist()
+    return labels[labels != IGNORE_INDEX].tolist()
 
 
 @pytest.mark.parametrize("documents", ["cut", "pack", "pad"])
@@ -122,7 +122,7 @@ def test_rows_are_the_samples_without_torch(
         rows = TokenRows(data._config, DataContext())
         samples = [{name: value.tolist() for name, value in data[index].items()} for index in range(count)]
         assert [rows.row(index) for index in range(len(rows))] == samples
-        labels = [label for sample in samples for label in sample["labels"] if label != IGNORED]
+        labels = [label for sample in samples for label in sample["labels"] if label != IGNORE_INDEX]
         assert rows.counts["trained"] == len(labels)
         assert rows.counts["padding"] == (rows.counts["positions"] - len(labels) if documents == "pad" else 0)
         if isinstance(data, TextDataset):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from damage import damaged
 
-from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
@@ -54,7 +54,7 @@ def config(*files: Path, **more: Any) -> TokensConfig:
 
 def labels_of(table: TokensConfig) -> list[int]:
     dataset = TokensDataset(table, DataContext())
-    return [label for at in range(len(dataset)) for label in dataset[at]["labels"].tolist() if label != IGNORED]
+    return [label for at in range(len(dataset)) for label in dataset[at]["labels"].tolist() if label != IGNORE_INDEX]
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.idx", "a.*"])

@@ -326,7 +326,7 @@ def test_sources_that_do_not_fit_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(range(200)) * 20)
     tokens = {"use": "data.tokens", "files": ["a.bin"], "vocab_size": 65536, "sequence": 8, "weight": 1}
     with pytest.raises(PlanError, match=r"same `vocab_size`: `s0` has 256, `s1` has 65536"):
-        raise PlanError.many(check_plan(plan_from_dict(small_plan(data=mixture([bytes_, tokens])), tmp_path), 1))
+        raise PlanError.from_diagnostics(check_plan(plan_from_dict(small_plan(data=mixture([bytes_, tokens])), tmp_path), 1))
     with pytest.raises(PlanError, match="same vocab_size"):
         _ = opened(mixture([bytes_, tokens]), tmp_path).info
     with pytest.raises(PlanError, match="same fields: `s0` has id, `s1` has id, drawn"):

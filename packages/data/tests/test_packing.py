@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.data.dataset import IGNORED
+from sley_core.data.dataset import IGNORE_INDEX
 from sley_data import packing
 from sley_data.documents import num_chunks, num_windows, window
 from sley_data.packing import TokenArray
@@ -34,7 +34,7 @@ def naive_window(documents: list[list[int]], index: int, sequence: int) -> dict[
             starts.append(place - start)
         positions.append(place - start - starts[-1])
         crosses = owner[place + 1] != owner[place]
-        labels.append(IGNORED if crosses or place < start + covered else stream[place + 1])
+        labels.append(IGNORE_INDEX if crosses or place < start + covered else stream[place + 1])
     tokens = stream[start : start + sequence]
     return {"tokens": tokens, "labels": labels, "positions": positions, "starts": starts}
 
@@ -92,7 +92,7 @@ def test_padded(documents: list[list[int]], sequence: int) -> None:
             inputs = document[start : min(start + sequence, len(document) - 1)]
             labels = document[start + 1 : start + 1 + sequence]
             pad = sequence - len(labels)
-            expected.append((inputs + [0] * pad, labels + [IGNORED] * pad))
+            expected.append((inputs + [0] * pad, labels + [IGNORE_INDEX] * pad))
     tokens, offsets = as_stream(documents)
     ends = packing.chunk_ends(offsets, sequence)
     count = int(ends[-1])

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sley_core.api.plan import DataConfig
-from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError, PluginError
-from sley_core.weight_files.read import without_settings
+from sley_core.weight_files.read import disable_settings
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset
 from sley_data.tokenizer import Tokenizer as OurTokenizer
@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> N
     assert data.info.vocab_size == len(WORDS)
     assert [data[index]["tokens"].tolist() for index in range(len(data))] == [[1, 2, 3], [1, 5, 0], [4, 1, 4]]
     labels = torch.cat([data[index]["labels"] for index in range(len(data))])
-    assert labels[labels != IGNORED].tolist() == [2, 3, 1, 5, 0, 1, 4, 0]
+    assert labels[labels != IGNORE_INDEX].tolist() == [2, 3, 1, 5, 0, 1, 4, 0]
 
 
 def test_a_tokenizer_without_a_vocabulary(tmp_path: Path) -> None:
@@ -127,11 +127,11 @@ def test_settings_that_drop_add_or_draw_tokens_do_not_count(tmp_path: Path, make
     wanted = OurTokenizer(tmp_path / "plain.json", None).encode(texts)
     for _ in range(2):
         assert OurTokenizer(tmp_path / "set.json", None).encode(texts) == wanted
-    exported = Tokenizer.from_str(without_settings((tmp_path / "set.json").read_text()))
+    exported = Tokenizer.from_str(disable_settings((tmp_path / "set.json").read_text()))
     assert [one.ids for one in exported.encode_batch([text.decode() for _, text in texts])] == [
         one.ids for one in make().encode_batch([text.decode() for _, text in texts])
     ]
-    assert without_settings((tmp_path / "plain.json").read_text()) == (tmp_path / "plain.json").read_text()
+    assert disable_settings((tmp_path / "plain.json").read_text()) == (tmp_path / "plain.json").read_text()
 
 
 @pytest.mark.parametrize(("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.data.dataset import IGNORED
+from sley_core.data.dataset import IGNORE_INDEX
 from sley_core.errors import RunError
 from sley_core.losses import cross_entropy
-from sley_core.losses.cross_entropy import plain_sum
+from sley_core.losses.cross_entropy import sum_cross_entropy
 from sley_isp import vocabulary_head as vocabulary
 from sley_testing.collectives import ATTACHES, assert_same_sequence, collectives
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
@@ -46,7 +46,7 @@ def slices(num_classes: int, count: int) -> list[vocabulary.ClassRange]:
 
 def together(logits: Tensor, labels: Tensor, count: int, smoothing: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns the loss and its gradient, as `count` ranks compute them."""
-    targets = labels.masked_fill(labels == IGNORED, vocabulary.NO_TARGET)
+    targets = labels.masked_fill(labels == IGNORE_INDEX, vocabulary.NO_TARGET)
     classes = slices(logits.shape[1], count)
     parts = [logits.detach()[:, one.start : one.start + one.size].clone() for one in classes]
     every = [vocabulary.logit_statistics(part, targets, one, smoothing) for part, one in zip(parts, classes, strict=True)]
@@ -61,7 +61,7 @@ def samples(num_tokens: int, num_classes: int, dtype: torch.dtype = torch.float6
     generator = torch.Generator().manual_seed(num_tokens)
     logits = 3 * torch.randn(num_tokens, num_classes, generator=generator, dtype=torch.float64)
     labels = torch.randint(num_classes, (num_tokens,), generator=generator)
-    labels[::3] = IGNORED
+    labels[::3] = IGNORE_INDEX
     return logits.to(dtype).requires_grad_(), labels
 
 
@@ -70,7 +70,7 @@ def samples(num_tokens: int, num_classes: int, dtype: torch.dtype = torch.float6
 def test_any_slices_give_the_same_loss(num_tokens: int, num_classes: int, count: int, smoothing: float, few: bool) -> None:
     """Ranks may have no class, and process logits in chunks."""
     logits, labels = samples(num_tokens, num_classes)
-    expected = plain_sum(logits, labels, IGNORED, smoothing)
+    expected = sum_cross_entropy(logits, labels, IGNORE_INDEX, smoothing)
     (gradient,) = torch.autograd.grad(0.7 * expected, logits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 4 if few else 1 << 19})
@@ -81,7 +81,7 @@ def test_any_slices_give_the_same_loss(num_tokens: int, num_classes: int, count:
 
 def test_bf16_and_extreme_logits_and_invalid_labels() -> None:
     logits, labels = samples(50, 37, torch.bfloat16)
-    expected = plain_sum(logits, labels, IGNORED, 0.1)
+    expected = sum_cross_entropy(logits, labels, IGNORE_INDEX, 0.1)
     (gradient,) = torch.autograd.grad(expected, logits)
     total, found = together(logits, labels, 3, 0.1)
     assert (total.dtype, found.dtype) == (torch.float32, torch.bfloat16)
@@ -125,7 +125,7 @@ def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
         for length in (5, 9, 7, 3):
             tokens = torch.randint(4, (2, length), generator=generator)
             labels = tokens.roll(-1, 1)
-            labels[:, -1] = IGNORED
+            labels[:, -1] = IGNORE_INDEX
             y = torch.randn(2, length, 6, generator=generator, dtype=torch.float64)
             micros.append({"tokens": tokens, target: labels if target == "labels" else y})
         found.append(micros)

@@ -95,7 +95,7 @@ def test_an_optimizer_that_looks_at_all_gradients_is_refused(texts):
 
 def test_states_that_two_managers_move_are_refused(texts):
     tables = small_plan(offload=[*ONE_BUCKET, {"use": "memory.optimizer_states"}])
-    with pytest.raises(PlanError, match="both move the run's optimizer states"), World.join("cpu") as world:
+    with pytest.raises(PlanError, match="both offload the run's optimizer states"), World.join("cpu") as world:
         assemble(plan_from_dict(tables, texts), world)
 
 

@@ -80,7 +80,7 @@ WRONG = [
     ("CountsById", "takes other steps once it goes on from a checkpoint"),
     ("Remembers", "takes other steps once it goes on from a checkpoint"),
     ("KeyOfTwoWords", "cannot go on from a checkpoint: .*'mean/square'"),
-    ("ObjectInState", "cannot go on from a checkpoint: .*Identity is no plain data"),
+    ("ObjectInState", "cannot go on from a checkpoint: .*Identity is not plain data"),
     ("CannotStep", "cannot step two small parameters.*only sparse gradients"),
 ]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sley_core.assemble import DTYPES, assemble, build_meta_model
 from sley_core.comm.world import World
 from sley_core.config import CrossEntropyConfig
-from sley_core.data.batches import Slices, collate_of
+from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import build_stage, count_layer_parameters
@@ -46,7 +46,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
         message = "the plan asks for CUDA, but torch finds no CUDA device"
-        raise plan.located(RunError("no-device", message, path=("run", "device"), hint=hint))
+        raise plan.add_places(RunError("no-device", message, path=("run", "device"), hint=hint))
     with World.fake(0, world) as fake:
         try:
             with assemble(plan, fake) as run:
@@ -65,7 +65,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()
         except SleyError as error:
-            raise plan.located(error) from error.__cause__
+            raise plan.add_places(error) from error.__cause__
     return notes
 
 
@@ -102,7 +102,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     """
     batch = micro_batch(plan, dataset)
     declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
-    return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(batch).items()}
+    return {name: value.to("meta") for name, value in SequenceSlicer(declared, plan.parallel.sp, 0)(batch).items()}
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
         return fields
     if is_stream(dataset):
         raise ValueError("streams are not opened for this check")
-    return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # not a stream
+    return collate_function(dataset)([dataset[0]] * size)  # type: ignore[index]  # not a stream
 
 
 _DEVICE_ERROR = re.compile(

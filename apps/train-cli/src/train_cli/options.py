@@ -98,11 +98,11 @@ def option_hint(option: str, known: Iterable[str]) -> str:
 def _table_keys() -> Iterator[str]:
     """Yields the keys that any plan may have, each with an equals sign: `run.steps=`, `model.use=`, `metrics.0.use=`."""
     from sley_core.plan.kinds import COMPONENTS
-    from sley_core.plan.tables import OPTIONAL, TABLES
+    from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
 
-    for table, model in {**TABLES, **OPTIONAL}.items():
+    for table, model in {**TABLES, **OPTIONAL_TABLES}.items():
         yield from (f"{table}.{key}=" for key in model.model_fields)
-    yield from (f"{spec.key}.{'0.' if spec.many else ''}use=" for spec in COMPONENTS if not spec.named)
+    yield from (f"{spec.key}.{'0.' if spec.is_list else ''}use=" for spec in COMPONENTS if not spec.has_names)
 
 
 def plugin_ids(kind: RecordKind | None = None) -> list[str]:

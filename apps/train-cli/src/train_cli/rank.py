@@ -124,7 +124,7 @@ def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[
             yield stack.enter_context(assemble(plan, worlds[0], folder=folder if writes else None)), stopping
         except Exception as error:
             if isinstance(error, SleyError):
-                plan.located(error)
+                plan.add_places(error)
             # Before cleanup, which may hang: the launcher needs the first error.
             fault = Fault.of(error)
             write_report(fault)

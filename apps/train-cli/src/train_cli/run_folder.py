@@ -306,4 +306,4 @@ def _unwritable(plan: Plan, folder: Path, error: OSError) -> SleyError:
 
 
 def _refused(plan: Plan, message: str, hint: str, key: str = "name") -> SleyError:
-    return plan.located(PlanError("run-folder", message, path=("run", key), hint=hint))
+    return plan.add_places(PlanError("run-folder", message, path=("run", key), hint=hint))

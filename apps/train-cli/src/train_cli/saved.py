@@ -126,10 +126,10 @@ def _step_of(folder: Path) -> tuple[str, int | None]:
     """Returns the attempt that wrote the weights in `folder` and the step after which it did; "" and None if the files do not
     say. Raises RunError "weight-files".
     """
-    from sley_core.weight_files.read import SINGLE, opened
+    from sley_core.weight_files.read import SINGLE, open_safetensors
 
     file = next(iter(sorted(folder.glob("model*.safetensors"))), folder / SINGLE)
-    with opened(file, "numpy") as content:
+    with open_safetensors(file, "numpy") as content:
         metadata = content.metadata() or {}
     step = str(metadata.get("step", ""))
     return str(metadata.get("attempt", "")), int(step) if step.isdecimal() else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sley_core.config import CrossEntropyConfig
-from sley_core.data.dataset import IGNORED
+from sley_core.data.dataset import IGNORE_INDEX
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_testing.plain import PlainLoop, decay_groups
 
@@ -53,7 +53,7 @@ def documents(micro: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Returns the documents of a packed sample that have a label, each as a batch of its own."""
     found = []
     for start, stop in pairwise(micro["cu_seqlens"][0].tolist()):
-        if (micro["labels"][0, start:stop] != IGNORED).any():
+        if (micro["labels"][0, start:stop] != IGNORE_INDEX).any():
             fields = {name: micro[name][:, start:stop] for name in ("tokens", "labels", "positions")}
             found.append(fields | {"cu_seqlens": torch.tensor([[0, stop - start]], dtype=torch.int32)})
     return found

@@ -25,7 +25,7 @@ from sley_checkpoint.saving import Destination, SavePreparation, absolute_path
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shortened
-from sley_core.errors import RunError, SleyError, UsageError, cause
+from sley_core.errors import RunError, SleyError, UsageError, format_cause
 from sley_core.protocols import Checkpointer, RestoreResult
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class AnyLayout(Checkpointer):
         try:
             writer.run()
         except RunError as error:
-            failure = cause(error)
+            failure = format_cause(error)
         if path is None:  # a copy at another path does not count as a checkpoint of the run
             self._saved_step, self._is_written = step, False
         self._check_success(failure)
@@ -159,7 +159,7 @@ class AnyLayout(Checkpointer):
         except RunError as error:
             if error.diagnostics[0].code != FAILURE_CODE:
                 raise
-            self._record_failure(cause(error), consequence)
+            self._record_failure(format_cause(error), consequence)
         self._counts["seconds_blocked"] += time.perf_counter() - start
 
     def copy_unwritten_state(self) -> None:
@@ -179,7 +179,7 @@ class AnyLayout(Checkpointer):
             self._is_written = True
             self.state.attempt.saved(background.writer.index.step)
         except RunError as error:
-            self._record_failure(cause(error))
+            self._record_failure(format_cause(error))
         self._counts["seconds_waited"] += time.perf_counter() - start
 
     def close(self) -> None:
@@ -362,7 +362,7 @@ def _list_candidates(state: TrainingState, path: str | None, reads: TimedReads, 
         diagnostic = error.diagnostics[0]
         return _candidate_message(problem=(diagnostic.code, diagnostic.message, diagnostic.hint))
     except Exception as error:  # any error of a file system: the other ranks wait for the list
-        return _candidate_message(problem=("checkpoint-load", f"{folder.text} cannot be read: {cause(error)}", None))
+        return _candidate_message(problem=("checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None))
 
 
 def _candidate_message(

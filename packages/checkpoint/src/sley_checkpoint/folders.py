@@ -19,8 +19,8 @@ from threading import Thread
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
-from sley_core.api.files import appearing, sync_names
-from sley_core.errors import RunError, UsageError, cause
+from sley_core.api.files import replace_atomically, sync_names
+from sley_core.errors import RunError, UsageError, format_cause
 
 
 class FileDigest(NamedTuple):
@@ -121,7 +121,7 @@ class LocalFolder:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
         self.path.mkdir(parents=True, exist_ok=True)
         num_bytes = crc = 0
-        with appearing(self.path / name) as file:
+        with replace_atomically(self.path / name) as file:
             for chunk in chunks:
                 crc = crc32(chunk, crc)
                 num_bytes += file.write(chunk)
@@ -187,7 +187,7 @@ class RemoteFolder:
             self._system, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
             hint = "install fsspec and the fsspec backend for this URL scheme"
-            raise UsageError("no-fsspec", f"{url} cannot be opened: {cause(error)}", hint=hint) from error
+            raise UsageError("no-fsspec", f"{url} cannot be opened: {format_cause(error)}", hint=hint) from error
         self._url = url.rstrip("/")
 
     @property

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_checkpoint.folders import ReadableFolder
-from sley_core.api.state import BY_NAME, Rectangle, SavedRun, Spec, TensorPiece, bytes_of, header_of
+from sley_core.api.state import BY_NAME, Rectangle, SavedRun, Spec, TensorPiece, build_header, bytes_of
 from sley_core.errors import RunError
 
 INDEX = "checkpoint.json"
@@ -113,7 +113,7 @@ def file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes
     """
     specs = [Spec.of(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
-    header, starts = header_of(
+    header, starts = build_header(
         specs, {"sley": json.dumps(info), "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     )
     assert list(starts) == [piece.name for piece in pieces], "pieces must be sorted from wide to narrow dtypes"

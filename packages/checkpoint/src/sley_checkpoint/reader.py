@@ -21,7 +21,7 @@ from sley_checkpoint.folders import STAGING_PREFIX, ReadableFolder, StalledError
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, StoredTensor, header_size, parse_header, read_index
 from sley_core.api.files import TensorKind
 from sley_core.api.state import BY_NAME, WEIGHTS, CheckpointReader, Rectangle, bytes_of
-from sley_core.errors import RunError, cause
+from sley_core.errors import RunError, format_cause
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -72,7 +72,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         info = self.index.tensors[name]
         tensor = torch.empty(info.shape, dtype=BY_NAME[info.dtype])
-        self.read_into(name, Rectangle.all_of(info.shape), tensor)
+        self.read_into(name, Rectangle.full(info.shape), tensor)
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -92,7 +92,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         num_missing = requested.numel
         for file, rectangle in self.index.tensors[name].pieces:
-            common = rectangle.common(requested)
+            common = rectangle.intersection(requested)
             if common is not None:
                 self._read_common(file, name, rectangle, common, target[common.slices_in(requested)])
                 num_missing -= common.numel
@@ -270,7 +270,7 @@ def examine(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # any error of a file system
-        return None, [Damage(INDEX, f"cannot be read: {cause(error)}")]
+        return None, [Damage(INDEX, f"cannot be read: {format_cause(error)}")]
     damages = (_file_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [damage for damage in damages if damage is not None]
 
@@ -288,7 +288,7 @@ def _file_damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> D
     except StalledError:
         raise
     except Exception as error:  # any error of a file system
-        return Damage(name, f"cannot be read: {cause(error)}")
+        return Damage(name, f"cannot be read: {format_cause(error)}")
 
 
 def _describe_difference(num_bytes: int, info: FileInfo) -> str:

@@ -20,7 +20,7 @@ from sley_checkpoint.format import INDEX, CheckpointIndex, TensorInfo, file_name
 from sley_checkpoint.reader import complete_checkpoints, index_or_none, is_checkpoint_name, read_header, step_name
 from sley_checkpoint.writing import RankWriter
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
-from sley_core.errors import RunError, SleyError, cause
+from sley_core.errors import RunError, SleyError, format_cause
 
 
 class Destination(NamedTuple):
@@ -134,7 +134,7 @@ class SavePreparation:
             hint = f" ({diagnostic.hint})" if diagnostic.hint else ""
             return [], {}, f"{diagnostic.message}{hint}"
         except Exception as error:  # any error of a stateful part: the other ranks wait for the report
-            return [], {}, cause(error)
+            return [], {}, format_cause(error)
 
     def _choose_target(self, destination: Destination, step: int, attempt: Attempt) -> list[str]:
         """Removes unfinished saves. Returns the folder of the checkpoint, a token for this save, and an error message or ""."""
@@ -150,7 +150,7 @@ class SavePreparation:
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, token, ""]
         except Exception as error:  # any error of a file system
-            return ["", "", f"the folder {destination.path} cannot be read: {cause(error)}"]
+            return ["", "", f"the folder {destination.path} cannot be read: {format_cause(error)}"]
 
     def _agree_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
         """Returns the tensors that each rank writes. The ranks exchange their lists only if a list has changed."""
@@ -290,7 +290,7 @@ def _check_pieces(holders: dict[PieceInfo, list[tuple[int, int]]]) -> None:
             rank = piece_holders[0][0]
             message = f"{piece.name!r} is {piece.dtype} {list(piece.shape)} on rank {rank}"
             raise RunError("checkpoint-ranks", f"{message}, but {first.dtype} {list(first.shape)} on another rank")
-        assert piece.rectangle.common(Rectangle.all_of(piece.shape)) in (piece.rectangle, None), piece
+        assert piece.rectangle.intersection(Rectangle.full(piece.shape)) in (piece.rectangle, None), piece
         numel[piece.name] = numel.get(piece.name, 0) + piece.rectangle.numel
     for name, num_elements in numel.items():
         assert num_elements == prod(first_pieces[name].shape), f"ranks have {num_elements} elements of {first_pieces[name]}"

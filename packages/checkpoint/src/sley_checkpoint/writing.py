@@ -23,7 +23,7 @@ from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, file_header
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
-from sley_core.errors import RunError, cause
+from sley_core.errors import RunError, format_cause
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ class RankWriter:
                 self._publish()
         except Exception as error:  # any error of a file system: no rank may wait for this one
             self._clean_up(error)
-            message = f"the checkpoint {self.target.text} could not be written by rank {self.rank}: {cause(error)}"
+            message = f"the checkpoint {self.target.text} could not be written by rank {self.rank}: {format_cause(error)}"
             raise RunError("checkpoint-failed", message) from error
 
     def _write(self) -> None:
@@ -150,7 +150,7 @@ class RankWriter:
             if self.rank == 0:
                 self.staging.remove()
             elif self.staging.names():
-                for chunks in ([cause(error).encode()], []):  # a full disk may still have room for an empty file
+                for chunks in ([format_cause(error).encode()], []):  # a full disk may still have room for an empty file
                     with suppress(Exception):
                         self.staging.write(_failure_file(self.rank), chunks)
                         break
@@ -263,6 +263,6 @@ class BackgroundWriter:
         try:
             self.writer.run()
         except RunError as error:
-            self.failure = cause(error)
+            self.failure = format_cause(error)
         except BaseException as error:  # a bug in Sley: the next save or the end of the run reports it
             self.failure = f"{type(error).__name__}: {error}"

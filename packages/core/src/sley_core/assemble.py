@@ -74,7 +74,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
     with ExitStack() as on_error:
         on_error.callback(undo.close)
         if problems := check_plan(plan, world.size):
-            raise PlanError.many(problems)
+            raise PlanError.from_diagnostics(problems)
         if not plan.model.config.compile:
             avoid_compiler_import()
         topology = plan.topology(world.size)
@@ -135,8 +135,8 @@ def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, sh
     """Initializes this rank's part of its layers; returns `shards` by new parameters. Raises the same errors as `HostModel`."""
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
-        cuts = {key: shard.cut for key, shard in shards.items()}
-        final = host.place(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, cut=cuts)
+        shard_functions = {key: shard.cut for key, shard in shards.items()}
+        final = host.load_values(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, shard=shard_functions)
         host.drop_unowned(final, owned)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
         keep_freed_memory()  # from now on: values of other ranks' layers have been freed
@@ -171,7 +171,7 @@ def make_parts(
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
-        Pools(plan.pools, lambda name: plan.build_named("memory_pools", name)),
+        Pools(plan.pools, lambda name: plan.build_record("memory_pools", name)),
         foretold=announced,
     )
 
@@ -190,7 +190,7 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
     try:
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
-        raise plan.located(error) from error.__cause__
+        raise plan.add_places(error) from error.__cause__
     tensors = sha256()  # a factory may build a different model on each rank
     for layer in model.layers:
         for kind in (layer.module.named_parameters, layer.module.named_buffers):
@@ -291,7 +291,7 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
         message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
         hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
-        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
+        raise PlanError.from_diagnostics([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
     registry = ParameterRegistry([model.layers])
     optimizer: Any = plan.optimizer.config
     aliases = {alias: param.name for param in registry for alias in param.aliases}
@@ -326,7 +326,7 @@ def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
         wrong += [f"`{name}` lays all weights side by side in one format" for name in (*of_parts, *of_host)]
     if wrong:
         hint = "name parameters as `train-cli show` does, or take a layout that leaves them whole"
-        raise PlanError.many([plan.diagnostic("precision-keep", one, ("precision", "keep"), hint) for one in wrong])
+        raise PlanError.from_diagnostics([plan.diagnostic("precision-keep", one, ("precision", "keep"), hint) for one in wrong])
     if working == stepped:
         return []
     buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}

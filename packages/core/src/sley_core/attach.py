@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from sley_core.attempt import CHECKPOINTS, RunAttempt
-from sley_core.data.batches import Slices, check_tokens, sliced_info
+from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
@@ -306,7 +306,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
-    slices = Slices(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
+    slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
     weighs = executor.has_loss and (whole is None or whole.counts)
     splitter = BatchSplitter(
         dataset.info,
@@ -358,7 +358,7 @@ def build_writer(plan: Plan, component: Component, folder: Path) -> MetricsWrite
     writer = component.build(folder)
     if not isinstance(writer, MetricsWriter):
         message = f"`{component.name}` gave a {type(writer).__name__}, which has no `write(row)` and `close()`"
-        raise plan.located(PlanError("metrics-writer", message, path=(*component.path, "factory")))
+        raise plan.add_places(PlanError("metrics-writer", message, path=(*component.path, "factory")))
     return writer
 
 

@@ -1,4 +1,4 @@
-"""The tables of core's own records but the optimizers' and the data's, and their checks. Imports no torch."""
+"""The tables of core's records, except those of optimizers and data, with their checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ if TYPE_CHECKING:
 
 
 class EachConfig(Table):
-    """`core.each`: one all-reduce per parameter. The default, and the oracle of every other reducer."""
+    """`core.each`: one all-reduce per parameter, the default. Other reducers are tested against it."""
 
 
 class GradientNormsConfig(Table):
-    """`core.gradient_norms`: the norm of each parameter's gradient in every row, as `gradient_norm/NAME`."""
+    """`core.gradient_norms`: adds the norm of each parameter's gradient to every metrics row, as `gradient_norm/NAME`."""
 
 
 class KeepConfig(Table):
-    """`core.keep`: every layer keeps the tensors of its backward."""
+    """`core.keep`: every layer saves the tensors that its backward needs."""
 
 
 class RecomputeConfig(Table):
-    """`core.recompute`: layers keep only their inputs and are recomputed in the backward."""
+    """`core.recompute`: layers save only their inputs and are recomputed in the backward."""
 
     fraction: Fraction = 1.0
-    """The share of the model's blocks (all layers but the first and the last) that is recomputed, from the first on; rounded to
-    a whole number of blocks, halves up.
+    """The share of the blocks (all layers except the first and the last) that is recomputed, starting at the first block. The
+    number of blocks is rounded to the nearest integer, halves up.
     """
 
 
 class CrossEntropyConfig(Table):
-    """Cross-entropy over the last dim of the model's output, summed over the labels that count."""
+    """Cross-entropy over the last dim of the model's output, summed over all labels that are not ignored."""
 
     labels: str = "labels"
-    """The batch field with the class of every position; for next-token prediction the data must have shifted it."""
+    """The batch field with the class of every position. For next-token prediction, the dataset must shift the labels."""
 
     copying: bool = False
-    """Whether labels may equal the tokens at their own positions; false refuses a first batch of such labels, since they were
-    not shifted.
+    """Whether labels may equal the tokens at the same positions. If false, the run rejects a first batch with such labels,
+    because they were not shifted.
     """
 
     ignore_index: int = -100
-    """The label of a position without a target, as is every negative label; such positions add neither loss nor weight."""
+    """The label of positions without a target. This label and every negative label add neither loss nor weight."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the target that is spread evenly over all classes."""
 
 
 class JsonlConfig(Table):
-    """One JSON object per optimizer step, in `metrics.jsonl` of the run's folder."""
+    """Writes one JSON object per optimizer step into `metrics.jsonl` in the run's folder."""
 
 
 def check_metrics(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem for each further listing of `core.jsonl`."""
-    listed = [index for index, writer in enumerate(plan.metrics) if isinstance(writer.config, JsonlConfig)]
-    for index in listed[1:]:
+    """Yields a problem for each repetition of `core.jsonl`."""
+    indices = [index for index, writer in enumerate(plan.metrics) if isinstance(writer.config, JsonlConfig)]
+    for index in indices[1:]:
         name = plan.metrics[index].name
-        yield Problem(("metrics", index), f"`{name}` is listed twice", "leave one out", "metrics-twice")
+        yield Problem(("metrics", index), f"`{name}` is listed twice", "remove one of them", "metrics-twice")

@@ -1,4 +1,4 @@
-"""Finds the distributions that announce a plugin, and the core that they need: reads metadata only, imports nothing."""
+"""Finds the installed plugins and their requirements on core. Reads only metadata; imports nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CORE_DIST = "sley-core"
 EXAMPLES = frozenset({"narrow", "powersgd", "topk", "watch"})
 """Plugins in examples/plugins of Sley's repository."""
 
-NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository that it is installed from)"
-"""How to get a newer core, in words: from a clone, as in `install_hint`."""
+UPDATE_CORE = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
+"""The hint that tells how to update core."""
 
 
 @dataclass(frozen=True)
 class PluginSource:
-    """Holds a plugin's metadata. entry_point: None if `module` is set. requires: the `Requires-Dist` lines."""
+    """A plugin's metadata. entry_point: None if `module` is set. requires: the `Requires-Dist` lines."""
 
     name: str
     dist: str
@@ -40,7 +40,7 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path` by name. The first copy of a distribution wins, as in an import."""
+    """Returns all plugins on `sys.path` by name. As in an import, the first copy of a distribution wins."""
     plugins_by_name: dict[str, list[PluginSource]] = {}
     dists: set[str] = set()
     for entry in map(Path, sys.path):  # an empty entry is the current folder
@@ -48,22 +48,24 @@ def find_plugins() -> Mapping[str, list[PluginSource]]:
         for name, plugins in _read_distributions(str(entry.absolute()), changed):
             if name not in dists:
                 dists.add(name)
-                for one in plugins:
-                    plugins_by_name.setdefault(one.name, []).append(one)
+                for plugin in plugins:
+                    plugins_by_name.setdefault(plugin.name, []).append(plugin)
     return plugins_by_name
 
 
 @cache
 def _read_distributions(entry: str, changed: int) -> list[tuple[str, list[PluginSource]]]:
-    """Returns the distributions with plugins at one entry of `sys.path`, by canonical name; cached, as that takes 4 ms."""
+    """Returns the canonical name and plugins of each distribution at one entry of `sys.path`. Cached until the folder's
+    modification time `changed` changes, since a call takes 4 ms.
+    """
     dists = []
     for dist in distributions(path=[entry]):
         text = ""
-        with suppress(OSError, ValueError):  # unreadable: no plugins, so that it is reported missing if a plan names one
+        with suppress(OSError, ValueError):  # an unreadable plugin is reported as missing if a plan names it
             text = dist.read_text("entry_points.txt") or ""
         if GROUP not in text:
             continue
-        metadata = dist.metadata  # parses the file each time it is asked for
+        metadata = dist.metadata  # every access parses the file
         name, number = (str((metadata.get_all(key) or ["?"])[0]) for key in ("Name", "Version"))
         # An egg-info has its requirements in a separate file, which `dist.requires` reads.
         requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
@@ -73,13 +75,13 @@ def _read_distributions(entry: str, changed: int) -> list[tuple[str, list[Plugin
 
 
 def install_hint(name: str, extra: str = "") -> str:
-    """Returns a hint that says how to install one of Sley's own packages, which are on no index."""
-    asked, folder = (f"[{extra}]", f'"{package_folder(name, extra)}"') if extra else ("", package_folder(name))
-    return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {folder}`"
+    """Returns the hint that tells how to install a Sley package from a clone, since package indexes do not have it."""
+    suffix, folder = (f"[{extra}]", f'"{package_folder(name, extra)}"') if extra else ("", package_folder(name))
+    return f"install sley-{name}{suffix}, in a clone of Sley's repository: `pip install -e {folder}`"
 
 
 def package_folder(name: str, extra: str = "") -> str:
-    """Returns the folder of one of Sley's own packages in a clone of the repository, with the extra in pip's syntax."""
+    """Returns the folder of a Sley package in a clone of the repository; appends the extra in pip's syntax."""
     folder = f"examples/plugins/sley-{name}" if name in EXAMPLES else f"packages/{name}"
     return f"{folder}[{extra}]" if extra else folder
 
@@ -90,7 +92,7 @@ _NAME = re.compile(r"[^\W_](?:[\w.-]*[^\W_])?")
 
 @cache
 def core_version() -> str:
-    """Returns the installed version of core, or "0" if core runs from a folder that was never installed."""
+    """Returns the installed version of core, or "0" if core is not installed as a distribution."""
     try:
         return version(CORE_DIST)
     except PackageNotFoundError:
@@ -98,15 +100,15 @@ def core_version() -> str:
 
 
 def unmet_requirement(plugin: PluginSource) -> str | None:
-    """Returns the requirement on core that the installed core does not meet, or None."""
+    """Returns the plugin's requirement on core if the installed core does not meet it, else None."""
     if not plugin.requires or plugin.name == CORE or core_version() == "0":
         return None
-    # Only a third party's plugin needs this import, which takes 15 ms.
+    # This import takes 15 ms, and only third-party plugins need it.
     from packaging.requirements import InvalidRequirement, Requirement
 
     for line in plugin.requires:
-        named = _NAME.match(line.strip())
-        if named is None or _canonical_name(named[0]) != CORE_DIST:  # cheaper than parsing the line
+        match = _NAME.match(line.strip())
+        if match is None or _canonical_name(match[0]) != CORE_DIST:  # cheaper than parsing the line
             continue
         try:
             requirement = Requirement(line)
@@ -120,7 +122,7 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
 
 
 def _parse_entry_points(text: str) -> list[tuple[str, str]]:
-    """Returns the `name = value` lines of our section. Parsed here, because one broken line makes importlib refuse the file."""
+    """Returns the `name = value` lines of Sley's section. importlib rejects the whole file if any line is invalid."""
     section = re.search(rf"^\[\s*{re.escape(GROUP)}\s*\]\s*$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     lines = section[1].splitlines() if section else []
     pairs = [line.split("#")[0].partition("=") for line in lines]

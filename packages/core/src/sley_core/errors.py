@@ -1,7 +1,7 @@
-"""Errors for every fault that a user can cause or must act on: each has a code, a place, a message and a hint.
+"""The errors that a user can cause or must act on. Each has a code, a message, a place and a hint.
 
-A `SleyError` carries one or more `Diagnostic`s and the exit code of the command that raised it. A fault of our own is an
-`AssertionError` with the values that broke the rule, never a `SleyError`.
+A `SleyError` carries one or more `Diagnostic`s and the exit code of the command. A bug of Sley itself is an `AssertionError`,
+never a `SleyError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def format_path(path: KeyPath) -> str:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A position in a file; `line` and `column` count characters from 1, 0 where only the file is known."""
+    """A position in a file. `line` and `column` start at 1; 0 means that only the file is known."""
 
     file: str
     line: int = 0
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """Holds one problem: a message without a final period, its place, and a hint."""
+    """One problem: a message without a final period, its place in a file and a hint."""
 
     code: str
     message: str
@@ -56,15 +56,15 @@ class Diagnostic:
     hint: str | None = None
 
     def __str__(self) -> str:
-        where = f"{self.place}: " if self.place else ""
+        prefix = f"{self.place}: " if self.place else ""
         hint = f"\nhint: {self.hint}" if self.hint else ""
-        return f"{where}error[{self.code}]: {self.message}{hint}"
+        return f"{prefix}error[{self.code}]: {self.message}{hint}"
 
 
 class SleyError(Exception):
-    """The user's fault or the world's: rendered as diagnostics, without a traceback.
+    """An error of the user or the environment, which is shown as diagnostics without a traceback.
 
-    `SleyError("run-folder", "…", hint="…")` makes one diagnostic; `SleyError.many([...])` carries several.
+    `SleyError("run-folder", "…", hint="…")` has one diagnostic; `SleyError.from_diagnostics([...])` has several.
     """
 
     exit_code = EXIT_RUN_FAILED
@@ -76,8 +76,8 @@ class SleyError(Exception):
         super().__init__(str(self.diagnostics[0]))
 
     @classmethod
-    def many(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
-        """Returns one error that carries all `diagnostics` in their order; there must be at least one."""
+    def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
+        """Returns an error with all of `diagnostics`, at least one, in this order."""
         diagnostics = tuple(diagnostics)
         assert diagnostics, "an error without a diagnostic"
         error = cls(diagnostics[0].code, diagnostics[0].message)
@@ -86,31 +86,31 @@ class SleyError(Exception):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the error with all its diagnostics: it may be raised in one process and reported in another."""
-        return type(self).many, (self.diagnostics,)
+        """Pickles all diagnostics, since one process may raise the error and another report it."""
+        return type(self).from_diagnostics, (self.diagnostics,)
 
 
 class RunError(SleyError):
-    """The run itself failed: a rank died, a wait ran out of time, a batch held an impossible token."""
+    """The run failed, for example because a rank died, a wait timed out or a batch has an invalid token."""
 
 
 class StateError(RunError):
-    """A call needs offloaded memory of the run, or comes within a step. The hint names the call that helps."""
+    """A call is not possible in the present state of the run: its memory is offloaded, or a step is in progress."""
 
 
 def run_closed_error(name: str) -> RunError:
-    """Returns the error `run-closed`, for a program that uses the object `name` after `Run.close`."""
+    """Returns the error `run-closed` for a use of the object `name` after `Run.close`."""
     return RunError("run-closed", f"the {name} is used after its run was closed", hint="use it inside `with assemble(...)`")
 
 
 class UsageError(SleyError):
-    """The command line is wrong."""
+    """The command line is invalid."""
 
     exit_code = EXIT_USAGE
 
 
 class PlanError(SleyError):
-    """The plan is wrong: its syntax, a table, a size, a layout, or a file that it names."""
+    """The plan is invalid, or a file that it names is missing or invalid."""
 
     exit_code = EXIT_PLAN_INVALID
 
@@ -124,25 +124,28 @@ class PluginError(SleyError):
 _FOREIGN = "sley_is_foreign"
 
 
-def note_origin(error: BaseException, what: str, maker: object = None) -> None:
-    """Adds a note to an error: it arose in `what`, which the plan names. The innermost call decides. maker: an object whose
-    class tells whose fault it is: the user's, unless the class is one of Sley's.
+def note_origin(error: BaseException, origin: str, component: object = None) -> None:
+    """Adds the note "in `origin`" to an error of code that the plan names; only the innermost call has an effect.
+
+    component: the object whose code raised the error. Its class decides whether `is_foreign` attributes the error to the user.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return
     with suppress(AttributeError):  # an exception without a `__dict__`
-        setattr(error, _FOREIGN, not type(maker).__module__.startswith("sley_"))
-    error.add_note(f"in {what}")
+        setattr(error, _FOREIGN, not type(component).__module__.startswith("sley_"))
+    error.add_note(f"in {origin}")
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Returns whether the error arose in code that a plan names and that is not Sley's."""
+    """Returns whether code that the plan names, and that is not part of Sley, raised the error."""
     return bool(getattr(error, _FOREIGN, False)) and not isinstance(error, AssertionError)
 
 
-def cause(error: BaseException) -> str:
-    """Returns an error in one line: the message of a `SleyError`, what the system says of a file, or the type, the first line
-    and the innermost place in a user's code.
+def format_cause(error: BaseException) -> str:
+    """Returns an error as one line of text.
+
+    The text is the message of a `SleyError`, the system's message for a file, or the type and first line of the error with the
+    innermost line of user code.
     """
     if isinstance(error, SleyError):
         return error.diagnostics[0].message
@@ -150,19 +153,21 @@ def cause(error: BaseException) -> str:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    inside = (str(Path(__file__).parent), "<")
+    core_prefixes = (str(Path(__file__).parent), "<")
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(inside) and not is_installed(frame.filename)]
-    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
+    user_frames = [
+        frame for frame in frames if not frame.filename.startswith(core_prefixes) and not is_installed(frame.filename)
+    ]
+    return f"{text} ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else text
 
 
 LIBRARIES = frozenset({"site-packages", "dist-packages"})
-"""Names of folders into which packages are installed, in whatever environment."""
+"""Names of the folders into which packages are installed."""
 
-_STDLIB = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
+_STDLIB = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 
 
 def is_installed(file: str) -> bool:
-    """Returns whether `file` belongs to Python or an installed package, not to an editable one or a project."""
+    """Returns whether `file` belongs to Python or to an installed package that is not editable."""
     path = Path(file)
     return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)

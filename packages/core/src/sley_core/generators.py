@@ -1,8 +1,7 @@
-"""Seeds the generators of this process for each use: torch's default one, those of `random` and numpy, and those in modules.
+"""Seeds the random generators of this process for each use: those of torch, `random` and numpy, and those in modules.
 
-A use is a layer in a micro-batch, or a sample that is read. Each has a seed that no layout changes, so it draws the same
-numbers on every rank, and again in recomputation. `GENERATOR_LOCK` keeps a dataset in another thread and layers from drawing at
-the same time.
+A use is a layer's forward of a micro-batch, or a read of a sample. Its seed does not depend on the layout, so the same numbers
+are drawn on every rank and in recomputation. `GENERATOR_LOCK` excludes uses in other threads.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError
 
 GENERATOR_LOCK: Any = threading.RLock()
-"""The lock of the generators, while they are seeded for a layer or for a sample that is read."""
+"""The lock that is held for a seeded use of the generators."""
 
 _STATE_LOCK: Any = threading.RLock()
-"""The lock of saved states, for a moment."""
+"""The lock of `_SeededUse.running` and its state, which is held only briefly."""
 
 for _lock in (GENERATOR_LOCK, _STATE_LOCK):
-    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # another thread may hold it then, which the child lacks
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # a thread that holds the lock does not exist in the child
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, nn.Module, type, ModuleType)
 _MAX_DEPTH = 6
@@ -38,9 +37,9 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 def seed_host(seed: int) -> None:
-    """Seeds torch's default generator of the host, `random` and numpy's legacy generator. seed: in [0, 2**63).
+    """Seeds torch's default CPU generator, `random` and numpy's legacy generator. seed: an integer in [0, 2**63).
 
-    numpy gets the bits that torch's CPU generator ignores: both are the same algorithm, and would draw the same numbers.
+    numpy uses the bits that torch ignores, because both have the same algorithm and would draw the same numbers.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -49,31 +48,31 @@ def seed_host(seed: int) -> None:
 
 
 State = tuple[Tensor, Any, Any]
-"""The states of torch's default generator of the host, of `random` and of numpy (None without numpy)."""
+"""The states of torch's default CPU generator, of `random` and of numpy (None without numpy)."""
 
 
 def host_state() -> State:
-    """Returns the states of the generators that `seed_host` seeds, not those of a sample that another thread is reading."""
+    """Returns the states of the generators that `seed_host` seeds, without the effect of a seeded use in another thread."""
     with _STATE_LOCK:
-        return _read_state() if _SeededUse.running is None else _SeededUse.running.before
+        return _read_state() if _SeededUse.running is None else _SeededUse.running.outer_state
 
 
 def set_host_state(state: State) -> None:
-    """Restores a result of `host_state`, now or as soon as another thread has read its sample."""
+    """Restores a result of `host_state`, if necessary after a seeded use in another thread."""
     with _STATE_LOCK:
         if _SeededUse.running is None:
             _write_state(state)
         else:
-            _SeededUse.running.before = state
+            _SeededUse.running.outer_state = state
 
 
 class _SeededUse:
-    """Holds the states to restore after a use of the generators, as `before`."""
+    """A seeded use of the generators. outer_state: the states to restore at its end."""
 
     running: ClassVar[_SeededUse | None] = None
 
     def __init__(self) -> None:
-        self.before = _read_state()
+        self.outer_state = _read_state()
 
 
 @contextmanager
@@ -89,26 +88,26 @@ def use_seed(seed: int) -> Iterator[None]:
         finally:
             with _STATE_LOCK:
                 _SeededUse.running = outer
-                _write_state(use.before)
+                _write_state(use.outer_state)
 
 
 @contextmanager
 def use_program_seed(seed: int) -> Iterator[None]:
-    """Seeds within the block like `use_seed`, with the generators in the states that a program gives them by
-    `torch.manual_seed(seed)`, `random.seed(seed)` and `numpy.random.seed(seed % 2**32)`: the present CUDA device's, too.
+    """Seeds the generators within the block as a program does by `torch.manual_seed(seed)`, `random.seed(seed)` and
+    `numpy.random.seed(seed % 2**32)`, including that of the current CUDA device.
     """
-    on_device = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+    cuda_generator = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
     with use_seed(seed):
-        state = None if on_device is None else on_device.get_state()
-        if on_device is not None:
-            on_device.manual_seed(seed)
+        state = None if cuda_generator is None else cuda_generator.get_state()
+        if cuda_generator is not None:
+            cuda_generator.manual_seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
         try:
             yield
         finally:
-            if on_device is not None and state is not None:
-                on_device.set_state(state)
+            if cuda_generator is not None and state is not None:
+                cuda_generator.set_state(state)
 
 
 def _read_state() -> State:
@@ -117,37 +116,39 @@ def _read_state() -> State:
 
 
 def _write_state(state: State) -> None:
-    of_torch, of_python, of_numpy = state
-    torch.default_generator.set_state(of_torch)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
+    torch_state, python_state, numpy_state = state
+    torch.default_generator.set_state(torch_state)
+    random.setstate(python_state)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)
 
 
 def comparable_state() -> tuple[Any, ...]:
-    """Returns the present states of the generators of the host, in a form that compares by `==`."""
-    of_torch, of_python, of_numpy = _read_state()
-    numbers = (of_numpy[0], of_numpy[1].tobytes(), *of_numpy[2:]) if of_numpy else None
-    return of_torch.numpy().tobytes(), of_python, numbers
+    """Returns the present states of the host's generators in a form that supports `==`."""
+    torch_state, python_state, numpy_state = _read_state()
+    numpy_values = (numpy_state[0], numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None
+    return torch_state.numpy().tobytes(), python_state, numpy_values
 
 
 def seed_generators(generators: Iterable[Any], seed: int) -> None:
+    """Seeds each generator with a different seed that depends on `seed` and the generator's position."""
     for number, generator in enumerate(generators, 1):
-        own = (seed + number * _SEED_STRIDE) % (1 << 63)
+        generator_seed = (seed + number * _SEED_STRIDE) % (1 << 63)
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(own)
+            generator.manual_seed(generator_seed)
         elif isinstance(generator, random.Random):
-            generator.seed(own)
+            generator.seed(generator_seed)
         elif hasattr(generator, "seed") and hasattr(generator, "_bit_generator"):  # numpy's RandomState
-            generator.seed(own >> 31)
+            generator.seed(generator_seed >> 31)
         else:  # numpy's Generator, or a bit generator
-            bits = getattr(generator, "_bit_generator", generator)
-            bits.state = type(bits)(own).state
+            bit_generator = getattr(generator, "_bit_generator", generator)
+            bit_generator.state = type(bit_generator)(generator_seed).state
 
 
 def module_generators(module: nn.Module, name: str) -> list[Any]:
-    """Returns the generators of a module and its submodules: in attributes, in containers and plain objects there, and those
-    that their functions name. Raises PlanError "model-random" for one that cannot be seeded. name: the module's, for the error.
+    """Returns the generators to which the attributes and functions of a module and its submodules refer.
+
+    name: the name of the module, for errors. Raises PlanError "model-random" for a generator that cannot be seeded.
     """
     generators: dict[int, Any] = {}
     visited: set[int] = set()
@@ -158,33 +159,31 @@ def module_generators(module: nn.Module, name: str) -> list[Any]:
 
 
 def function_generators(function: Any) -> list[Any]:
-    """Returns the generators that a function encloses or names, or a partial one binds, but not those of classes."""
+    """Returns the generators in the closure, arguments and globals of a function or partial function."""
     return list(_reachable_generators(function, set(), _MAX_DEPTH))
 
 
 def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the generators of an optimizer, as `module_generators` does. Raises PlanError "model-random"."""
-    owner, every = (
-        f"the optimizer {type(optimizer).__name__}",
-        _attribute_generators(optimizer, ("state", "param_groups"), set()),
-    )
-    return list({id(one): _check_seedable(one, owner, "optimizer") for one in every}.values())
+    owner = f"the optimizer {type(optimizer).__name__}"
+    generators = _attribute_generators(optimizer, ("state", "param_groups"), set())
+    return list({id(generator): _check_seedable(generator, owner, "optimizer") for generator in generators}.values())
 
 
-def _attribute_generators(owner: object, without: Sequence[str], visited: set[int]) -> Iterator[Any]:
-    """Yields the generators in attributes of an object other than `without`, and in its class and bases, torch's left out."""
+def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[int]) -> Iterator[Any]:
+    """Yields the generators in the attributes of an object, except `excluded`, and of its classes, except torch's."""
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
-    values = [value for key, value in vars(owner).items() if key not in without]
+    values = [value for key, value in vars(owner).items() if key not in excluded]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
         yield from _reachable_generators(value, visited, _MAX_DEPTH)
 
 
 def _reachable_generators(value: Any, visited: set[int], depth: int) -> Iterator[Any]:
-    return (one for one in iterate_leaves(value, visited, depth) if _is_generator(one))
+    return (leaf for leaf in iterate_leaves(value, visited, depth) if _is_generator(leaf))
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yields the generators, modules and tensors that can be reached from `value`. visited: ids of objects to leave out."""
+    """Yields the generators, modules and tensors that are reachable from `value`. visited: the ids of objects to skip."""
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))
@@ -196,7 +195,7 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> It
 
 
 def _referenced_objects(value: Any) -> Iterator[Any]:
-    """Yields the objects to which `value` refers, and those of a function's globals that may hold generators."""
+    """Yields the objects to which `value` refers; of a function's globals only those that may refer to generators."""
     if isinstance(value, Mapping):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -211,16 +210,16 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
             with suppress(ValueError):  # not filled yet
                 yield cell.cell_contents
         for name in _code_names(value.__code__):
-            known = value.__globals__.get(name)
-            is_own = isinstance(known, FunctionType) and known.__module__ == value.__module__
-            if is_own or isinstance(known, list | tuple | dict) or _is_generator(known):
-                yield known
+            global_value = value.__globals__.get(name)
+            is_local = isinstance(global_value, FunctionType) and global_value.__module__ == value.__module__
+            if is_local or isinstance(global_value, list | tuple | dict) or _is_generator(global_value):
+                yield global_value
     else:
         yield from list(getattr(value, "__dict__", {}).values())
 
 
 def _code_names(code: CodeType) -> Iterator[str]:
-    """Yields the names in a function and in its inner functions."""
+    """Yields the global names in the code of a function and its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -237,26 +236,27 @@ def _is_generator(value: Any) -> bool:
 
 
 def _check_seedable(generator: Any, owner: str, table: str) -> Any:
-    """Returns `generator`. Raises PlanError "model-random", with `owner` and `table`, if it cannot be seeded."""
+    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded. owner, table: its owner, for the error."""
     try:
         if isinstance(generator, random.SystemRandom):
             raise TypeError("it draws from the operating system")
-        bits = getattr(generator, "_bit_generator", generator)
+        bit_generator = getattr(generator, "_bit_generator", generator)
         if not isinstance(generator, torch.Generator | random.Random):
-            type(bits)(0).state  # noqa: B018  # one of another kind may need more arguments
-            if isinstance(generator, sys.modules["numpy"].random.RandomState) and type(bits).__name__ != "MT19937":
-                raise TypeError(f"it draws by {type(bits).__name__}")
+            type(bit_generator)(0).state  # noqa: B018  # raises if the type needs more arguments
+            if isinstance(generator, sys.modules["numpy"].random.RandomState) and type(bit_generator).__name__ != "MT19937":
+                raise TypeError(f"it draws by {type(bit_generator).__name__}")
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        kind = type(generator).__name__
-        message = f"{owner} holds a {kind}, which cannot be seeded for each micro-batch: {error}"
-        hint = "draw from torch's default generator, `random` or numpy, or from a `torch.Generator`"
+        type_name = type(generator).__name__
+        message = f"{owner} has a {type_name}, which cannot be seeded for each micro-batch: {error}"
+        hint = "use torch's default generator, `random`, numpy or a `torch.Generator`"
         raise PlanError("model-random", message, path=(table,), hint=hint) from None
     return generator
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """Returns a seed in [0, 2**63) that depends on `seed` and on every part, its type and position; the same in every version.
-    By SHA-256: Python's own `hash` is salted per process.
+    """Returns a seed in [0, 2**63) that depends on `seed` and on the type, value and position of every part.
+
+    The result is the same in every process and version, because it is computed by SHA-256.
     """
     digest = sha256()
     for part in (seed, *parts):

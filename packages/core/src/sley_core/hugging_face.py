@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from sley_core.errors import SleyError
 from sley_core.records import DatasetRecord
 from sley_core.run_files import COPIES, PLAN, WEIGHTS
-from sley_core.weight_files.read import TOKENIZER, TensorReader, without_settings
-from sley_core.whole_files import appearing
+from sley_core.weight_files.read import TOKENIZER, TensorReader, disable_settings
+from sley_core.whole_files import replace_atomically
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -112,12 +112,12 @@ def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None
     contents = {CONFIG: dict(model.config), GENERATION: generation_config(plan, model)}
     for name, content in contents.items():
         if content:
-            with appearing(folder / name) as file:
+            with replace_atomically(folder / name) as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
     for source, name in tokenizer_files(plan):
         shutil.copyfile(source, folder / name)
     if (path := folder / TOKENIZER[0]).is_file():
         text = path.read_text("utf-8")
-        if (changed := without_settings(text)) != text:
-            with appearing(path) as file:
+        if (changed := disable_settings(text)) != text:
+            with replace_atomically(path) as file:
                 file.write(changed.encode())

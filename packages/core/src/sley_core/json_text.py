@@ -1,4 +1,4 @@
-"""JSON that every reader accepts, and values that survive it unchanged. Imports no torch by itself."""
+"""Strict JSON, and an encoding of Python values that plain JSON would change. Imports no torch by itself."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sley_core.whole_files import write_atomically
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Returns `value` as JSON text, with null for infinities and NaN. Raises TypeError for a type that JSON has no form for."""
+    """Returns `value` as JSON text, with null for infinities and NaN. Raises TypeError for an unsupported type."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path`, indented and atomically. Raises OSError, naming the file, if it cannot be written."""
+    """Writes `value` to `path`, indented and atomically. Raises OSError with the file name."""
     write_atomically(path, to_json(value, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
-    """Returns `value` with floats that are not finite replaced by None, at any depth."""
+    """Replaces floats that are not finite by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -38,15 +38,16 @@ _TAG = "sley:"
 
 
 def encode_value(value: Any) -> Any:
-    """Returns `value` as JSON, from which `decode_value` makes an equal value: None, numbers, strings, bytes, tensors, and
-    lists, tuples and dicts of them, which plain JSON would change. Raises TypeError for anything else.
+    """Encodes `value` as JSON that `decode_value` decodes to an equal value.
+
+    Supports None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them. Raises TypeError for other types.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
-        return [encode_value(one) for one in value]
+        return [encode_value(item) for item in value]
     if type(value) is tuple:
-        return {_TAG + "tuple": [encode_value(one) for one in value]}
+        return {_TAG + "tuple": [encode_value(item) for item in value]}
     if isinstance(value, bytes | bytearray):
         return {_TAG + "bytes": b64encode(value).decode()}
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
@@ -55,33 +56,33 @@ def encode_value(value: Any) -> Any:
         return {_TAG + "tensor": [name, list(value.shape), text]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith(_TAG) for key in value):
-            return {key: encode_value(one) for key, one in value.items()}
-        return {_TAG + "dict": [[encode_value(key), encode_value(one)] for key, one in value.items()]}
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
+            return {key: encode_value(item) for key, item in value.items()}
+        return {_TAG + "dict": [[encode_value(key), encode_value(item)] for key, item in value.items()]}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
         return encode_value(value.item())
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is no plain data")
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not plain data")
 
 
 def decode_value(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode_value(one) for one in value]
+        return [decode_value(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not (tag := next(iter(value))).startswith(_TAG):
-        return {key: decode_value(one) for key, one in value.items()}
-    inner = value[tag]
+        return {key: decode_value(item) for key, item in value.items()}
+    content = value[tag]
     match tag.removeprefix(_TAG):
         case "tuple":
-            return tuple(decode_value(one) for one in inner)
+            return tuple(decode_value(item) for item in content)
         case "bytes":
-            return b64decode(inner)
+            return b64decode(content)
         case "dict":
-            return {decode_value(key): decode_value(one) for key, one in inner}
+            return {decode_value(key): decode_value(item) for key, item in content}
         case "tensor":
-            name, shape, text = inner
+            name, shape, text = content
             import torch
 
             flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8) if text else torch.empty(0)
             dtype: torch.dtype = getattr(torch, name)
             return flat.view(dtype).reshape(shape) if text else torch.empty(shape, dtype=dtype)
-    raise ValueError(f"a value is marked {tag!r}, which this version does not know")
+    raise ValueError(f"unknown type {tag!r} of an encoded value")

@@ -18,7 +18,7 @@ from sley_core.engine.totals import PendingTotals, Votes, refusal
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
 from sley_core.plan.tables import row_name
-from sley_core.run_state.state import TrainingState, checkpointer_of
+from sley_core.run_state.state import TrainingState, build_checkpointer
 
 if TYPE_CHECKING:
     from sley_core.attach import RunOutputs, Samples
@@ -83,7 +83,7 @@ class Loop:
         self.num_steps_done = 0
         self.was_stopped = False
         self._state = state
-        self._checkpointer = checkpointer_of(state)
+        self._checkpointer = build_checkpointer(state)
         # Found once: without a listener a step makes no hook call.
         self._listening_plugins = {
             hook: [one for one in plan.plugins.values() if one.implements(hook)] for hook in NOTIFICATIONS

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from sley_core.comm.copies import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.update import step_buckets
-from sley_core.errors import PlanError, RunError, cause
+from sley_core.errors import PlanError, RunError, format_cause
 from sley_core.generators import comparable_state, optimizer_generators, seed_generators, seed_host, use_seed
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.config import scope_of
@@ -40,7 +40,7 @@ from sley_core.optim.shared import (
     shared_values,
 )
 from sley_core.records import OffloadManagerRecord
-from sley_core.run_state.tensors import StateLeaf, joined, leaves
+from sley_core.run_state.tensors import StateLeaf, join_leaves, state_leaves
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
@@ -162,7 +162,7 @@ def probe_optimizer(
             faults.append(OptimizerFault(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
     if faults:
         name = plan.optimizer.name
-        raise PlanError.many(
+        raise PlanError.from_diagnostics(
             plan.diagnostic("optimizer-unfit", f"`{name}` {one.message}", ("optimizer", one.key), one.hint or None)
             for one in faults
         )
@@ -194,7 +194,7 @@ def try_optimizer(
             larger = Trial(build, toys, more=2).run()
         except Exception as error:
             fault = OptimizerFault(
-                f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {cause(error)}", ""
+                f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {format_cause(error)}", ""
             )
             return Traits(), [fault]
         traits = Traits(first.keeps_gradients, first.draws, has_modes(first.optimizer))
@@ -216,7 +216,7 @@ def try_optimizer(
                 if not is_same(_run_with_resume(build, toys)):
                     faults.append(OptimizerFault("takes other steps once it goes on from a checkpoint", HINT))
             except Exception as error:
-                why = error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
+                why = error.diagnostics[0].message if isinstance(error, RunError) else format_cause(error)
                 faults.append(OptimizerFault(f"cannot go on from a checkpoint: {why}", HINT))
         has_moved = not all(map(torch.equal, start, end))
         if lr_changes and has_moved and is_same(Trial(build, toys).run(factor=0.5)):
@@ -228,7 +228,7 @@ def try_optimizer(
         try:
             is_apart = is_same(Trial(build, toys).run(one_by_one=True))
         except Exception as error:
-            why = "" if isinstance(error, RunError) else f": {cause(error)}"
+            why = "" if isinstance(error, RunError) else f": {format_cause(error)}"
             faults.append(OptimizerFault(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope"))
             return traits, faults
         if not is_apart:
@@ -283,8 +283,8 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
     with torch.no_grad():
         for one, other in zip(first.flat_parameters, second.flat_parameters, strict=True):
             other.copy_(one)
-            state_leaves = leaves(first.optimizer.state.get(one, {}))
-            states[id(other)] = joined(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in state_leaves)
+            leaves = state_leaves(first.optimizer.state.get(one, {}))
+            states[id(other)] = join_leaves(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in leaves)
     options = [_encode_and_decode(options_to_save(first.optimizer, group)) for group in first.optimizer.param_groups]
     shared = {
         place: _encode_and_decode(value) for place, value in shared_to_save(first.optimizer, first.initial_values).items()

@@ -1,4 +1,4 @@
-"""Core's own records: core is a plugin like any other, the plugin `core`."""
+"""The plugin `core`, with core's own records."""
 
 from __future__ import annotations
 

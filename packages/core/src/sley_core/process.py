@@ -1,7 +1,4 @@
-"""Spares a process work that a run does not need: the collector of reference cycles, and memory that glibc gives back.
-
-Imports no torch.
-"""
+"""Turns off the garbage collector, and keeps freed memory in the process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,19 +26,19 @@ _MMAP_THRESHOLD = -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
 _TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
-"""Environment variables that glibc reads for the same purpose."""
+"""The environment variables that tune glibc's malloc."""
 
 _NEVER = -1
 _MAX_MMAP_THRESHOLD = 32 << 20
-"""The largest block that glibc can be told to allocate from its heap, on 64 bits; it maps larger ones."""
+"""The largest threshold that glibc accepts on 64-bit systems. It maps larger blocks in any case."""
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory of this process from now on; returns whether it did. Does nothing if the environment
-    tunes malloc already, or with another C library.
+    """Makes glibc keep the freed memory of this process; returns whether this succeeded. Does nothing if the environment tunes
+    malloc, or with another C library.
 
-    Else glibc maps the large blocks of each step anew, or returns the top of its heap to the system: thousands of page faults,
-    up to 4 % of a step's time (docs/measurements.md).
+    By default glibc maps the large blocks of each step again, or returns the top of its heap to the system. This causes
+    thousands of page faults, up to 4 % of a step's time (docs/measurements.md).
     """
     if any(name in os.environ for name in _TUNING_VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,4 +1,4 @@
-"""Arithmetic of sizes: rounding up, and filling runs up to a cap. Imports no torch."""
+"""Arithmetic of sizes: rounding up, and splitting into parts of a maximum size. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 ALIGNMENT_BYTES = 256
-"""Where every view of a buffer starts: suits vector loads and NCCL's copy paths, and equals the CUDA allocator's."""
+"""The alignment of views in a buffer, the same as that of the CUDA allocator. It allows vector loads and NCCL's fast copies."""
 
 Item = TypeVar("Item")
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Returns the least multiple of `multiple` that is not below `size`."""
+    """Returns the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Returns `items` in their order, in as few runs of at most `cap` as that order allows; a larger item has its own run."""
-    runs: list[list[Item]] = []
-    room = -1.0
+    """Splits `items`, in their order, into parts with a total size of at most `cap`. A larger item is a part by itself."""
+    parts: list[list[Item]] = []
+    remaining = -1.0
     for item in items:
         size = size_of(item)
-        if not runs or size > room:
-            runs.append([])
-            room = cap
-        runs[-1].append(item)
-        room -= size
-    return runs
+        if not parts or size > remaining:
+            parts.append([])
+            remaining = cap
+        parts[-1].append(item)
+        remaining -= size
+    return parts

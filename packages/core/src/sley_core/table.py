@@ -1,6 +1,6 @@
-"""Types of the plan's tables, beside those of pydantic.
+"""The types of the plan's tables and fields.
 
-Every table is strict (a bool is no integer, "5" is no number), frozen, and refuses unknown keys.
+Every table is strict (a bool is no integer, "5" is no number), frozen, and rejects unknown keys.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ RecordKind = Literal[
 ]
 
 NAMED_TABLES: dict[RecordKind, str] = {"memory_pools": "pools"}
-"""Kinds to which a plan may give its own names, in tables `[pools.NAME]`; a reference takes such a NAME, or a record."""
+"""The kinds whose tables have names, such as `[pools.NAME]`. A reference is such a name or the name of a record."""
 
 
 class Table(BaseModel):
-    """A table of the plan: strict, frozen, no unknown keys. pydantic builds it when a plan first has it."""
+    """The base class of the plan's tables. pydantic builds a model's validators when a plan first uses it."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
@@ -69,36 +69,36 @@ _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 
 
 def expand_path(text: str, quote: Callable[[str], str] = str) -> str:
-    """Returns a path of a plan with a leading `~`, `$NAME` and `${NAME}` replaced, and `$$` by a dollar sign.
+    """Returns a plan's path with `~`, `$NAME` and `${NAME}` expanded; `$$` is a dollar sign.
 
-    quote: applied to the replacement. Raises ValueError for a name that the environment does not have, or has empty, and for a
-    user without a home folder.
+    quote: a function that is applied to each expansion. Raises ValueError for a variable that is unset or empty, and for a user
+    without a home folder.
     """
 
-    def value(match: re.Match[str]) -> str:
+    def expand_variable(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if name and not os.environ.get(name):
-            raise ValueError(f"the environment has no `{name}`; set it, or write `$$` for a dollar sign in a name")
+            raise ValueError(f"the environment variable `{name}` is not set; set it, or write `$$` for a dollar sign in a name")
         return quote(os.environ[name]) if name else "$"
 
-    user, slash, rest = text.partition("/")
+    user, slash, remainder = text.partition("/")
     if user.startswith("~"):
         try:
             home = str(Path(user).expanduser())
         except RuntimeError:
             message = f"`{user}` has no home folder; write `./{user}` for a folder of that name"
             raise ValueError(message) from None
-        return quote(home) + slash + _VARIABLE.sub(value, rest)
-    return _VARIABLE.sub(value, text)
+        return quote(home) + slash + _VARIABLE.sub(expand_variable, remainder)
+    return _VARIABLE.sub(expand_variable, text)
 
 
 def escape_path(text: str) -> str:
-    """Returns the plan text that `expand_path` turns into the path `text`."""
+    """Returns the plan text that `expand_path` expands to the path `text`."""
     return ("./" if text.startswith("~") else "") + text.replace("$", "$$")
 
 
 class BasePath(NamedTuple):
-    """A path in a plan that another one extends: `text`, as it is written there, starts in the folder of that plan."""
+    """A path that is written in a base plan; a relative `text` starts in the base plan's folder."""
 
     folder: Path
     text: str
@@ -108,7 +108,9 @@ _URL = re.compile("[a-z][a-z0-9]+:/")
 
 
 def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
-    """Returns a text as a path, in the folder of its plan if it is relative and no URL; other values as they are."""
+    """Returns a string as a path, which starts in the plan's folder if it is relative and not a URL. Does not change values of
+    other types.
+    """
     folder = (info.context or {}).get("folder")
     if isinstance(value, BasePath):
         folder, value = value
@@ -119,30 +121,30 @@ def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str]
 
 
 def _serialize_path(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
-    """Returns the text of a path for a plan, relative to the plan's folder if the path is inside it."""
+    """Returns the plan text of a path, relative to the plan's folder if the path is inside this folder."""
     folder = (info.context or {}).get("folder")
-    inside = folder and value.is_relative_to(quote(str(folder)))
-    return escape_path(value.relative_to(quote(str(folder))).as_posix() if inside else str(value))
+    is_inside = folder and value.is_relative_to(quote(str(folder)))
+    return escape_path(value.relative_to(quote(str(folder))).as_posix() if is_inside else str(value))
 
 
 @dataclass(frozen=True)
-class Words:
-    """Describes the values of a field, if its type and limits do not: `Annotated[str, Field(...), Words("a name")]`."""
+class ValueDescription:
+    """A text that replaces the automatic description of a field's values: `Annotated[str, ValueDescription("a name")]`."""
 
     text: str
 
 
 Array = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-"""A TOML array, kept as a tuple: `Array[int]`."""
+"""A TOML array, stored as a tuple: `Array[int]`."""
 
 PlanPath = Annotated[Path, BeforeValidator(_parse_path), PlainSerializer(_serialize_path)]
-"""A path, in which `~` and `$NAME` are expanded; a relative one is relative to the plan's folder, also when written back."""
+"""A path in which `~` and `$NAME` are expanded. A relative path starts in the plan's folder."""
 
 PlanPattern = Annotated[
     Path, BeforeValidator(partial(_parse_path, quote=escape)), PlainSerializer(partial(_serialize_path, quote=escape))
 ]
-"""As `PlanPath`, but `*`, `?`, `[...]` and `**` of the plan's own text match; in the folder and in what is expanded they stand
-for themselves, written as `glob.escape` writes them.
+"""A `PlanPath` with the wildcards `*`, `?`, `[...]` and `**`. `glob.escape` escapes these characters in the plan's folder and
+in expansions.
 """
 
 PlanFolder = Annotated[
@@ -151,7 +153,7 @@ PlanFolder = Annotated[
     BeforeValidator(lambda value: expand_path(value) if isinstance(value, str) else value),
     PlainSerializer(escape_path),
 ]
-"""A folder, or its URL, in which `~` and `$NAME` are expanded; a relative one is relative to the current folder."""
+"""A folder path or URL in which `~` and `$NAME` are expanded. A relative path starts in the current folder."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -159,27 +161,27 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FactoryPath = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), Words('a path to code, "package.module:name"')
+    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), ValueDescription('a path to code, "package.module:name"')
 ]
-"""`"package.module:attribute"`: code that the user's plan names, and the only code that a plan can name."""
+"""`"package.module:attribute"`, the only way in which a plan can name the user's code."""
 
 
 @dataclass(frozen=True)
 class RecordReference:
-    """Marks a string field as the name of a record, `plugin.record`: `Annotated[str, RecordReference("schedules")]`.
+    """Marks a string field as a reference to a record: `Annotated[str, RecordReference("schedules")]`.
 
-    The loader imports the plugin that is its first segment. For a kind of `NAMED_TABLES` it may also be the name of such a
-    table of the plan, which has no dot.
+    The value is `plugin.record`, and the loader imports the plugin. For a kind in `NAMED_TABLES` the value may also be the name
+    of a table, which has no dot.
     """
 
     kind: RecordKind
 
 
 class PartTable(Table):
-    """A table of an array within a record's table that names a record of its own, as `[[data.sources]]` do: it has the keys of
-    this model, `use` or `factory`, and the keys that these take.
+    """One table of an array such as `[[data.sources]]`, which names a record by `use` or code by `factory`. The table has the
+    keys of this model and those of the record or factory.
 
-    kind: of the records. shared: keys of the table around it that are given to each record that takes them.
+    kind: the type of the records. shared: the keys of the enclosing table that are passed to each record with these keys.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -187,14 +189,14 @@ class PartTable(Table):
     kind: ClassVar[RecordKind]
     shared: ClassVar[tuple[str, ...]] = ()
 
-    use: Annotated[str, Words('the name of a record, "plugin.record"')] | None = None
-    """The record, whose keys follow; or `factory`, for code of your own."""
+    use: Annotated[str, ValueDescription('the name of a record, "plugin.record"')] | None = None
+    """The record, whose keys follow; or use `factory` for your own code."""
 
     _component: Any = PrivateAttr(None)
 
     @property
     def component(self) -> Component:
-        """The component that `use` or `factory` names. Its `config` has the other keys."""
+        """The component that `use` or `factory` names; its `config` has the remaining keys."""
         component: Component = self._component
         return component
 
@@ -204,7 +206,6 @@ class PartTable(Table):
 
     @model_serializer(mode="wrap")
     def _serialize_component(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Returns the plain table with the keys of its record."""
         config: Table = self.component.config
-        rest = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
-        return {**write(self), **rest}
+        record_keys = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
+        return {**write(self), **record_keys}

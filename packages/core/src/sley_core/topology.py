@@ -1,6 +1,6 @@
-"""The ranks that compute, store and communicate the parts of a model: integers only, for a world of any size.
+"""The coordinates and process groups of ranks, as integers, for a world of any size.
 
-Pipeline stages are contiguous blocks of R = world / pp ranks. Inside a stage the same R ranks are divided in two ways:
+Pipeline stages are contiguous blocks of R = world / pp ranks. The R ranks of a stage are divided in two ways:
 
     computation   R = dp x sp     samples, slices of each sequence
     storage       R = wdp x wp    copies, shards of the weights
@@ -19,23 +19,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
-"""Every group that core makes, in the order in which all ranks make them."""
+"""The axes of core's process groups, in the order in which all ranks create the groups."""
 
 GATHER = "gather"
 REDUCE = "reduce"
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The channels of an axis: a receive posted ahead must not block a later send, nor a gather a reduction."""
+"""The channels of an axis. Separate channels keep a posted receive from blocking a later send, and a gather from blocking a
+reduction.
+"""
 
 DEFAULT_CHANNEL = "main"
 
 TIE = "tie["
-"""Prefix of the name of a tie's axis; only the ranks that hold the tied parameter have such a group."""
+"""The name prefix of a tie's axis. Only the ranks that hold the tied parameter have such a group."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Holds the coordinates of one rank, one per axis."""
+    """The coordinates of one rank along each axis."""
 
     rank: int
     stage: int
@@ -47,9 +49,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One communicator of the global table: `axis` and `channel` name it, `ranks` are its members in ascending order.
+    """One communicator of the global table, named by `axis` and `channel`.
 
-    cross_memory: whether members may read each other's memory (cross-memory attach), for an axis that a plugin lists.
+    ranks: the members, ascending. cross_memory: whether members may read each other's memory (cross-memory attach), for an axis
+    of a plugin.
     """
 
     axis: str
@@ -66,7 +69,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The layout of a world. `dp` and `wdp` follow from the other sizes; `of` checks that everything divides."""
+    """The layout of a world. `dp` and `wdp` follow from the other sizes. `of` checks that all sizes divide."""
 
     world: int
     pp: int = 1
@@ -75,10 +78,10 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
-        """Returns the topology of `world` ranks. Raises ValueError with the equation that fails, in numbers."""
+        """Returns the topology of `world` ranks. Raises ValueError with the equation that fails."""
         for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
             if size is not None and size < 1:
-                raise ValueError(f"{name} = {size}, but a size is at least 1")
+                raise ValueError(f"{name} must be at least 1, but is {size}")
         if dp is not None and world != pp * dp * sp:
             raise ValueError(f"world = pp x dp x sp fails: {world} != {pp} x {dp} x {sp}")
         if world % (pp * sp):
@@ -100,16 +103,16 @@ class Topology:
         return self.ranks_per_stage // self.wp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns the coordinates of `rank` (global, 0 .. world - 1)."""
+        """Returns the coordinates of the global rank `rank`."""
         assert 0 <= rank < self.world, f"rank {rank} of a world of {self.world}"
-        stage, within = divmod(rank, self.ranks_per_stage)
-        return Coordinates(rank, stage, dp=within // self.sp, sp=within % self.sp, wdp=within // self.wp, wp=within % self.wp)
+        stage, index = divmod(rank, self.ranks_per_stage)
+        return Coordinates(rank, stage, dp=index // self.sp, sp=index % self.sp, wdp=index // self.wp, wp=index % self.wp)
 
     def ranks_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Returns the global ranks of the group of `axis` to which `rank` belongs, ascending."""
-        at = self.coordinates(rank)
+        """Returns the global ranks, ascending, of the group of `axis` that contains `rank`."""
+        coordinates = self.coordinates(rank)
         size = self.ranks_per_stage
-        first = at.stage * size
+        first = coordinates.stage * size
         match axis:
             case "control" | "all":
                 return tuple(range(self.world))
@@ -118,26 +121,26 @@ class Topology:
             case "pp":
                 return tuple(range(rank - first, self.world, size))
             case "dp":
-                return tuple(range(first + at.sp, first + size, self.sp))
+                return tuple(range(first + coordinates.sp, first + size, self.sp))
             case "sp":
-                return tuple(range(first + at.dp * self.sp, first + (at.dp + 1) * self.sp))
+                return tuple(range(first + coordinates.dp * self.sp, first + (coordinates.dp + 1) * self.sp))
             case "wdp":
-                return tuple(range(first + at.wp, first + size, self.wp))
+                return tuple(range(first + coordinates.wp, first + size, self.wp))
             case "wp":
-                return tuple(range(first + at.wdp * self.wp, first + (at.wdp + 1) * self.wp))
+                return tuple(range(first + coordinates.wdp * self.wp, first + (coordinates.wdp + 1) * self.wp))
             case "model":
-                shard = range(at.wdp * self.wp, (at.wdp + 1) * self.wp)
-                return tuple(stage * size + within for stage in range(self.pp) for within in shard)
-        raise ValueError(f"no axis {axis!r}; the axes are {', '.join(AXES)}")
+                shards = range(coordinates.wdp * self.wp, (coordinates.wdp + 1) * self.wp)
+                return tuple(stage * size + index for stage in range(self.pp) for index in shards)
+        raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(AXES)}")
 
     def size_of(self, axis: str) -> int:
-        """Returns the number of ranks in a group of `axis`; the same for every group of one axis."""
+        """Returns the number of ranks in each group of `axis`."""
         return len(self.ranks_of(axis, 0))
 
     def groups(self) -> Iterator[GroupEntry]:
-        """Yields the global table of groups, in the order in which every rank walks it.
+        """Yields the communicators of all groups, in the order in which every rank creates them.
 
-        A group of one rank needs no communicator and has no line; `control` is always there.
+        A group of one rank has no communicator, except `control`.
         """
         for axis in AXES:
             if self.size_of(axis) == 1 and axis != "control":
@@ -148,18 +151,18 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> Iterator[tuple[int, ...]]:
-        """Yields every group of `axis`, each once, by its first rank, ascending. stage: only those of ranks of this stage."""
+        """Yields the ranks of every group of `axis`, ordered by the first rank. stage: selects the groups of one stage."""
         size = self.ranks_per_stage
-        done: set[int] = set()
+        visited: set[int] = set()
         for rank in range(self.world) if stage is None else range(stage * size, (stage + 1) * size):
-            if rank not in done:
+            if rank not in visited:
                 ranks = self.ranks_of(axis, rank)
-                done.update(ranks)
+                visited.update(ranks)
                 yield ranks
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:
-    """Returns ranks as text: `0-6:2` for an even sequence of three or more, else a list."""
+    """Returns ranks as text: a range `0-6:2` for three or more equidistant ranks, else a list."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all; imports no torch."""
+"""Writes files that appear completely or not at all. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import BinaryIO
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically."""
-    with appearing(path) as file:
+    with replace_atomically(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file, which replaces `path` when the block ends, and is on the disk then; if the block raises, or this
-    process is killed, the old file stays. Raises OSError, naming the file, if it cannot be written.
+def replace_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file that replaces `path` when the block ends, after it has been synced to the disk.
+
+    If the block raises or the process is killed, the old file remains. Raises OSError with the file name.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)  # of a process that was killed; or a link, which must not say where this writes
+    scratch.unlink(missing_ok=True)  # a file of a killed process, or a link, which must not be followed
     try:
         with scratch.open("xb") as file:
             yield file
@@ -36,7 +36,7 @@ def appearing(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_names(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
+    """Syncs the directory entries of `folder` to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""Descriptions in words of the values that a field accepts, and of a value: for messages, and for the plan reference.
+"""Descriptions of a plan's types and values, for messages and the plan reference.
 
-`takes(int, [Ge(1)])` is "an integer of at least 1", `shown(True)` is "the boolean true".
+`describe_type(int, [Ge(1)])` is "an integer of at least 1"; `describe_value(True)` is "the boolean true".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
 
-from sley_core.table import NAMED_TABLES, RecordReference, Table, Words
+from sley_core.table import NAMED_TABLES, RecordReference, Table, ValueDescription
 
 TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
 MAX_SHOWN_LENGTH = 40
@@ -31,35 +31,35 @@ SYNONYMS = {
     "max_steps": "steps",
     "host_memory": "cross_memory_attach",
 }
-"""Keys and values of other frameworks, or of earlier plans, with ours: too different for a match by spelling."""
+"""Names from other frameworks or earlier plans, with Sley's names, for pairs that differ too much in spelling."""
 
 
-_RESUME_HINT = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
+_RESUME_HINT = "use `[checkpoint]` to save a run, and `train-cli run PLAN --resume auto` to continue it"
 FOREIGN_KEY_HINTS = dict.fromkeys(
     ("resume", "resume_from", "checkpoint", "checkpoints", "checkpointing", "from_checkpoint", "load", "save", "save_every"),
     _RESUME_HINT,
 ) | dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
-    "a run is as long as `run.steps` says, and says how many epochs that is",
+    "set `run.steps`; the run prints the corresponding number of epochs",
 )
-"""Keys of other frameworks without a counterpart in a plan, each with a hint."""
+"""Hints for keys of other frameworks that have no counterpart in a plan."""
 
 
 def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns a description of the plan values that a field with this type and these pydantic metadata accepts."""
+    """Describes the values that a field with this type and this pydantic metadata accepts."""
     for item in reversed(metadata):
-        if isinstance(item, Words):
+        if isinstance(item, ValueDescription):
             return item.text
         if isinstance(item, RecordReference):
-            own = NAMED_TABLES.get(item.kind)
-            return 'the name of a record, "plugin.record"' + (f", or of a table [{own}.NAME]" if own else "")
+            table = NAMED_TABLES.get(item.kind)
+            return 'the name of a record, "plugin.record"' + (f", or of a table [{table}.NAME]" if table else "")
     origin = get_origin(annotation)
     if origin is Annotated:
-        inner, *more = get_args(annotation)
-        # Without nesting: pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with metadata of its own.
-        return describe_type(inner, [part for item in (*more, *metadata) for part in getattr(item, "metadata", [item])])
+        inner, *extra = get_args(annotation)
+        # pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with nested metadata.
+        return describe_type(inner, [part for item in (*extra, *metadata) for part in getattr(item, "metadata", [item])])
     if origin in (Union, types.UnionType):
-        # A plan cannot spell None: the key is left out instead.
+        # A plan cannot contain None; it omits the key instead.
         return _join_choices([describe_type(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
     if origin is Literal:
         return _join_choices([f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)])
@@ -75,7 +75,7 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Returns a description of a plan's value for messages, shortened if it is long."""
+    """Describes a plan's value for messages; shortens long strings."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
@@ -93,17 +93,19 @@ def describe_value(value: Any) -> str:
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Returns why `wrong` does not exist if that is known, or "did you mean ...?" if a choice is close, else `otherwise`."""
-    known = list(choices)
-    if (why := FOREIGN_KEY_HINTS.get(wrong.lower().replace("-", "_"))) and wrong not in known:
-        return why
-    habit = SYNONYMS.get(wrong.lower())
-    close = [habit] if habit in known else get_close_matches(wrong, known, n=1)
-    return f"did you mean `{close[0]}`?" if close else otherwise
+    """Returns a hint for the unknown name `wrong`: an explanation for a key of another framework, "did you mean ...?" if a
+    choice is close, or `otherwise`.
+    """
+    choices = list(choices)
+    if (explanation := FOREIGN_KEY_HINTS.get(wrong.lower().replace("-", "_"))) and wrong not in choices:
+        return explanation
+    synonym = SYNONYMS.get(wrong.lower())
+    matches = [synonym] if synonym in choices else get_close_matches(wrong, choices, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else otherwise
 
 
 def find_field(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequence[Any]] | None:
-    """Returns type and metadata of the field at `path` in a table of type `model`; None if there can be none."""
+    """Returns the type and metadata of the field at `path` in the table type `model`, or None."""
     field: tuple[Any, Sequence[Any]] = (model, ())
     for part in path:
         inner = _find_inner_field(field[0], part)
@@ -114,7 +116,7 @@ def find_field(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequ
 
 
 def _find_inner_field(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
-    """Returns type and metadata of `part` inside a value of type `annotation`, one level of `find_field`."""
+    """Returns the type and metadata of the key or index `part` of a value with type `annotation`, or None."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Table):
         info = annotation.model_fields.get(str(part))
@@ -122,7 +124,7 @@ def _find_inner_field(annotation: Any, part: str | int) -> tuple[Any, Sequence[A
     if origin is Annotated:
         return _find_inner_field(args[0], part)
     if origin in (Union, types.UnionType):
-        return next((found for arm in args if (found := _find_inner_field(arm, part))), None)
+        return next((field for arm in args if (field := _find_inner_field(arm, part))), None)
     if origin is tuple and isinstance(part, int):
         return (args[0] if args[-1] is Ellipsis else args[min(part, len(args) - 1)], ())
     return (args[1], ()) if origin is dict else None
@@ -162,10 +164,10 @@ def _join_choices(choices: Sequence[str]) -> str:
 
 
 def make_printable(text: str) -> str:
-    """Returns the text, equally long, with `?` for characters that a terminal would not show or would interpret."""
+    """Replaces each character that is not printable by `?`; the length does not change."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether the text can be encoded; undecodable bytes from the system arrive as lone surrogates."""
+    """Returns whether the text can be encoded. Python represents undecodable bytes of the system as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sley_core.config import CrossEntropyConfig
-from sley_core.data.batches import Slices, check_tokens, count_micros, cut, sliced_info
+from sley_core.data.batches import SequenceSlicer, check_tokens, count_microbatches, narrow_batch, sliced_info
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.cross_entropy import CrossEntropy
@@ -34,7 +34,7 @@ def a_batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_parts_join_to_the_batch_along_each_fields_own_dim(dim: str, num_parts: int) -> None:
     batch = a_batch()
-    parts = [cut(batch, FIELDS, index, num_parts, dim) for index in range(num_parts)]
+    parts = [narrow_batch(batch, FIELDS, index, num_parts, dim) for index in range(num_parts)]
     for name, field in FIELDS.items():
         along = field.batch_dim if dim == "batch" else field.sequence_dim
         pieces = [part[name] for part in parts]
@@ -47,11 +47,11 @@ def test_parts_join_to_the_batch_along_each_fields_own_dim(dim: str, num_parts: 
 @pytest.mark.parametrize(("dim", "num_parts"), [("batch", 3), ("sequence", 4)])
 def test_what_does_not_divide_is_an_error(dim: str, num_parts: int) -> None:
     with pytest.raises(RunError, match="`tokens` of shape \\(4, 6\\) does not divide"):
-        cut(a_batch(), FIELDS, 0, num_parts, dim)
+        narrow_batch(a_batch(), FIELDS, 0, num_parts, dim)
 
 
 def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
-    assert [count_micros(a_batch(), FIELDS, size) for size in (1, 2, 4)] == [4, 2, 1]
+    assert [count_microbatches(a_batch(), FIELDS, size) for size in (1, 2, 4)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
     [
         ({}, 3, "4 samples of this rank are no multiple of \\[batch\\] micro_size = 3"),
         ({}, 8, "4 samples of this rank are no multiple"),
-        ({"time_major": torch.zeros(4, 6, 3)}, 2, "`time_major` has 6 samples, and `tokens` has 4"),
+        ({"time_major": torch.zeros(4, 6, 3)}, 2, "`time_major` has 6 samples, but `tokens` has 4"),
         ({"time_major": torch.zeros(4)}, 2, "`time_major` of shape \\(4,\\) has no dim 1"),
         ({"tokens": [[1], [2], [3], [4]]}, 2, "`tokens` is a list, not a tensor"),
         ({"extra": torch.zeros(4)}, 2, "'extra'"),
@@ -67,7 +67,7 @@ def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
 )
 def test_what_makes_no_micro_batches_is_an_error(changes: dict[str, Any], micro_size: int, match: str) -> None:
     with pytest.raises(RunError, match=match):
-        count_micros(a_batch() | changes, FIELDS, micro_size)
+        count_microbatches(a_batch() | changes, FIELDS, micro_size)
 
 
 TOKENS = {"tokens": Field("int64", 0, 1), "labels": Field("int64", 0, 1)}
@@ -88,7 +88,7 @@ def a_packed_batch() -> dict[str, Tensor]:
 def test_packed_positions_are_the_data_s_own(num_slices: int) -> None:
     """Positions go with their tokens; boundaries are those of the whole sequence in every slice."""
     batch = a_packed_batch()
-    parts = [Slices(PACKED, num_slices, index)(batch) for index in range(num_slices)]
+    parts = [SequenceSlicer(PACKED, num_slices, index)(batch) for index in range(num_slices)]
     for name in ("tokens", "labels", "positions"):
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), batch[name])
     assert all(part["cu_seqlens"] is batch["cu_seqlens"] for part in parts)
@@ -96,7 +96,7 @@ def test_packed_positions_are_the_data_s_own(num_slices: int) -> None:
 
 @pytest.mark.parametrize("num_slices", [2, 3])
 def test_positions_that_the_data_lacks_are_places_in_the_whole(num_slices: int) -> None:
-    parts = [Slices(TOKENS, num_slices, index)(tokens_and_labels()) for index in range(num_slices)]
+    parts = [SequenceSlicer(TOKENS, num_slices, index)(tokens_and_labels()) for index in range(num_slices)]
     positions = torch.cat([part["positions"] for part in parts], dim=1)
     assert positions.dtype == torch.int64
     assert torch.equal(positions, torch.arange(12).repeat(2, 1))
@@ -112,7 +112,7 @@ def test_a_model_is_told_of_positions_and_of_the_whole_sequence() -> None:
     ("fields", "what"),
     [
         ({"tokens": Field("int64"), "labels": Field("int64")}, "no field"),
-        ({**TOKENS, "positions": Field("int64")}, "not the field `positions`"),
+        ({**TOKENS, "positions": Field("int64")}, "the field `positions` does not declare"),
     ],
 )
 def test_data_that_does_not_say_where_sequences_lie(fields: dict[str, Field], what: str) -> None:
@@ -124,7 +124,7 @@ def test_data_that_does_not_say_where_sequences_lie(fields: dict[str, Field], wh
 def test_slices_weigh_what_the_whole_weighs() -> None:
     """Each label counts once, so the weights of the slices add up."""
     loss = CrossEntropy(CrossEntropyConfig())
-    parts = [Slices(TOKENS, 3, index, loss)(tokens_and_labels()) for index in range(3)]
+    parts = [SequenceSlicer(TOKENS, 3, index, loss)(tokens_and_labels()) for index in range(3)]
     assert sum(loss.weight(part) for part in parts) == loss.weight(tokens_and_labels()) == 19
 
 
@@ -140,7 +140,7 @@ class PerSample:
 
 def test_a_loss_that_counts_once_per_slice_is_refused() -> None:
     fields = {"tokens": Field("int64", 0, 1), "label": Field("int64")}
-    slices = Slices(fields, 2, 0, PerSample())
+    slices = SequenceSlicer(fields, 2, 0, PerSample())
     with pytest.raises(RunError, match=r"is 2, but its slices weigh 2 \+ 2 = 4") as caught:
         slices({"tokens": torch.zeros(2, 4, dtype=torch.int64), "label": torch.zeros(2, dtype=torch.int64)})
     assert caught.value.diagnostics[0].code == "loss-not-additive"

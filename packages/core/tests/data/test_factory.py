@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
 from sley_core.data.dataset import TOKEN_FIELDS, DataConfig, DataContext, DataInfo, FactoryDataConfig, Field, FieldConfig
-from sley_core.data.factory import declared, open_dataset, samples_per_epoch
+from sley_core.data.factory import declare_dataset, open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
@@ -42,8 +42,8 @@ INFERRED = {"image": Field("float32"), "label": Field("int64")}
 
 
 def test_fields_are_inferred_from_the_first_sample() -> None:
-    assert declared(Ours(), NOTHING, "my:Ours").info == DataInfo(INFERRED)
-    assert declared(OurStream(), NOTHING, "my:OurStream").info == DataInfo({"x": Field("int64")})
+    assert declare_dataset(Ours(), NOTHING, "my:Ours").info == DataInfo(INFERRED)
+    assert declare_dataset(OurStream(), NOTHING, "my:OurStream").info == DataInfo({"x": Field("int64")})
 
 
 @pytest.mark.parametrize("collates", [False, True])
@@ -65,7 +65,7 @@ def test_tokens_and_labels_of_one_length_are_token_ids(sample: dict[str, Tensor]
 
     if collates:
         Chats.collate = lambda self, samples: torch.utils.data.default_collate(samples)  # type: ignore[attr-defined]
-    fields = declared(Chats([sample]), NOTHING, "my:Chats").info.fields
+    fields = declare_dataset(Chats([sample]), NOTHING, "my:Chats").info.fields
     assert (fields == TOKEN_FIELDS) == are_ids
     assert are_ids or all(field.sequence_dim is None and field.ids is None for field in fields.values())
 
@@ -76,17 +76,17 @@ def test_the_plan_comes_before_the_datasets_own_info() -> None:
 
     fields = {"image": FieldConfig(dtype="float32", sequence_dim=1), "label": FieldConfig(dtype="int64", ids="label")}
     config = FactoryDataConfig(fields=fields, vocab_size=20)
-    info = declared(Declares(), config, "my:Declares").info
+    info = declare_dataset(Declares(), config, "my:Declares").info
     assert info.fields == {"image": Field("float32", 0, 1), "label": Field("int64", ids="label")}
     assert (info.vocab_size, info.sequence) == (20, 7)
 
 
 def test_torchs_datasets_and_streams_are_fed() -> None:
-    with Feed(declared(Ours(), NOTHING, "my:Ours"), seed=0, batch_size=4, rows=range(4)) as feed:
+    with Feed(declare_dataset(Ours(), NOTHING, "my:Ours"), seed=0, batch_size=4, rows=range(4)) as feed:
         batch = feed.next()
     assert batch["image"].shape == (4, 2, 3)
     assert sorted(batch["label"].tolist()) == [0, 1, 2, 3]
-    with Feed(declared(OurStream(), NOTHING, "my:OurStream"), seed=0, batch_size=4, rows=range(2, 4)) as feed:
+    with Feed(declare_dataset(OurStream(), NOTHING, "my:OurStream"), seed=0, batch_size=4, rows=range(2, 4)) as feed:
         assert feed.next()["x"].tolist() == [[2, 2], [0, 0]]
         assert feed.next()["x"].tolist() == [[0, 0], [1, 1]]
 
@@ -99,9 +99,9 @@ class Fails(Ours):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (7, "gave a int, which is no data set"),
-        (None, "gave a NoneType, which is no data set"),
-        (({"x": torch.zeros(1)} for _ in range(3)), "gave a generator, which can be walked only once"),
+        (7, "returned a int, which is not a dataset"),
+        (None, "returned a NoneType, which is not a dataset"),
+        (({"x": torch.zeros(1)} for _ in range(3)), "returned a generator, which can be iterated only once"),
         (TensorDataset(torch.zeros(3, 2)), "a sample of `my:data` is a tuple, not a dict of tensors"),
         ([{"x": 1}], "`x` in a sample of `my:data` is a int, not a tensor"),
         ([], "the first sample of `my:data` failed: IndexError"),
@@ -110,15 +110,15 @@ class Fails(Ours):
 )
 def test_what_is_no_dataset_is_an_error_of_the_plan(dataset: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
-        assert declared(dataset, NOTHING, "my:data").info
+        assert declare_dataset(dataset, NOTHING, "my:data").info
     assert (caught.value.diagnostics[0].code, caught.value.diagnostics[0].path) == ("data-factory", ("data", "factory"))
 
 
 def test_samples_per_epoch_is_the_length_and_a_pin_is_kept() -> None:
-    dataset = declared(Ours(), NOTHING, "my:Ours")
+    dataset = declare_dataset(Ours(), NOTHING, "my:Ours")
     assert samples_per_epoch(dataset, DataConfig()) == 4
     assert samples_per_epoch(dataset, DataConfig(samples_per_epoch=4)) == 4
-    with pytest.raises(PlanError, match="has 4 samples per epoch, and this plan was made for 5") as caught:
+    with pytest.raises(PlanError, match="has 4 samples per epoch, but the plan expects 5") as caught:
         samples_per_epoch(dataset, DataConfig(samples_per_epoch=5))
     assert caught.value.diagnostics[0].code == "data-changed"
 
@@ -224,6 +224,6 @@ def test_a_factory_is_built_declared_and_written_back(folder: Path) -> None:
 def test_a_factory_that_does_not_has_nothing_held_out(folder: Path) -> None:
     plan = a_plan(folder, '[data]\nfactory = "my_numbers:without_context"\noptions = { start = 7 }\n')
     assert len(open_dataset(plan.data, DataContext())) == 3
-    with pytest.raises(PlanError, match="does not take `context`") as caught:
+    with pytest.raises(PlanError, match="has no parameter `context`") as caught:
         open_dataset(plan.data, DataContext(split="held_out"))
     assert caught.value.diagnostics[0].code == "held-out"

@@ -221,7 +221,7 @@ def test_a_stream_that_gives_others_after_a_resume_is_said() -> None:
         feed.restore(state)
         feed.next()
     (note,) = feed.notes
-    assert "gives other samples" in note
+    assert "yields different samples" in note
 
 
 def test_an_indexed_data_set_is_told_its_epochs() -> None:
@@ -251,8 +251,8 @@ def test_a_data_set_with_other_samples_is_noticed_unless_they_are_drawn(before: 
         feed.next()
         state = feed.state()
     with Feed(now, seed=1, batch_size=2, rows=range(2)) as feed:
-        assert bool(feed.changed_since(state)) == differs
-        assert not feed.changed_since({"samples": 0})
+        assert bool(feed.describe_change(state)) == differs
+        assert not feed.describe_change({"samples": 0})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,9 +265,9 @@ def test_nothing_to_give_is_an_error(kind: type) -> None:
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"y": torch.tensor(0)}, r"has the fields \['y'\]; declared are \['x'\]"),
-        ({"x": torch.tensor(0), "y": torch.tensor(0)}, "declared are"),
-        ({"x": torch.tensor(0.0)}, "torch.float32; declared is int64"),
+        ({"y": torch.tensor(0)}, r"declared fields \['x'\], but has \['y'\]"),
+        ({"x": torch.tensor(0), "y": torch.tensor(0)}, "must have the declared fields"),
+        ({"x": torch.tensor(0.0)}, "must be int64, but is torch.float32"),
         ({"x": 0}, "is a int, not a tensor"),
         ({"x": torch.tensor([0])}, r"is \(\) in row 0 and \(1,\) in row 1"),
     ],
@@ -333,7 +333,7 @@ def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
                 feed.next()
             text = "".join(traceback.format_exception(caught.value))
             assert "in breaks_at_three" in text
-            assert "in sample 3 of the data set" in text
+            assert "in sample 3 of the dataset" in text
         assert feed.state() == {"samples": 2}
     assert not data_threads()
 
@@ -376,7 +376,7 @@ def test_exactly_one_batch_is_prepared_ahead() -> None:
 def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:
     dataset = Waits(100, 0)
     feed = Feed(dataset, seed=1, batch_size=1, rows=range(1), timeout_s=0.05)
-    with pytest.raises(RunError, match=r"gave no batch within 0.05 s"):
+    with pytest.raises(RunError, match=r"returned no batch within 0.05 s"):
         feed.next()
     with pytest.raises(RunError, match=r"did not return within 0.05 s of closing"):
         feed.close()

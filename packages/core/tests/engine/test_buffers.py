@@ -111,7 +111,7 @@ class Pool:
 def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error():
     records = hookimpl(lambda: [MemoryPoolRecord(name="sized", config=Table, build=f"{__name__}:Pool")])
     plan = plan_from_dict(small_plan(), loader=loader_of({"own": SimpleNamespace(sley_records=records)}))
-    pools = Pools({"large": SimpleNamespace(build=lambda: Pool(None))}, lambda name: plan.build_named("memory_pools", name))
+    pools = Pools({"large": SimpleNamespace(build=lambda: Pool(None))}, lambda name: plan.build_record("memory_pools", name))
     assert pools("large") is pools("large")
     assert pools("own.sized") is pools("own.sized") is not pools("large")
     assert [name for name, _ in pools.named_tensors()] == ["large.all", "own.sized.all"]

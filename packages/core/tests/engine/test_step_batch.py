@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.data.batches import Slices
+from sley_core.data.batches import SequenceSlicer
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.errors import RunError
@@ -36,7 +36,7 @@ class Count:
 
 
 def splitter(num_slices: int = 1, index: int = 0, *, weighs: bool = True) -> BatchSplitter:
-    return BatchSplitter(INFO, 2, Slices(FIELDS, num_slices, index), Count(), weighs=weighs)
+    return BatchSplitter(INFO, 2, SequenceSlicer(FIELDS, num_slices, index), Count(), weighs=weighs)
 
 
 def a_batch(size: int = 6) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from torch import Tensor
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
 from sley_core.losses import cross_entropy
-from sley_core.losses.cross_entropy import CrossEntropy, SumOfCrossEntropies
+from sley_core.losses.cross_entropy import ChunkedCrossEntropy, CrossEntropy
 from sley_core.protocols import SplitLogits
 
 CLASSES = 11
-chunked_sum: Any = SumOfCrossEntropies.apply
+chunked_sum: Any = ChunkedCrossEntropy.apply
 
 
 def samples(rows: int = 4, positions: int = 9, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def test_logits_that_do_not_fit_the_labels_are_refused_with_both_shapes(output: 
 
 
 def test_a_missing_field_of_labels_is_the_plans_fault() -> None:
-    with pytest.raises(PlanError, match=r"`labels`, but a batch holds `images`, `tokens`") as error:
+    with pytest.raises(PlanError, match=r"`labels`, but a batch has `images`, `tokens`") as error:
         CrossEntropy(CrossEntropyConfig()).weight({"tokens": torch.zeros(1), "images": torch.zeros(1)})
     assert error.value.diagnostics[0].path == ("loss", "labels")
 
@@ -157,7 +157,7 @@ def test_negative_labels_are_ignored_and_so_is_the_index(either_way: str, ignore
 def test_a_class_that_the_logits_do_not_have_is_named(output: Any) -> None:
     loss = CrossEntropy(CrossEntropyConfig(labels="classes"))
     labels = torch.tensor([[0, CLASSES, 1], [-1, -100, 2]])
-    with pytest.raises(RunError, match=f"`classes` has the class {CLASSES}, but the model's logits have {CLASSES}") as caught:
+    with pytest.raises(RunError, match=f"classes from 0 to {CLASSES - 1}, but the field `classes` has {CLASSES}") as caught:
         loss.loss(output, {"classes": labels})
     assert caught.value.diagnostics[0].code == "label-out-of-range"
     loss.loss(output, {"classes": labels.clamp(max=CLASSES - 1)})
@@ -170,7 +170,7 @@ def test_a_device_is_not_asked_for_the_highest_class() -> None:
     on_device = {"labels": torch.zeros(2, 3, dtype=torch.int64, device="meta")}
     loss.loss(logits, on_device)
     loss.weight({"labels": labels})
-    with pytest.raises(RunError, match=f"has the class {CLASSES + 4}"):
+    with pytest.raises(RunError, match=f"has {CLASSES + 4}"):
         loss.loss(logits, on_device)
     loss.loss(logits, on_device)
 
@@ -188,7 +188,7 @@ def weight(batch: dict[str, Tensor], **table: bool) -> float:
 @pytest.mark.parametrize("name", ["tokens", "input_ids"])
 def test_tokens_as_labels_are_refused(labels: Tensor, name: str) -> None:
     batch = {name: IDS[:, :-1], "labels": labels}
-    with pytest.raises(RunError, match=f"`labels` equals `{name}`") as caught:
+    with pytest.raises(RunError, match=f"`labels` is `{name}`") as caught:
         weight(batch)
     assert caught.value.diagnostics[0].code == "labels-not-shifted"
     assert weight(batch, copying=True) == float((labels != -100).sum())

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sley_core.config import JsonlConfig, check_metrics
-from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORED, DataInfo, Field
+from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORE_INDEX, DataInfo, Field
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.errors import RunError
 from sley_core.metrics.jsonl import JsonlWriter
@@ -100,7 +100,7 @@ FRAMES = DataInfo({"frames": Field("float32", batch_dim=1, sequence_dim=0)})
 IMAGES = DataInfo({"image": Field("float32"), "class": IDS})
 ROWS = DataInfo({"x": Field("float32"), "y": IDS})
 
-NEXT = torch.tensor([[5, 6, IGNORED, 8], [IGNORED, 0, IGNORED, IGNORED]])
+NEXT = torch.tensor([[5, 6, IGNORE_INDEX, 8], [IGNORE_INDEX, 0, IGNORE_INDEX, IGNORE_INDEX]])
 ZEROS = torch.zeros(2, 4, dtype=torch.int64)
 
 

@@ -149,7 +149,7 @@ def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path) -> None:
     assert model["1"].module.weight.is_meta
     assert model["0"].fields == ("tokens",)
     shrinking = from_factory(tmp_path, "own_model:takes", widths=[4, 4, 7])  # its options, at each call
-    assert len(HostModel(shrinking).made(shrinking["1"]).state_dict()) == 2
+    assert len(HostModel(shrinking).factory_module(shrinking["1"]).state_dict()) == 2
 
 
 def a_billion() -> tuple[int, int, float]:

@@ -240,7 +240,7 @@ class FrozenLater(nn.Module):
     ],
 )
 def test_a_parameter_that_is_frozen_in_the_second_run_alone_is_refused(layers: Any, name: str) -> None:
-    with pytest.raises(PlanError, match=rf"'{name}' is first trained, and then frozen") as raised:
+    with pytest.raises(PlanError, match=rf"'{name}' is first trained, then frozen") as raised:
         build_model_with_values(layers)
     assert raised.value.diagnostics[0].code == "model-differs"
 
@@ -270,7 +270,7 @@ class MetaParameters(Scale):
 
 @pytest.mark.parametrize("scale", [Scale, Half, MetaParameters])
 def test_a_module_that_nobody_initialises_is_refused_by_name(scale: type[nn.Module]) -> None:
-    with pytest.raises(PlanError, match=r"the parameter '0.parts.0.gain' has no first value") as raised:
+    with pytest.raises(PlanError, match=r"the parameter '0.parts.0.gain' has no initial value") as raised:
         build_model_with_values(lambda _: [Uses(scale())])
     assert raised.value.diagnostics[0].code == "model-init"
 

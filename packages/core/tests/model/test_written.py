@@ -288,7 +288,7 @@ def in_a_module_of_others(part: Any) -> None:
     ],
 )
 def test_a_parameter_that_is_held_unregistered_is_refused_by_name(add: Callable[[Any], None], where: str, name: str) -> None:
-    with pytest.raises(PlanError, match=f"`{where}` holds the parameter '{name}'") as raised:
+    with pytest.raises(PlanError, match=f"`{where}` refers to the parameter '{name}'") as raised:
         build_model_with_values(lambda _: [Part(add)])
     assert raised.value.diagnostics[0].code == "model-init"
 
@@ -321,7 +321,7 @@ class Listed(Part):
 
 @pytest.mark.parametrize(("kind", "where"), [(ByGlobalName, "ByGlobalName.forward"), (ByClass, "ByClass.kept")])
 def test_a_parameter_that_is_held_by_name_is_refused(kind: type[nn.Module], where: str) -> None:
-    with pytest.raises(PlanError, match=f"`{where}` holds the parameter '0.first.weight'"):
+    with pytest.raises(PlanError, match=f"`{where}` refers to the parameter '0.first.weight'"):
         build_model_with_values(lambda _: [kind()])
     build_model_with_values(lambda _: [Listed()])
 

@@ -30,16 +30,12 @@ def test_a_good_plan_has_no_problems(make: Make) -> None:
 
 def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
     assert problems(make(), 3) == [
-        (
-            "layout",
-            "world = pp x dp x sp fails: 3 != 1 x 2 x 1",
-            'this plan fixes the world to 2 ranks; `dp = "auto"` takes what the world leaves over',
-        )
+        ("layout", "world = pp x dp x sp fails: 3 != 1 x 2 x 1", 'use 2 ranks, or set `dp = "auto"` to use all ranks')
     ]
     found = problems(make(parallel={"pp": 2, "sp": 2}), 6)
-    assert ("layout", "world = pp x dp x sp fails: 6 is no multiple of 2 x 2", "a world of 4 or 8 ranks would do") in found
+    assert ("layout", "world = pp x dp x sp fails: 6 is no multiple of 2 x 2", "use 4 or 8 ranks") in found
     found = problems(make(parallel={"wp": 4}), 2)
-    assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "a world of 4 ranks would do") in found
+    assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "use 4 ranks") in found
 
 
 @pytest.mark.parametrize(("parallel", "dp"), [({"dp": 1, "wp": 2}, 2), ({"dp": 3, "wp": 4, "sp": 2}, 4)])
@@ -47,7 +43,7 @@ def test_shards_beyond_the_ranks_of_a_stage_lead_to_a_dp_that_fits(make: Make, p
     """`dp = "auto"` was the hint, which says nothing of why two shards of a weight are no two ranks."""
     batch = {"global_size": 48, "micro_size": 1}
     ((_, _, hint),) = [one for one in problems(make(parallel=parallel, batch=batch)) if one[0] == "layout"]
-    assert hint == f"`wp` shares weights among the dp x sp ranks of a stage and adds none: `dp = {dp}` would do"
+    assert hint == f"use `dp = {dp}`; `wp` shards weights over the dp x sp ranks of a stage"
     assert "layout" not in codes(make(parallel={**parallel, "dp": dp}, batch=batch))
 
 
@@ -110,7 +106,7 @@ def test_precision(make: Make, precision: Any, supported: bool) -> None:
 
 def test_a_loss_scale_is_for_fp16_alone(make: Make) -> None:
     assert problems(make(precision={"loss_scale": {}})) == [
-        ("loss-scale-unused", "only fp16 has a loss scale, and this plan computes in fp32", "leave `loss_scale` out")
+        ("loss-scale-unused", "only fp16 uses a loss scale, but this plan computes in fp32", "remove `loss_scale`")
     ]
     for scale in ({"init_scale": 8.0, "min_scale": 16.0}, {"min_scale": 65537.0}):
         assert codes(make(precision={"compute": "fp16", "loss_scale": scale})) == ["loss-scale-range"]
@@ -124,9 +120,9 @@ def test_a_loss_scale_is_for_fp16_alone(make: Make) -> None:
 def test_ranges_beyond_the_run(make: Make) -> None:
     assert codes(make(profile={"steps": [10, 20]}, evaluation={"every": 30})) == []
     assert problems(make(profile={"steps": [10, 21]})) == [
-        ("beyond-the-run", "the run has 20 steps, so steps 10 to 21 cannot be recorded", "the last step is 20")
+        ("beyond-the-run", "the run has 20 steps, so steps 10 to 21 cannot be recorded", "use steps up to 20")
     ]
-    assert problems(make(profile={"steps": [5, 4]}))[0][2] == "write [4, 5]"
+    assert problems(make(profile={"steps": [5, 4]}))[0][2] == "use [4, 5]"
 
 
 def handlers(*names: str) -> dict[str, Any]:
@@ -168,7 +164,7 @@ def test_an_optimizer_that_needs_whole_matrices(make: Make) -> None:
     assert found == [
         (
             "optimizer-layout",
-            "`handlers.muon` looks at whole matrices, but `handlers.shards` leaves a part of each to a rank",
+            "`handlers.muon` needs whole matrices, but with `handlers.shards` a rank has only shards",
             "use an elementwise optimizer such as `core.adamw`",
         )
     ]

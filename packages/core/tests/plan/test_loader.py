@@ -101,7 +101,7 @@ def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.Monke
         ("raise SystemExit(3)", "plugin-import", "SystemExit: 3"),
         ("raise ValueError()", "plugin-import", "ValueError"),
         (GOOD.replace("_handlers()", "_handler()"), "plugin-hook", "did you mean `sley_gradient_handlers`?"),
-        (GOOD.replace("gradient_handlers()", "process_groups(topology, devices)"), "plugin-argument", "wants `devices`"),
+        (GOOD.replace("gradient_handlers()", "process_groups(topology, devices)"), "plugin-argument", "needs `devices`"),
     ],
 )
 def test_a_module_that_is_no_plugin(install: Install, source: str, code: str, words: str) -> None:
@@ -156,11 +156,11 @@ def fails() -> Any:
     [
         (3, "failed in `sley_records`: TypeError"),
         ([3], "returns a int, not a Record"),
-        ([pool(), pool()], "two records of the name `arena`"),
-        ([pool("a.b")], "has the name `a.b`, which is none"),
-        ([pool(config=dict)], "a config that is no subclass of Table"),
-        ([records.OptimizerRecord(name="own", config=Table, build="")], "no subclass of OptimizerConfig"),
-        ([pool(config=Greedy)], "a config with the key `use`"),
+        ([pool(), pool()], "two records with the name `arena`"),
+        ([pool("a.b")], "letters, digits and `_`, but is `a.b`"),
+        ([pool(config=dict)], "a config that is not a subclass of Table"),
+        ([records.OptimizerRecord(name="own", config=Table, build="")], "not a subclass of OptimizerConfig"),
+        ([pool(config=Greedy)], "the reserved key `use`"),
     ],
 )
 def test_records_that_no_plan_could_name(returned: Any, words: str) -> None:

@@ -103,12 +103,12 @@ def test_a_name_that_is_not_set_is_an_error_with_its_place(
         load_plan(tmp_path / "plan.toml", [f"{key}='{path}'"])
     (found,) = (one for one in caught.value.diagnostics if one.code == "wrong-value")
     assert str(found.place) == "--set #1"
-    assert "the environment has no `" in found.message or "has no home folder" in found.message
+    assert "the environment variable `" in found.message or "has no home folder" in found.message
 
 
 @pytest.mark.parametrize("key", ["extends", "source_folder"])
 def test_paths_to_plans_too(tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOWHERE", raising=False)
     (tmp_path / "plan.toml").write_text(f"{key} = '$NOWHERE/x'\n{text}")
-    with pytest.raises(PlanError, match="the environment has no `NOWHERE`"):
+    with pytest.raises(PlanError, match="the environment variable `NOWHERE` is not set"):
         load_plan(tmp_path / "plan.toml")

@@ -146,17 +146,17 @@ def text_at(lines: list[str], span: TextSpan) -> str:
 
 def check_places(text: str) -> None:
     """Every key is located at text that spells it, and its value at text that spells the value."""
-    spots = index_keys(text)
+    spans = index_keys(text)
     lines = text.split("\n")
     known = dict(paths_of(tomli.loads(text)))
-    assert known.keys() == spots.keys()
+    assert known.keys() == spans.keys()
     for path, value in known.items():
-        spelled = text_at(lines, spots[path].key)
+        spelled = text_at(lines, spans[path].key)
         if isinstance(path[-1], str):
             assert tomli.loads(f"{spelled} = 0") == {path[-1]: 0}, path
         else:
             assert spelled.strip(), path
-        spelled = text_at(lines, spots[path].value)
+        spelled = text_at(lines, spans[path].value)
         # The span of a string of several lines ends with its first one.
         if not isinstance(value, dict | list) and not spelled.startswith(('"""', "'''")):
             assert repr(tomli.loads(f"value = {spelled}")["value"]) == repr(value), path
@@ -164,14 +164,14 @@ def check_places(text: str) -> None:
 
 def test_a_nasty_document() -> None:
     check_places(NASTY)
-    spots = index_keys(NASTY)
-    assert spots["quoted.key",].key == (4, 1, 12)
-    assert spots["dotted", "inner part", "last"].key == (10, 25, 4)
-    assert spots["dotted", "inner part", "last", 2, "b c", "d"].value == (11, 21, 3)
-    assert spots["table",].key == (13, 3, 5)
-    assert spots["table", "sub table"].value == (13, 1, 23)
-    assert spots["list", 1, "again", 1, "here"].key == (26, 1, 4)
-    assert spots["list", 1, "again", 1, "3", "14"].key == (28, 3, 2)
+    spans = index_keys(NASTY)
+    assert spans["quoted.key",].key == (4, 1, 12)
+    assert spans["dotted", "inner part", "last"].key == (10, 25, 4)
+    assert spans["dotted", "inner part", "last", 2, "b c", "d"].value == (11, 21, 3)
+    assert spans["table",].key == (13, 3, 5)
+    assert spans["table", "sub table"].value == (13, 1, 23)
+    assert spans["list", 1, "again", 1, "here"].key == (26, 1, 4)
+    assert spans["list", 1, "again", 1, "3", "14"].key == (28, 3, 2)
 
 
 HEADERS = ["", "", "[t{}]\n", "[ t{} . 'a.b' ] # [x]\n", '\n\t[t{}.""]\n', "[[list]]\n", "[[list.again]]\n", "[u.v{}]\n"]

@@ -88,7 +88,7 @@ def test_layout_and_rates_may_change_when_a_run_resumes(texts: Path) -> None:
     )
     check_changes(found)
     assert [one.path for one in found[:2]] == [("parallel", "dp"), ("optimizer", "lr")]
-    assert {one.before for one in found[2:]} == {"nothing"}
+    assert {one.old for one in found[2:]} == {"nothing"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import RunError
 from sley_core.model.layers import Model
 from sley_core.weight_files.read import INDEX, SINGLE, TensorKind, WeightFiles
-from sley_core.weight_files.write import Spec, unfinished, write_tensors
+from sley_core.weight_files.write import Spec, scratch_folder, write_tensors
 from sley_models import hf
 from sley_models.config import LlamaConfig
 from sley_models.hf_config import to_hf_config
@@ -63,8 +63,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: write_index(folder, {"a": "two.safetensors", "b": "one.safetensors"}),
         "names another file for: 'b', 'a'",
     ),
-    "twice": (lambda folder: save_file({"b": B, "a": A}, folder / "two.safetensors"), "'a' in .*two.* and in another file"),
-    "no file": (lambda folder: (folder / "two.safetensors").unlink(), "two.safetensors`: there is no such file"),
+    "twice": (
+        lambda folder: save_file({"b": B, "a": A}, folder / "two.safetensors"),
+        "'a' in .*two.* and also in another file",
+    ),
+    "no file": (lambda folder: (folder / "two.safetensors").unlink(), "two.safetensors`: the file does not exist"),
     "cut": (lambda folder: cut(folder / "one.safetensors", -3), "one.safetensors`: it is damaged"),
     "cut head": (lambda folder: cut(folder / "one.safetensors", 4), "one.safetensors`: it is damaged"),
     "empty": (lambda folder: cut(folder / "one.safetensors", 0), "one.safetensors`: it is damaged"),
@@ -163,7 +166,7 @@ def test_a_type_without_a_name_is_refused_by_the_tensors_name() -> None:
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    scratch = unfinished(tmp_path / "out")
+    scratch = scratch_folder(tmp_path / "out")
     scratch.mkdir()
     (scratch / "model.safetensors").write_text("half")
     write_tensors(tmp_path / "out", Given(VALUES), [("half", "half")], 10**6)

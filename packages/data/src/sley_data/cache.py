@@ -26,7 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from sley_core.api.files import appearing
+from sley_core.api.files import replace_atomically
 from sley_data.formats import read_blocks
 from sley_data.workers import map_batches
 
@@ -113,7 +113,7 @@ def prepare(
                 count = _write_parts(folder, documents, size, encode, num_bytes)
                 summary = summarize(part_files(folder, count))
                 complete = {"parts": count, "sizes": _file_sizes(folder), **summary}
-                with appearing(folder / _COMPLETE) as file:
+                with replace_atomically(folder / _COMPLETE) as file:
                     file.write(json.dumps(complete).encode())
     return complete
 
@@ -202,7 +202,7 @@ def _write_parts(
     with closing(map_batches(partial(_encode_batch, encode), missing_batches())) as results:
         for number, part_results in groupby(results, lambda result: result[0]):
             part, lengths, stats = _part(folder, number), array("q"), []
-            with appearing(part.tokens) as file:
+            with replace_atomically(part.tokens) as file:
                 for _, batch_bytes, (tokens, batch_lengths, batch_stats) in part_results:
                     file.write(tokens)
                     lengths += batch_lengths
@@ -214,9 +214,9 @@ def _write_parts(
                         progress = f"{num_done / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
                         say(f"tokenized {progress}, {max(0, num_bytes - num_done) / speed:.0f} s left")
             if stats:
-                with appearing(part.stats) as file:
+                with replace_atomically(part.stats) as file:
                     file.write(json.dumps(stats).encode())
-            with appearing(part.lengths) as file:
+            with replace_atomically(part.lengths) as file:
                 file.write(lengths)
     return count
 

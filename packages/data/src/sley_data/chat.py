@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from sley_core.api.data import IGNORED, DataContext
+from sley_core.api.data import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
@@ -195,14 +195,14 @@ class ChatRows:
             part_start = self._starts[part]
             ids = self.parts[part][start - part_start : stop - part_start]
             tokens += [token % _TRAINED for token in ids[:-1]]
-            labels += [token - _TRAINED if token >= _TRAINED else IGNORED for token in ids[1:]]
+            labels += [token - _TRAINED if token >= _TRAINED else IGNORE_INDEX for token in ids[1:]]
             positions += range(stop - start - 1)
         num_padding = self.sequence - len(tokens)
         starts.append(len(tokens))
         starts += [self.sequence] * (self.max_documents + 1 - len(starts))
         return {
             "tokens": tokens + [0] * num_padding,
-            "labels": labels + [IGNORED] * num_padding,
+            "labels": labels + [IGNORE_INDEX] * num_padding,
             "positions": [*positions, *range(num_padding)],
             "cu_seqlens": starts,
         }

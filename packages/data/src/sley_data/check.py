@@ -64,7 +64,7 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
             return
         for split in splits:
             count = len(ChatRows(config, DataContext(split=split), template))
-            if split == "train" and (problem := config.changed(count)):
+            if split == "train" and (problem := config.check_num_samples(count)):
                 yield problem
     except SleyError as error:
         yield from _error_problems(error)
@@ -178,7 +178,7 @@ def _train_problems(config: TextConfig | TokensConfig, count: int | None, single
     elif count == 0:
         hint = "use more data or a smaller `sequence`"
         yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
-    elif count is not None and (problem := config.changed(count)):
+    elif count is not None and (problem := config.check_num_samples(count)):
         yield problem
 
 

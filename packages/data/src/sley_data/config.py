@@ -10,7 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field as Limits
 from pydantic import PrivateAttr, model_validator
 
-from sley_core.api.plan import Array, DataConfig, NonNegative, PartTable, PlanPath, PlanPattern, Positive, PositiveFloat, Words
+from sley_core.api.plan import (
+    Array,
+    DataConfig,
+    NonNegative,
+    PartTable,
+    PlanPath,
+    PlanPattern,
+    Positive,
+    PositiveFloat,
+    ValueDescription,
+)
 
 Documents = Literal["pack", "cut", "pad"]
 """The way in which documents become samples of equal length.
@@ -208,7 +218,9 @@ class SourceTable(PartTable):
     kind: ClassVar = "datasets"
     shared: ClassVar = ("sequence",)
 
-    name: Annotated[str, Limits(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), Words("letters, digits, `.`, `_` and `-`")]
+    name: Annotated[
+        str, Limits(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), ValueDescription("letters, digits, `.`, `_` and `-`")
+    ]
     """The name of the source, also in the metrics `loss/NAME` and `share/NAME`."""
 
     weight: PositiveFloat | None = None
@@ -252,7 +264,7 @@ class MixtureConfig(DataConfig):
             raise ValueError("with `epochs` every source is repeated as often as they say, so `exhausted` means nothing")
         return self
 
-    def whole(self) -> MixtureConfig:
+    def include_held_out(self) -> MixtureConfig:
         """Raises ValueError, since a mixture cannot include the held-out documents of its sources."""
         raise ValueError("a mixture has no table of all samples; make each source a set of its own")
 

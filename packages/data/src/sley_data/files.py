@@ -22,7 +22,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TypeAlias, TypeVar
 
 from sley_core.api.data import Split
-from sley_core.api.files import appearing
+from sley_core.api.files import replace_atomically
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
 from sley_core.records import Problem
 from sley_data.cache import home, say
@@ -75,7 +75,7 @@ FilesAndProblems: TypeAlias = "tuple[list[File], list[Problem]]"
 
 def merge_problems(problems: Iterable[Problem]) -> PlanError:
     """Returns one PlanError with all `problems`."""
-    error = PlanError.many(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
+    error = PlanError.from_diagnostics(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
     assert isinstance(error, PlanError)
     return error
 
@@ -232,7 +232,7 @@ def download_files(name: str) -> str:
         snapshot = _download_snapshot(match["repo"], match["revision"], match["path"])
         if record:
             record.parent.mkdir(parents=True, exist_ok=True)
-            with appearing(record) as file:
+            with replace_atomically(record) as file:
                 file.write(json.dumps({"folder": str(snapshot)}).encode())
     return f"{escape(str(snapshot))}/{match['path']}"
 

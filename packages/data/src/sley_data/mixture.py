@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from sley_core.api.data import SOURCE, DataContext, DataInfo, Dataset, Field, Sample, is_stream
-from sley_core.api.parts import Draws, open_dataset, read_sample, set_epoch
+from sley_core.api.parts import SeededReader, open_dataset, read_sample, set_epoch
 from sley_core.errors import PlanError, RunError
 from sley_data.config import MixtureConfig, SourceTable
 from sley_data.interleave import MixtureOrder, source_seed
@@ -29,7 +29,7 @@ class _Source:
     number: int
     dataset: Dataset
     seed: int
-    draws: Draws
+    draws: SeededReader
     epoch: int = -1
 
 
@@ -60,7 +60,7 @@ class Mixture:
             raise PlanError(
                 "mixture-sources", f"the source `{table.name}` {reason}", path=("data", "sources", number), hint=hint
             )
-        return _Source(table, number, cast(Dataset, dataset), seed, Draws(seed, _NUM_PROBES))
+        return _Source(table, number, cast(Dataset, dataset), seed, SeededReader(seed, _NUM_PROBES))
 
     @cached_property
     def info(self) -> DataInfo:

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sley_core.api.data import BOUNDARY_FIELDS, IGNORED, TOKEN_FIELDS, Field, Sample
+from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, Field, Sample
 from sley_data.config import Documents
 from sley_data.documents import num_windows, window
 
@@ -61,7 +61,7 @@ def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
     start, num_covered = window(index, len(tokens), sequence)
     values = tokens.read(start, start + sequence + 1)
     labels = values[1:].clone()
-    labels[:num_covered] = IGNORED
+    labels[:num_covered] = IGNORE_INDEX
     return {"tokens": values[:-1], "labels": labels}
 
 
@@ -74,7 +74,7 @@ def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, 
     start, _ = window(index, len(tokens), sequence)
     sample = cut_sample(tokens, index, sequence)
     boundaries = _starts_after(offsets, start, start + sequence) - start
-    sample["labels"][boundaries - 1] = IGNORED
+    sample["labels"][boundaries - 1] = IGNORE_INDEX
     starts = torch.cat([boundaries.new_zeros(1), boundaries[boundaries < sequence]])
     lengths = torch.diff(starts, append=starts.new_tensor([sequence]))
     sample["positions"] = torch.arange(sequence) - starts.repeat_interleave(lengths)
@@ -117,7 +117,7 @@ def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, se
     before = int(ends[document - 1]) if document else 0
     start = int(offsets[document]) + (index - before) * sequence
     values = tokens.read(start, min(start + sequence + 1, int(offsets[document + 1])))
-    sample = {"tokens": torch.zeros(sequence, dtype=torch.int64), "labels": torch.full((sequence,), IGNORED)}
+    sample = {"tokens": torch.zeros(sequence, dtype=torch.int64), "labels": torch.full((sequence,), IGNORE_INDEX)}
     sample["tokens"][: values.numel() - 1] = values[:-1]
     sample["labels"][: values.numel() - 1] = values[1:]
     return sample

@@ -57,7 +57,7 @@ def locate_errors(number: int, name: str) -> Iterator[None]:
     try:
         yield
     except SleyError as error:
-        raise type(error).many(
+        raise type(error).from_diagnostics(
             replace(diagnostic, message=f"source `{name}`: {diagnostic.message}", path=source_path(number, diagnostic.path))
             for diagnostic in error.diagnostics
         ) from error

@@ -14,8 +14,8 @@ from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from sley_core.api.data import IGNORED, DataContext, Split
-from sley_core.api.files import appearing
+from sley_core.api.data import IGNORE_INDEX, DataContext, Split
+from sley_core.api.files import replace_atomically
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.config import TextConfig, TokensConfig
@@ -144,7 +144,7 @@ def _cached_stream(
         return Stream(tokens, map_tokens(folder / "offsets", "q"), digest)
 
     def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
-        with appearing(folder / "offsets") as file:
+        with replace_atomically(folder / "offsets") as file:
             offsets = array("q", [0])
             for part in parts:
                 file.write(offsets[:-1])
@@ -257,11 +257,11 @@ class TokenRows:
             return self._padded_row(index)
         start, num_covered = window(index, len(self._stream), sequence)
         values = self._stream.read(start, start + sequence + 1)
-        row = {"tokens": values[:-1], "labels": [IGNORED] * num_covered + values[1 + num_covered :]}
+        row = {"tokens": values[:-1], "labels": [IGNORE_INDEX] * num_covered + values[1 + num_covered :]}
         if self._config.documents == "pack":
             boundaries = self._boundaries(start)
             for boundary in boundaries:
-                row["labels"][boundary - 1] = IGNORED
+                row["labels"][boundary - 1] = IGNORE_INDEX
             starts = [0, *(boundary for boundary in boundaries if boundary < sequence)]
             row["positions"] = [position for start, end in pairwise([*starts, sequence]) for position in range(end - start)]
             row["cu_seqlens"] = starts + [sequence] * (self._max_documents + 1 - len(starts))
@@ -274,7 +274,7 @@ class TokenRows:
         start = offsets[document] + (index - before) * sequence
         values = self._stream.read(start, min(start + sequence + 1, offsets[document + 1]))
         num_padding = sequence + 1 - len(values)
-        return {"tokens": values[:-1] + [0] * num_padding, "labels": values[1:] + [IGNORED] * num_padding}
+        return {"tokens": values[:-1] + [0] * num_padding, "labels": values[1:] + [IGNORE_INDEX] * num_padding}
 
     @cached_property
     def _chunk_ends(self) -> list[int]:

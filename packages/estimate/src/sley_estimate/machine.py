@@ -18,14 +18,14 @@ from sley_core.errors import PlanError
 from sley_core.plan.document import Document, sort_by_place, to_plain_data
 from sley_core.plan.faults import validation_diagnostics
 from sley_core.plan.read import read_file, read_tables
-from sley_core.table import Array, Table, Words
+from sley_core.table import Array, Table, ValueDescription
 from sley_core.words import describe_value
 
 MACHINE_FORMAT = 1
-Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), Words("bytes per second, from 1e3 to 1e15")]
-Latency = Annotated[float, Field(ge=0, le=10), Words("seconds, from 0 to 10")]
-Rate = Annotated[float, Field(ge=1e6, le=1e17), Words("floating-point operations per second, from 1e6 to 1e17")]
-Measured = Annotated[float, Field(ge=0, le=1e5), Words("seconds, from 0 to 100,000")]
+Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), ValueDescription("bytes per second, from 1e3 to 1e15")]
+Latency = Annotated[float, Field(ge=0, le=10), ValueDescription("seconds, from 0 to 10")]
+Rate = Annotated[float, Field(ge=1e6, le=1e17), ValueDescription("floating-point operations per second, from 1e6 to 1e17")]
+Measured = Annotated[float, Field(ge=0, le=1e5), ValueDescription("seconds, from 0 to 100,000")]
 
 
 class MatmulTable(Table):
@@ -34,7 +34,7 @@ class MatmulTable(Table):
     flops_per_s: Rate
     """The rate of the largest products, not the peak in a datasheet."""
 
-    half_flops: Annotated[float, Field(ge=0, le=1e15), Words("FLOPs, from 0 to 1e15")] = 0.0
+    half_flops: Annotated[float, Field(ge=0, le=1e15), ValueDescription("FLOPs, from 0 to 1e15")] = 0.0
     """FLOPs of a product that reaches half of that rate, since small products do not fill a device."""
 
 
@@ -57,16 +57,16 @@ class DeviceTable(Table):
     """On `"cuda"` the host launches kernels ahead of the device, and a step takes the maximum of both. On `"cpu"` both add up.
     """
 
-    memory: Annotated[int, Field(ge=10**6, le=10**14), Words("bytes, from 1e6 to 1e14")] | None = None
+    memory: Annotated[int, Field(ge=10**6, le=10**14), ValueDescription("bytes, from 1e6 to 1e14")] | None = None
     """Bytes of memory."""
 
     memory_bandwidth: Bandwidth
     """Bytes per second that an operator reads and writes in total."""
 
-    launch_s: Annotated[float, Field(ge=0, le=0.1), Words("seconds, from 0 to 0.1")]
+    launch_s: Annotated[float, Field(ge=0, le=0.1), ValueDescription("seconds, from 0 to 0.1")]
     """Seconds of the host to launch one operator."""
 
-    step_s: Annotated[float, Field(ge=0, le=60), Words("seconds, from 0 to 60")] = 0.0
+    step_s: Annotated[float, Field(ge=0, le=60), ValueDescription("seconds, from 0 to 60")] = 0.0
     """Seconds of a step outside its operators and exchanges."""
 
     matmul: MatmulsTable
@@ -83,7 +83,7 @@ class ExchangeTable(Table):
     """Bytes per second that a rank sends while it receives as many. If the link is `shared`, the sum over all ranks of a host.
     """
 
-    overlap: Annotated[float, Field(ge=0, le=1), Words("a share, from 0 to 1")] = 1.0
+    overlap: Annotated[float, Field(ge=0, le=1), ValueDescription("a share, from 0 to 1")] = 1.0
     """The share of an exchange that overlaps with computing. A waiting rank works for the remainder: for all of it if ranks
     read
     each other's memory, and for a part if message threads need the computing cores."""
@@ -164,7 +164,7 @@ class EngineTable(Table):
 class LayerTable(Table):
     """Measured seconds of one distinct layer under one activation policy and micro-batch size."""
 
-    key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$"), Words("16 hexadecimal digits")]
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$"), ValueDescription("16 hexadecimal digits")]
     """Digest of the layer's class, parameters and inputs."""
 
     name: str
@@ -190,7 +190,7 @@ class LayerTable(Table):
     host_input_gradient: Measured = 0.0
     host_weight_gradient: Measured = 0.0
 
-    output_bytes: Annotated[int, Field(ge=0, le=10**13), Words("bytes, from 0 to 1e13")]
+    output_bytes: Annotated[int, Field(ge=0, le=10**13), ValueDescription("bytes, from 0 to 1e13")]
     """Bytes of its output."""
 
     activations: str | None = None
@@ -260,7 +260,7 @@ def load_machine(path: str | Path) -> MachineFile:
             )
             hint = CALIBRATE_HINT if code == "machine-missing" else diagnostic.hint
             problems.append(replace(diagnostic, code=code, message=message, hint=hint))
-        raise PlanError.many(problems) from None
+        raise PlanError.from_diagnostics(problems) from None
     return _validate_machine(document)
 
 
@@ -281,9 +281,9 @@ def _validate_machine(document: Document) -> MachineFile:
         message = "this is not a machine file: `format` is missing"
         if "format" in tables:
             message = f"`format` is {describe_value(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
-        raise PlanError.many([document.diagnostic("machine-format", message, ("format",), CALIBRATE_HINT)])
+        raise PlanError.from_diagnostics([document.diagnostic("machine-format", message, ("format",), CALIBRATE_HINT)])
     try:
         return MachineFile.model_validate(tables)
     except ValidationError as error:
         problems = validation_diagnostics(error, MachineFile, tables, (), document, "the machine file")
-        raise PlanError.many(sort_by_place(problems)) from None
+        raise PlanError.from_diagnostics(sort_by_place(problems)) from None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sley_core.api.files import config_folder
-from sley_core.api.plan import Array, ModelConfig, PlanPath, Positive, PositiveFloat, Table, Words
+from sley_core.api.plan import Array, ModelConfig, PlanPath, Positive, PositiveFloat, Table, ValueDescription
 from sley_core.records import Problem
 
 CONFIG = "config.json"
@@ -106,7 +106,7 @@ class LoraConfig(Table):
     alpha: PositiveFloat = 8.0
     """The product is scaled by alpha / rank."""
 
-    dropout: Annotated[float, Field(ge=0, lt=1), Words("a number of at least 0 and below 1")] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), ValueDescription("a number of at least 0 and below 1")] = 0.0
     """The probability with which an input of the adapters is zeroed."""
 
     targets: Literal["all-linear"] | Array[str] = "all-linear"

@@ -239,7 +239,7 @@ def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], in_attention:
             hint = "use names that `train-cli show` prints"
             problems.append(Diagnostic("sequence-mixing", message, ("sequence", "unchecked_layers"), hint=hint))
     if problems:
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
 
 
 def _mixing_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.model import chunks
+from sley_core.api.model import row_chunks
 from sley_core.api.parts import Handover
 from sley_core.errors import PlanError, RunError
 from sley_core.protocols import SplitLogits
@@ -293,7 +293,7 @@ def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoot
     if not classes.size:
         return result
     is_local, indices = _local_targets(targets, classes)
-    for rows in chunks(logits):
+    for rows in row_chunks(logits):
         chunk = logits[rows].to(result.dtype)
         torch.logsumexp(chunk, -1, out=result[0, rows])
         result[1, rows] = torch.where(is_local[rows], chunk.gather(-1, indices[rows]).squeeze(-1), -torch.inf)
@@ -331,7 +331,7 @@ def logits_to_gradient(
     is_local, indices = _local_targets(targets, classes)
     target_terms = torch.where(is_local, log_sum.new_full((), smoothing - 1.0), 0.0).unsqueeze(-1)
     scales = torch.where(targets == NO_TARGET, 0.0, scale.to(log_sum.dtype)).unsqueeze(-1)
-    for rows in chunks(logits):
+    for rows in row_chunks(logits):
         chunk = (logits[rows] - log_sum[rows].unsqueeze(-1)).exp_()
         if smoothing:
             chunk -= smoothing / classes.total

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+from sley_core.data.dataset import IGNORE_INDEX, DataContext, DataInfo, Field
 from sley_core.model.layers import Model
 
 WIDTH = 6
@@ -65,7 +65,7 @@ class Labelled:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.first + index)
         tokens, labels = torch.randint(CLASSES, (2, 5), generator=generator)
-        labels[: 5 if index % 8 == 2 else index % 3] = IGNORED
+        labels[: 5 if index % 8 == 2 else index % 3] = IGNORE_INDEX
         return {"tokens": tokens, "labels": labels}
 
 

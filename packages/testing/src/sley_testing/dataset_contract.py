@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.data.batches import check_tokens, collate_of
+from sley_core.data.batches import check_tokens, collate_function
 from sley_core.data.dataset import AnyDataset, Batch, DataContext, Dataset, Field, Sample, Split, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
@@ -60,7 +60,7 @@ class DatasetContract:
         dataset = self._open(folder)
         samples = self._samples(dataset)
         assert samples, "the dataset has no samples"
-        batch = collate_of(dataset)(samples)
+        batch = collate_function(dataset)(samples)
         fields = dataset.info.fields
         assert batch.keys() == fields.keys(), f"a batch has the fields {sorted(batch)}, but `info` declares {sorted(fields)}"
         for name, field in fields.items():

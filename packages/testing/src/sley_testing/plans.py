@@ -96,5 +96,5 @@ def build_model_with_values(
     model = build_meta_model(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned
     host = HostModel(model)
-    host.drop_unowned(host.place(names, dtype=dtype, device=torch.device("cpu")), names)
+    host.drop_unowned(host.load_values(names, dtype=dtype, device=torch.device("cpu")), names)
     return model

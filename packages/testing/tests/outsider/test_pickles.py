@@ -25,7 +25,7 @@ def test_it_cannot_keep_the_best_and_says_so(texts: Path) -> None:
     evaluation = {"every": 1, "keep_best": "held_out_loss"}
     tables = small_plan(checkpoint=TestPickles.checkpoint, evaluation=evaluation)
     problems = check_plan(plan_from_dict(tables, texts), 1)
-    assert [(one.code, one.message) for one in problems] == [("keep-best", "`pickles.folder` keeps no best checkpoint")]
+    assert [(one.code, one.message) for one in problems] == [("keep-best", "`pickles.folder` does not support `keep_best`")]
 
 
 @pytest.mark.parametrize(

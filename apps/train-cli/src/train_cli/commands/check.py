@@ -20,7 +20,7 @@ from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.load import load_plan, resolve_plan
 from sley_core.plan.loader import FIRST_PARTY, Loader
 from sley_core.plan.read import read_file
-from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES, SetTable
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES, SetTable
 from sley_core.records import Record
 from sley_core.table import Table
 from train_cli.console import say
@@ -61,7 +61,7 @@ def check(
             errors.append(error)
     if errors:
         worst = max(errors, key=lambda error: error.exit_code)
-        raise type(worst).many(diagnostic for error in errors for diagnostic in error.diagnostics)
+        raise type(worst).from_diagnostics(diagnostic for error in errors for diagnostic in error.diagnostics)
     result = "1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine"
     say(result if model else f"{result}; no model was built (use --model)")
 
@@ -71,7 +71,7 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
     plan = load_plan(path, overrides)
     size = plan.world(world) if world is None else world
     if problems := check_plan(plan, size):
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
     if model:
         from train_cli.on_meta import check_model
 
@@ -122,7 +122,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
             lines[name] = ""
             unknown += [document.diagnostic(each.code, each.message, paths[name], each.hint) for each in error.diagnostics]
     if unknown:
-        raise PluginError.many(unknown)
+        raise PluginError.from_diagnostics(unknown)
     if timer:
         is_own = timer.startswith("sley_")
         lines[timer] = f"-e {package_folder(timer.removeprefix('sley_'))}" if is_own else timer
@@ -167,7 +167,7 @@ def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, Ke
             yield match[1], path
     for spec in COMPONENTS:
         is_open = not {"use", "factory"} & _table(document, spec.key).keys()
-        if spec.default and is_open and (spec.only_with is None or spec.only_with in document.tables):
+        if spec.default and is_open and (spec.required_table is None or spec.required_table in document.tables):
             yield spec.default.partition(".")[0], (spec.key,)
 
 
@@ -216,7 +216,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
             records[spec.key] |= {f"{name}.{record.name}": record for record in plugin.records[spec.kind].values()}
     models: list[type[Table]] = [
         *TABLES.values(),
-        *OPTIONAL.values(),
+        *OPTIONAL_TABLES.values(),
         SetTable,
         *(spec.factory for spec in COMPONENTS if spec.factory),
     ]
@@ -237,20 +237,20 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
         "extends": {"type": "string", "description": EXTENDS},
         "source_folder": {"type": "string", "description": SOURCE_FOLDER},
     }
-    properties |= {name: schema_of(model) for name, model in {**TABLES, **OPTIONAL}.items()}
+    properties |= {name: schema_of(model) for name, model in {**TABLES, **OPTIONAL_TABLES}.items()}
     for spec in COMPONENTS:
         choices = []
         for name, record in records[spec.key].items():
             choice = schema_of(record.config)
             choice["properties"] = {"use": {"const": name}, **choice.get("properties", {})}
-            if name != spec.default and not spec.known:
+            if name != spec.default and not spec.suggested_record:
                 choice["required"] = ["use", *choice.get("required", [])]
             choices.append(choice)
         properties[spec.key] = _component(spec, choices + ([schema_of(spec.factory)] if spec.factory else []))
     of_set = _of_sets(properties["data"], schema_of(SetTable))
     properties["evaluation"]["properties"]["sets"]["additionalProperties"] = of_set
     required = [name for name, model in TABLES.items() if any(key.is_required() for key in model.model_fields.values())]
-    required += [spec.key for spec in COMPONENTS if not (spec.many or spec.named or spec.default or spec.only_with)]
+    required += [spec.key for spec in COMPONENTS if not (spec.is_list or spec.has_names or spec.default or spec.required_table)]
     return {
         "$schema": DIALECT,
         "title": "A plan of Sley",
@@ -265,11 +265,11 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
 def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the schema of a component table with the alternatives `choices`: a table, an array, or tables by name."""
     # If the schedule determines the default, a table without `use` may belong to any record.
-    alternatives = "anyOf" if spec.known else "oneOf"
+    alternatives = "anyOf" if spec.suggested_record else "oneOf"
     table: dict[str, Any] = {"type": "object", alternatives: choices} if choices else {"type": "object"}
-    if spec.named:
+    if spec.has_names:
         return {"description": spec.summary, "type": "object", "additionalProperties": table}
-    if not spec.many:
+    if not spec.is_list:
         return {"description": spec.summary, **table}
     return {"description": spec.summary, "type": "array", "items": table}
 

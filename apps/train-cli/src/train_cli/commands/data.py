@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from sley_core.data.dataset import IGNORED, SOURCE, AnyDataset, DataContext, DataRows, Split, is_stream
+from sley_core.data.dataset import IGNORE_INDEX, SOURCE, AnyDataset, DataContext, DataRows, Split, is_stream
 from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
-from sley_core.whole_files import appearing
+from sley_core.whole_files import replace_atomically
 from train_cli.console import say
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
 
@@ -117,7 +117,7 @@ def export(
         is_small = (dataset.info.vocab_size or 0) <= 1 << 16
         count = 0
         out.mkdir(parents=True, exist_ok=True)
-        with appearing(out / name) as file:
+        with replace_atomically(out / name) as file:
             for part in dataset.token_parts:
                 wide = part.to(torch.uint16 if is_small else torch.uint32)
                 file.write(wide.numpy().data)
@@ -204,7 +204,7 @@ def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None, *, col
     tokens, labels = row["tokens"], row["labels"]
     starts = sorted({*row.get("cu_seqlens", (0,)), len(tokens)})
     for start, stop in pairwise(starts):
-        is_padding = not any(tokens[start:stop]) and all(label == IGNORED for label in labels[start:stop]) and start > 0
+        is_padding = not any(tokens[start:stop]) and all(label == IGNORE_INDEX for label in labels[start:stop]) and start > 0
         yield f"-- positions {start} to {stop - 1}{': padding' if is_padding else ''}"
         if is_padding:
             continue

@@ -98,7 +98,7 @@ def job_of(plan: Plan, nodes: int, per_node: int | None, arguments: Sequence[str
                 hint="use another `--nodes` or `dp`, or `--set 'parallel.dp=\"auto\"'` and `--per-node N`",
             )
     if problems := check_plan(plan, nodes * per_node):
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
     resumes = plan.checkpoint is not None
     return Job(plan.run.name, nodes, per_node, tuple(arguments), plan.run.device != "cpu", resumes)
 

@@ -196,7 +196,7 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
 def check(plan: Plan, size: int) -> int:
     """Returns `size` if `plan` can run on so many ranks, else raises PlanError with all problems."""
     if problems := check_plan(plan, size):
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
     return size
 
 

@@ -186,7 +186,7 @@ def eval(
             # Another split of the run's own data would hold out samples on which it was trained.
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
-            raise PlanError.many(diagnostics) from error
+            raise PlanError.from_diagnostics(diagnostics) from error
         say(description)
         if data and (note := _trained_on(plan_with_data(run), plan)):
             say(note)

@@ -89,7 +89,7 @@ def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
         placement = schedule.placement(topology.pp)
         lists = lower(schedule.lists(topology.pp, micros), placement, micros)
     except PlanError as error:
-        raise plan.located(error) from None
+        raise plan.add_places(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
     sizes = f"{_counted(topology.pp, 'stage')}, {_counted(micros, 'micro-batch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"

@@ -1,7 +1,7 @@
 """Gives datasets the types of samples, of their fields, and of text as token ids; imports no torch."""
 
 from sley_core.data.dataset import BOUNDARY_FIELDS as BOUNDARY_FIELDS
-from sley_core.data.dataset import IGNORED as IGNORED
+from sley_core.data.dataset import IGNORE_INDEX as IGNORE_INDEX
 from sley_core.data.dataset import SOURCE as SOURCE
 from sley_core.data.dataset import TOKEN_FIELDS as TOKEN_FIELDS
 from sley_core.data.dataset import DataContext as DataContext

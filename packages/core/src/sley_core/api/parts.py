@@ -1,7 +1,7 @@
 """Gives plugins the parts of a run: parameters, gradients, the state of a step, values between stages; opens data sets."""
 
 from sley_core.data.factory import open_dataset as open_dataset
-from sley_core.data.feed import Draws as Draws
+from sley_core.data.feed import SeededReader as SeededReader
 from sley_core.data.feed import read_sample as read_sample
 from sley_core.data.walk import set_epoch as set_epoch
 from sley_core.engine.accumulators import add_at as add_at

@@ -17,6 +17,6 @@ from sley_core.table import Positive as Positive
 from sley_core.table import PositiveFloat as PositiveFloat
 from sley_core.table import RecordReference as RecordReference
 from sley_core.table import Table as Table
-from sley_core.table import Words as Words
+from sley_core.table import ValueDescription as ValueDescription
 from sley_core.topology import Topology as Topology
 from sley_core.words import suggestion as suggestion

@@ -13,5 +13,5 @@ from sley_core.run_state.state import TrainingState as TrainingState
 from sley_core.weight_files.write import BY_NAME as BY_NAME
 from sley_core.weight_files.write import DTYPES as DTYPES
 from sley_core.weight_files.write import Spec as Spec
+from sley_core.weight_files.write import build_header as build_header
 from sley_core.weight_files.write import bytes_of as bytes_of
-from sley_core.weight_files.write import header_of as header_of

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sley_core.errors import RunError, cause
+from sley_core.errors import RunError, format_cause
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group
@@ -81,7 +81,7 @@ def probe(
         try:
             return next((text for step in steps if (text := step())), "")
         except Exception as error:  # whatever a file system raises
-            return cause(error)
+            return format_cause(error)
 
     def wait_for_files(names: Iterable[str], what: str) -> str:
         """Waits until files with these `names` exist; returns a text if they do not appear in time."""

@@ -1,7 +1,4 @@
-"""Reads a stream epoch after epoch, from any position, with the stream's own state if that leads back there.
-
-Digests of samples show a resumed run whose data are not those of its checkpoint.
-"""
+"""Reads a stream epoch after epoch from any position. Digests of samples detect data that differ from the checkpoint's run."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import Sample, Stream
-from sley_core.errors import PlanError, RunError, cause, note_origin
+from sley_core.errors import PlanError, RunError, format_cause, note_origin
 
 
 def digest_of(samples: Iterable[Any]) -> str:
-    """Returns a digest of names, dtypes, shapes and values of the tensors in samples."""
+    """Returns a digest of the names, dtypes, shapes and values of all tensors in `samples`."""
     digest = SamplesDigest()
     for sample in samples:
         digest.add(sample)
@@ -28,13 +25,13 @@ def digest_of(samples: Iterable[Any]) -> str:
 
 
 class SamplesDigest:
-    """Computes a digest of samples as they come."""
+    """Computes the digest of a sequence of samples."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
 
     def add(self, value: Any) -> None:
-        """Adds a sample, or a value in it; of what is neither tensor, number nor text only the type counts."""
+        """Adds a sample, or a value of a sample. Only the type of values other than tensors, numbers and text is included."""
         if isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 self._hash.update(f"{key}=".encode())
@@ -52,109 +49,111 @@ class SamplesDigest:
 
 
 def byte_view(value: Tensor) -> memoryview:
-    """Returns the bytes of a tensor of any dtype and device in order; on the CPU, if it is contiguous, without a copy."""
+    """Returns the bytes of a tensor of any dtype and device. Does not copy a contiguous CPU tensor."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def probe(count: int, read: Callable[[int], Any]) -> str | None:
-    """Returns a digest of the number of samples and of three; None if they cannot be read twice alike. read: by index."""
+def probe_digest(count: int, read: Callable[[int], Any]) -> str | None:
+    """Returns a digest of three of `count` samples and of `count`; None if two reads differ. read: returns a sample by
+    index.
+    """
     try:
-        places = (0, count // 2, count - 1)
-        first, second = (digest_of(map(read, places)) for _ in range(2))
+        indices = (0, count // 2, count - 1)
+        first, second = (digest_of(map(read, indices)) for _ in range(2))
     except Exception:
         return None
     return f"{count}:{first}" if first == second else None
 
 
-Read: TypeAlias = Callable[[int, Callable[[], Sample]], Sample]
+ReadSample: TypeAlias = Callable[[int, Callable[[], Sample]], Sample]
 
-STATE_NAMES = (("state", "restore"), ("state_dict", "load_state_dict"))
+STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
 INEXACT = (
-    "the state of the data stream does not lead back to where it was, as with a shuffle buffer; "
-    "the {count} samples before were read again from its beginning"
+    "the data stream cannot return to its saved position, for example because of a shuffle buffer; "
+    "{count} samples were read again from its start"
 )
 CHANGED = (
-    "the data stream gives other samples than those that were read before the checkpoint: "
-    "its data have changed, or their order is drawn anew each time"
+    "the data stream yields different samples than before the checkpoint: "
+    "its data have changed, or its order is random at each start"
 )
 
 
 class StreamReader:
-    """Iterates over the samples of a stream, endlessly, and knows the place from which the next one comes.
+    """Reads the samples of a stream without end.
 
-    beginning: the stream's place before it is first read. A place is `{"epoch": epochs before, "stream": the stream's own
-    state}`, without "stream" if it has none. take: called with each sample's number, from 0 over all epochs, and a function
-    that takes it from the stream; returns it.
+    A position is `{"epoch": the number of completed epochs, "stream": the stream's state}`, without "stream" if the stream has
+    no state. read_sample: a function that is called with the number of each sample, over all epochs, and a function that reads
+    the sample; returns the sample.
     """
 
-    def __init__(self, stream: Stream, take: Read = lambda _, sample: sample()) -> None:
-        self._take = take
+    def __init__(self, stream: Stream, read_sample: ReadSample = lambda _, read: read()) -> None:
+        self._read_sample = read_sample
         self._stream = stream
-        self._names = next((names for names in STATE_NAMES if all(hasattr(stream, name) for name in names)), None)
+        self._methods = next((names for names in STATE_METHODS if all(hasattr(stream, name) for name in names)), None)
         self._epoch = 0
-        self.beginning = self.place()
+        self._start = self.position()
 
-    def place(self) -> dict[str, Any]:
-        own = {} if self._names is None else {"stream": deepcopy(getattr(self._stream, self._names[0])())}
-        return {"epoch": self._epoch, **own}
+    def position(self) -> dict[str, Any]:
+        state = {} if self._methods is None else {"stream": deepcopy(getattr(self._stream, self._methods[0])())}
+        return {"epoch": self._epoch, **state}
 
-    def read(self, state: Mapping[str, Any], note: Callable[[str], None]) -> Iterator[Sample]:
-        """Returns the samples after the first `state["samples"]`: after an epoch ends the next one begins.
+    def read(self, state: Mapping[str, Any], add_note: Callable[[str], None]) -> Iterator[Sample]:
+        """Returns the samples after the first `state["samples"]`.
 
-        state: may have `replay`: the number of samples before the last batch, their "place" and the "digest" of the batch. The
-        batch is then read again. If that gives other samples, the stream is read from its beginning, which any stream without a
-        state needs anyway. note: called with what the user has to know about that.
+        state: may have `replay`, which describes the last batch: the number of "samples" and the position ("place") before it,
+        and its "digest". The batch is then read again. If it differs, or if the stream has no state, the stream is read from
+        its start.
+        add_note: a function that receives messages for the user.
         """
         done, replay = state["samples"], state.get("replay")
-        before = replay["samples"] if replay else done
-        if replay and "stream" in replay["place"] and self._names is not None:
-            samples = self._from(replay["place"], before)
-            if digest_of(islice(samples, done - before)) == replay["digest"]:
+        batch_start = replay["samples"] if replay else done
+        if replay and "stream" in replay["place"] and self._methods is not None:
+            samples = self._read_from(replay["place"], batch_start)
+            if digest_of(islice(samples, done - batch_start)) == replay["digest"]:
                 return samples
-            note(INEXACT.format(count=done))
-        samples = self._from(self.beginning, 0)
-        for _ in islice(samples, before):
+            add_note(INEXACT.format(count=done))
+        samples = self._read_from(self._start, 0)
+        for _ in islice(samples, batch_start):
             pass
-        if replay and digest_of(islice(samples, done - before)) != replay["digest"]:
-            note(CHANGED)
+        if replay and digest_of(islice(samples, done - batch_start)) != replay["digest"]:
+            add_note(CHANGED)
         return samples
 
-    def _from(self, place: Mapping[str, Any], number: int) -> Iterator[Sample]:
-        """Moves the stream to a place, and returns the samples from there on. number: of the first one."""
-        self._epoch = place["epoch"]
-        if self._names is not None:
-            getattr(self._stream, self._names[1])(deepcopy(place["stream"]))
-        samples = self._endless(resumed=self._names is not None)
-        return (self._take(each, partial(next, samples)) for each in count(number))
+    def _read_from(self, position: Mapping[str, Any], start: int) -> Iterator[Sample]:
+        """Moves the stream to `position` and returns the samples after it. start: the number of the first sample."""
+        self._epoch = position["epoch"]
+        if self._methods is not None:
+            getattr(self._stream, self._methods[1])(deepcopy(position["stream"]))
+        samples = self._repeat_epochs(is_resumed=self._methods is not None)
+        return (self._read_sample(number, partial(next, samples)) for number in count(start))
 
-    def _endless(self, *, resumed: bool) -> Iterator[Sample]:
-        """Yields the samples of epoch after epoch; raises PlanError "data-empty" for an empty epoch.
-
-        Only the first epoch of a resumed stream may be empty: its state may lie just before its end.
+    def _repeat_epochs(self, *, is_resumed: bool) -> Iterator[Sample]:
+        """Yields the samples of all epochs. Raises PlanError "data-empty" for an empty epoch, except the first epoch of a
+        resumed stream, whose state may be just before the end.
         """
         while True:
             set_epoch(self._stream, self._epoch)
-            empty = True
-            for sample in self._samples():
-                empty = False
+            is_empty = True
+            for sample in self._read_epoch():
+                is_empty = False
                 yield sample
-            if empty and not resumed:
+            if is_empty and not is_resumed:
                 raise PlanError("data-empty", "the stream ended without a sample", path=("data",))
-            resumed = False
+            is_resumed = False
             self._epoch += 1
 
-    def _samples(self) -> Iterator[Sample]:
-        """Yields one epoch; an error of the stream gets a note of its origin, SystemExit becomes RunError."""
+    def _read_epoch(self) -> Iterator[Sample]:
+        """Yields the samples of one epoch. Adds the origin to errors of the stream; converts SystemExit to RunError."""
         try:
             yield from self._stream
         except SystemExit as error:  # would end this process without a message
-            raise RunError("data-sample", f"the stream failed: {cause(error)}") from error
+            raise RunError("data-sample", f"the stream failed: {format_cause(error)}") from error
         except Exception as error:
-            note_origin(error, "the stream of the data set", self._stream)
+            note_origin(error, "the stream of the dataset", self._stream)
             raise
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Tells a data set that has `set_epoch`, as those of torch and Hugging Face may, which epoch follows; 0 is the first."""
+    """Calls the dataset's `set_epoch`, if it has one, with the number of the next epoch, counted from 0."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.engine.call import tensors_in
 from sley_core.errors import RunError
 from sley_core.model.tensors import version_of
-from sley_core.plan.tables import BETTER
+from sley_core.plan.tables import BEST_MODES
 
 if TYPE_CHECKING:
     from sley_core.config import CrossEntropyConfig
@@ -112,8 +112,8 @@ class Tally:
             problem = f"gives {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}"
         elif wrong := next((name for name, pair in results.items() if not _is_pair(pair)), None):
             problem = f"gives no pair of numbers as {wrong!r}"
-        elif wrong := next((name for name in results if not _NAME.fullmatch(str(name)) or name in BETTER), None):
-            problem = f"gives the name {wrong!r}, which is {'taken' if wrong in BETTER else 'no name'}"
+        elif wrong := next((name for name in results if not _NAME.fullmatch(str(name)) or name in BEST_MODES), None):
+            problem = f"gives the name {wrong!r}, which is {'taken' if wrong in BEST_MODES else 'no name'}"
         else:
             names = sorted(results)
             if self.names not in (None, names):

@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import modules_with_extra_state, set_extra_state
-from sley_core.errors import RunError, cause
+from sley_core.errors import RunError, format_cause
 from sley_core.model.tensors import checksum
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class _Loader:
                 if writes and not self.report.wrong:
                     self.write(name, value)
         except Exception as error:
-            self.report.wrong.append(f"reading the weights failed: {cause(error)}")
+            self.report.wrong.append(f"reading the weights failed: {format_cause(error)}")
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:

@@ -98,7 +98,7 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
         message = f"the parameter {name!r} has a gradient hook, and is used by {why}: no rank has what the hook would be given"
         diagnostics.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
     if diagnostics:
-        raise PlanError.many(diagnostics)
+        raise PlanError.from_diagnostics(diagnostics)
 
 
 def check_no_parameters(loss: Any) -> None:

@@ -31,13 +31,13 @@ from sley_core.sizes import split_by_size
 from sley_core.weight_files.write import (
     Spec,
     TensorFiles,
-    begin,
+    begin_folder,
     check_replaceable,
-    complete,
-    discard,
+    complete_folder,
+    describe_write_error,
+    discard_folder,
     file_names,
-    unfinished,
-    unwritten,
+    scratch_folder,
 )
 
 if TYPE_CHECKING:
@@ -135,11 +135,11 @@ class WeightSaver:
             require()
             sources = list(self._list_sources(precision))
             if self._parts.world.rank == 0:
-                begin(folder)
+                begin_folder(folder)
         except SleyError as error:
             failed = error.diagnostics[0].message
         except OSError as error:
-            failed = unwritten(error, folder)
+            failed = describe_write_error(error, folder)
         own = [source.spec for source in sources] if self._writes else []
         files, facts = self._exchange_files(
             split_by_size(own, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts
@@ -149,13 +149,13 @@ class WeightSaver:
         self._exchange_files([], failed, folder, {})
         if self._parts.world.rank == 0:
             every = {name: specs for name, _, specs in files}
-            missing = [name for name in every if not (unfinished(folder) / name).is_file()]
+            missing = [name for name in every if not (scratch_folder(folder) / name).is_file()]
             failed = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
             try:
                 if not failed:
-                    complete(folder, every)
+                    complete_folder(folder, every)
             except OSError as error:
-                failed = unwritten(error, folder)
+                failed = describe_write_error(error, folder)
         self._exchange_files([], failed, folder, {})
 
     def _exchange_files(
@@ -169,7 +169,7 @@ class WeightSaver:
         wrong = [f"rank {rank}: {said}" for rank, (said, _, _) in zip(self._control.ranks, everyone, strict=True) if said]
         if wrong:
             if self._parts.world.rank == 0:
-                discard(folder)
+                discard_folder(folder)
             hint = "all ranks write into this folder, so that each of them must see it"
             raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {wrong[0]}", hint=hint)
         plain = [
@@ -207,7 +207,7 @@ class WeightSaver:
         for source in sources if self._writes else ():
             files.setdefault(mine[source.spec.name], []).append(source.spec)
         failed = ""
-        with TensorFiles(unfinished(folder), files, facts) as written:
+        with TensorFiles(scratch_folder(folder), files, facts) as written:
             for source in sources:
                 value = self._gather_full(source, precision)
                 if value is None or failed:
@@ -215,12 +215,12 @@ class WeightSaver:
                 try:
                     written.add(source.spec.name, value)
                 except OSError as error:
-                    failed = unwritten(error, folder)
+                    failed = describe_write_error(error, folder)
             try:
                 if not failed:
                     written.close()
             except OSError as error:
-                failed = unwritten(error, folder)
+                failed = describe_write_error(error, folder)
         return failed
 
     def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.data.dataset import IGNORED, SOURCE
+from sley_core.data.dataset import IGNORE_INDEX, SOURCE
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
@@ -110,7 +110,7 @@ class SourceSums:
         """Returns the labels with those of other rows ignored."""
         shape = [1] * labels.ndim
         shape[self._fields[name].batch_dim] = len(rows)
-        return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORED)
+        return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
         """Returns the rows of an output and of the batch. Raises RunError "outputs-apart" for a tensor without the dim."""

@@ -98,7 +98,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     try:
         boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:
-        raise plan.located(error) from None
+        raise plan.add_places(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
     stages = [(placement.holder(at).stage, layers) for at, layers in enumerate(positions)]
     chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
@@ -108,7 +108,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
         own = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
         known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'
         hint = f"add [[gradient_handlers]] with {known} behind the reducer"
-        raise PlanError.many([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
+        raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return stage
 
 

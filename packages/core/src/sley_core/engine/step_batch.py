@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from sley_core.data.batches import Slices, adds_up, check_tokens, count_micros, cut, sliced_info
+from sley_core.data.batches import SequenceSlicer, check_tokens, count_microbatches, is_sum, narrow_batch, sliced_info
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
 
@@ -67,8 +67,8 @@ class WeightAdditivity:
         if shape in self._known:
             return
         whole = self.loss.weight(batch)
-        parts = [self.loss.weight(cut(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
-        if not adds_up(parts, whole):
+        parts = [self.loss.weight(narrow_batch(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
+        if not is_sum(parts, whole):
             weights = " + ".join(f"{part:g}" for part in parts[:4]) + (" + ..." if num_micros > 4 else "")
             raise RunError(
                 "loss-not-additive",
@@ -139,7 +139,7 @@ class BatchSplitter:
 
     info: DataInfo
     micro_size: int
-    slices: Slices
+    slices: SequenceSlicer
     loss: Loss | None
     weighs: bool = field(default=False, kw_only=True)
     weighs_micros: bool = field(default=False, kw_only=True)
@@ -178,7 +178,7 @@ class BatchSplitter:
         num_counted = -(-max(0, num_samples) // size)
         pieces: list[Batch] = []
         for micro in range(count):
-            piece = cut(batch, self.info.fields, micro, count)
+            piece = narrow_batch(batch, self.info.fields, micro, count)
             if micro == num_counted - 1:
                 left = num_samples - micro * size
                 piece = {name: value.narrow(self.info.fields[name].batch_dim, 0, left) for name, value in piece.items()}
@@ -190,7 +190,7 @@ class BatchSplitter:
     def select_fields(self, names: Collection[str]) -> BatchSplitter:
         """Returns a splitter for batches that have only those of the declared fields that are in `names`."""
         fields = {name: field for name, field in self.info.fields.items() if name in names}
-        slices = Slices(fields, self.slices.num_slices, self.slices.index)
+        slices = SequenceSlicer(fields, self.slices.num_slices, self.slices.index)
         return replace(self, info=replace(self.info, fields=fields), slices=slices)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
@@ -199,7 +199,7 @@ class BatchSplitter:
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
     def _count(self, piece: Mapping[str, Tensor]) -> int:
-        return count_micros(piece, self.info.fields, self.micro_size)
+        return count_microbatches(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
         """Slices `whole`, checks weights, and cuts micro-batches. counts: the numbers of micro-batches of the pieces."""
@@ -217,7 +217,9 @@ class BatchSplitter:
 
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
-    return [cut(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)]
+    return [
+        narrow_batch(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)
+    ]
 
 
 def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:

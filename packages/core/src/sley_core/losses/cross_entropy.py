@@ -1,6 +1,6 @@
-"""Computes cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut.
+"""Cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is split.
 
-`ignore_index` and negative labels are ignored in every layout; the others are classes or an error.
+`ignore_index` and negative labels are ignored. Other labels must be classes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sley_core.model.tensors import alike, device_kind
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""How many logits are taken at a time: on a CPU what its cache holds, on a GPU enough for a launch not to matter."""
+"""The number of logits per chunk. A chunk fits the cache of a CPU, and hides the launch overhead of a GPU."""
 
 
 class CrossEntropy(Loss):
-    """The loss `core.cross_entropy`: over any cut of a batch, weights and losses sum to those of the full batch.
+    """The loss `core.cross_entropy`. The weights and losses of the parts of a batch sum to those of the batch.
 
-    Labels are classes, int64 of any shape [...]; the model's output is a tensor of logits [..., classes], or a
-    `SplitLogits`, of which ranks share the classes.
+    Labels are int64 classes of any shape [...]. The output is a tensor of logits [..., classes], or `SplitLogits`, whose
+    classes are split over ranks.
     """
 
     def __init__(self, config: CrossEntropyConfig) -> None:
@@ -36,11 +36,12 @@ class CrossEntropy(Loss):
         self._is_first = not config.copying
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns how many labels of these samples are not ignored; reads the labels alone, on the host, and notes the highest
-        for `loss`. Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
+        """Returns the number of labels that are not ignored, computed on the host. Records the highest label for `loss`.
+
+        Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
         """
         labels = self._labels(batch)
-        lowest, highest = self._bounds_of(labels)
+        lowest, highest = self._label_range(labels)
         self._highest = max(self._highest, highest)
         if self._is_first:
             self._is_first = False
@@ -50,123 +51,116 @@ class CrossEntropy(Loss):
         return float(torch.count_nonzero((labels >= 0) & (labels != self.config.ignore_index)))
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the sum of the cross-entropies, in nats: an fp32 scalar, or fp64 for fp64 logits.
+        """Returns the sum of the cross-entropies, in nats, as an fp32 scalar (fp64 for fp64 logits).
 
-        If no label counts, it is 0 with zero gradients, not NaN. Raises RunError if the output is not logits that fit
-        the labels, and "label-out-of-range" for a label that is not a class. On a CPU that is a label of this
-        micro-batch; elsewhere of any batch that was weighed, because reading the labels would synchronise with the
-        device.
+        If all labels are ignored, the sum and its gradients are 0. Raises RunError "loss-output" if the output is not logits of
+        a fitting shape, and "label-out-of-range" if a label is not a class. On a CPU the labels of this micro-batch are
+        checked. On other devices that would synchronise, so the highest label seen by `weight` is checked.
         """
         labels = self._labels(batch)
         shape: tuple[int, ...] = getattr(output, "shape", ())
         if shape[:-1] == labels.shape and shape[-1:]:
-            labels = self._checked(labels, shape[-1])
+            labels = self._check_labels(labels, shape[-1])
         if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
             _check_fit(output.shape, labels, output.dtype)
             return output.cross_entropy(labels, self.config.ignore_index, self.config.label_smoothing)
         if not isinstance(output, Tensor):
             message = f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`"
-            hint = "let the last layer return its logits alone, or give a loss of your own through `factory`"
+            hint = "return only the logits from the last layer, or set your own loss by `factory`"
             raise RunError("loss-output", message, hint=hint)
         _check_fit(output.shape, labels, output.dtype)
-        few = output.numel() <= _chunk_elements(output)
-        function = plain_sum if few else SumOfCrossEntropies.apply
+        function = sum_cross_entropy if output.numel() <= _chunk_elements(output) else ChunkedCrossEntropy.apply
         total: Tensor = function(
             output.reshape(-1, output.shape[-1]), labels.reshape(-1), self.config.ignore_index, self.config.label_smoothing
         )
         return total
 
-    def _bounds_of(self, labels: Tensor) -> tuple[int, int]:
-        """Returns the lowest and highest label; the lowest is negative if any label is ignored, the highest if all are."""
-        ignored = self.config.ignore_index
+    def _label_range(self, labels: Tensor) -> tuple[int, int]:
+        """Returns the lowest and highest label. The lowest is negative if any label is ignored, the highest if all are."""
+        ignore_index = self.config.ignore_index
         if not labels.numel():
             return -1, -1
         lowest, highest = (int(bound) for bound in torch.aminmax(labels))
-        if ignored >= 0 and lowest <= ignored <= highest:  # it may be there, and is no class
-            lowest, highest = (int(bound) for bound in torch.aminmax(labels.masked_fill(labels == ignored, -1)))
+        if ignore_index >= 0 and lowest <= ignore_index <= highest:  # some labels may be ignored
+            lowest, highest = (int(bound) for bound in torch.aminmax(labels.masked_fill(labels == ignore_index, -1)))
         return lowest, highest
 
-    def _checked(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Returns the labels with `ignore_index` for all that are ignored. Raises RunError "label-out-of-range" if a label is
-        not below `num_classes`: on a CPU one of these, elsewhere one of any batch that was weighed.
+    def _check_labels(self, labels: Tensor, num_classes: int) -> Tensor:
+        """Raises RunError "label-out-of-range", as `loss` does. Returns the labels with `ignore_index` for all ignored
+        labels.
         """
         may_be_ignored = True
-        if device_kind(labels) == "cpu":  # elsewhere asking would wait for the device
-            lowest, self._highest = self._bounds_of(labels)
+        if device_kind(labels) == "cpu":  # other devices would synchronise
+            lowest, self._highest = self._label_range(labels)
             may_be_ignored = lowest < 0
         if self._highest >= num_classes:
-            found, self._highest = self._highest, -1
+            label, self._highest = self._highest, -1
             raise RunError(
                 "label-out-of-range",
-                f"the field `{self.config.labels}` has the class {found}, but the model's logits have {num_classes}: "
-                f"0 to {num_classes - 1}",
+                f"labels must be classes from 0 to {num_classes - 1}, but the field `{self.config.labels}` has {label}",
                 path=("loss", "labels"),
-                hint="the model's last layer has too few classes for the data; `[loss] ignore_index`, and negative labels, "
-                "are ignored",
+                hint="give the last layer more classes; only `[loss] ignore_index` and negative labels are ignored",
             )
         return labels.masked_fill(labels < 0, self.config.ignore_index) if may_be_ignored else labels
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the labels of `batch`; raises PlanError "loss-field" if it lacks that field."""
         name = self.config.labels
         if name not in batch:
             fields = ", ".join(f"`{field}`" for field in sorted(batch))
-            message = f"the loss reads the field `{name}`, but a batch holds {fields or 'no field'}"
-            hint = "name the field of the labels in `[loss] labels`"
+            message = f"the loss needs the field `{name}`, but a batch has {fields or 'no field'}"
+            hint = "set `[loss] labels` to the field of the labels"
             raise PlanError("loss-field", message, path=("loss", "labels"), hint=hint)
         return batch[name]
 
 
-def plain_sum(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    """Returns torch's own sum of cross-entropies of logits [n, classes] and labels int64 [n], the fastest way for few logits,
-    and the oracle of `SumOfCrossEntropies`. The softmax is fp32 at least.
+def sum_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    """Returns torch's sum of the cross-entropies of logits [n, classes] and labels int64 [n], with a softmax in fp32 or wider.
+
+    This is the fastest way for few logits; `ChunkedCrossEntropy` is tested against it.
     """
     return F.cross_entropy(
-        logits.to(wide(logits)), labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
+        logits.to(softmax_dtype(logits)), labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
     )
 
 
-class SumOfCrossEntropies(torch.autograd.Function):
-    """Computes what `plain_sum` does, but saves only its inputs for the backward.
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes `sum_cross_entropy` in chunks of rows, and recomputes the softmax in the backward.
 
-    Rows are processed in chunks, and the backward computes the softmax again. So beside the logits there are their
-    gradient, in their dtype, and one chunk; `plain_sum` holds two fp32 copies more, and on a CPU takes twice the time
-    if the logits do not fit its cache (2048 x 32000 in fp32: 500 -> 25 MiB beside the gradient, 430 -> 180 ms).
+    Memory in addition to the logits is their gradient and one chunk. `sum_cross_entropy` needs two fp32 copies more, and on a
+    CPU twice the time if the logits exceed the cache (2048 x 32000 in fp32: 500 -> 25 MiB without the gradient, 430 -> 180 ms).
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum over all rows; saves logits and labels, no softmax."""
+        """Returns the sum over all rows. Saves only the logits and labels."""
         ctx.save_for_backward(logits, labels)
         ctx.ignore_index, ctx.smoothing = ignore_index, smoothing
-        total = torch.zeros((), dtype=wide(logits), device=logits.device)
-        for rows in chunks(logits):
-            total += plain_sum(logits[rows], labels[rows], ignore_index, smoothing)
+        total = torch.zeros((), dtype=softmax_dtype(logits), device=logits.device)
+        for rows in row_chunks(logits):
+            total += sum_cross_entropy(logits[rows], labels[rows], ignore_index, smoothing)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Returns softmax(logits) minus the target's distribution, times the incoming gradient; 0 for an ignored label."""
+        """Returns softmax(logits) minus the target distribution, times the incoming gradient; 0 for an ignored label."""
         logits, labels = ctx.saved_tensors
         result = torch.empty_like(logits)
-        # scatter_add_ needs valid indices: an ignored label becomes class 0, and its row's scale 0
-        ignored = labels == ctx.ignore_index
-        targets = labels.masked_fill(ignored, 0).unsqueeze(-1)
-        scale = torch.where(ignored, 0.0, gradient).unsqueeze(-1)
-        on_target = gradient.new_full(targets.shape, ctx.smoothing - 1.0)
-        for rows in chunks(logits):
-            part = torch.softmax(logits[rows], dim=-1, dtype=wide(logits))
+        # scatter_add_ needs valid indices, so an ignored label becomes class 0 with the scale 0.
+        is_ignored = labels == ctx.ignore_index
+        targets = labels.masked_fill(is_ignored, 0).unsqueeze(-1)
+        scale = torch.where(is_ignored, 0.0, gradient).unsqueeze(-1)
+        target_terms = gradient.new_full(targets.shape, ctx.smoothing - 1.0)
+        for rows in row_chunks(logits):
+            chunk = torch.softmax(logits[rows], dim=-1, dtype=softmax_dtype(logits))
             if ctx.smoothing:
-                part -= ctx.smoothing / logits.shape[-1]
-            # in place, chunk by chunk: no second tensor of the logits' size besides the gradient
-            part.scatter_add_(-1, targets[rows], on_target[rows])
-            torch.mul(part, scale[rows], out=result[rows])
+                chunk -= ctx.smoothing / logits.shape[-1]
+            chunk.scatter_add_(-1, targets[rows], target_terms[rows])
+            torch.mul(chunk, scale[rows], out=result[rows])
         return result, None, None, None
 
 
-def wide(logits: Tensor) -> torch.dtype:
-    """Returns the dtype of the softmax: fp32, or fp64 for fp64 logits."""
+def softmax_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -174,57 +168,58 @@ def _chunk_elements(logits: Tensor) -> int:
     return CHUNK_ELEMENTS["cpu" if device_kind(logits) == "cpu" else "cuda"]
 
 
-def chunks(logits: Tensor) -> Iterator[slice]:
-    """Yields slices of rows, as many as make one chunk of logits, at least one row each.
-
-    Each is to be treated like the one before it: an estimate of bytes looks at few (`model/alike.py`).
+def row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Yields slices of at least one row whose logits make one chunk. The caller must process all chunks in the same way, since
+    an estimate of memory processes only a few (`model.tensors.alike`).
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     return alike(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
 
 
 def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:
-    """Raises RunError "loss-output" unless the logits are floating-point and have the labels' shape plus a class dim."""
     if not dtype.is_floating_point or shape[:-1] != labels.shape:
         message = f"logits of shape {list(shape)} and {dtype} do not fit labels of shape {list(labels.shape)}"
-        hint = "logits are floating-point, shaped like the labels with the classes as the last dim"
+        hint = "return floating-point logits with the shape of the labels and the classes as the last dim"
         raise RunError("loss-output", message, hint=hint)
 
 
 NOT_TOKENS = frozenset({"positions", "cu_seqlens"})
 
 
-def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignored: int) -> None:
-    """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted: all labels that count equal
-    another field's integers at their positions, and differ from those one position later. Labels of fewer than 2 dims are not
-    checked.
+def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignore_index: int) -> None:
+    """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
 
-    A loss here compares the output at a position with the label at that position. Some libraries' models shift labels
-    themselves, so data made for those has `labels = tokens`.
+    That is the case if all labels that are not ignored equal the integers of another field at their own positions but not those
+    one position later. Labels with fewer than 2 dims are not checked. The loss compares the output with the label at the same
+    position. Models of other libraries shift labels themselves, so data for them has `labels = tokens`.
     """
     labels = batch[labels_name]
-    counts = (labels >= 0) & (labels != ignored)
-    if labels.ndim < 2 or int(counts.sum()) < 2:
+    has_weight = (labels >= 0) & (labels != ignore_index)
+    if labels.ndim < 2 or int(has_weight.sum()) < 2:
         return
     for name, tokens in batch.items():
         if name == labels_name or name in NOT_TOKENS or tokens.shape != labels.shape or tokens.dtype != labels.dtype:
             continue
-        if _equal(labels, tokens, counts) and not any(_is_next(labels, tokens, counts, dim) for dim in range(labels.ndim)):
+        if _is_equal(labels, tokens, has_weight) and not any(
+            _is_shifted(labels, tokens, has_weight, dim) for dim in range(labels.ndim)
+        ):
             raise RunError(
                 "labels-not-shifted",
-                f"every label is the token at its own place: `{labels_name}` equals `{name}`, so the model would learn to copy",
+                f"every label equals the token at its own position (`{labels_name}` is `{name}`), so the model would only copy",
                 path=("loss", "labels"),
-                hint="labels are shifted by the data: of a text's ids, tokens are `ids[:-1]` and labels `ids[1:]`; "
-                "where copying is meant, `[loss] copying = true`",
+                hint="shift the labels in the dataset: use `ids[:-1]` as tokens and `ids[1:]` as labels; or, to train copying, "
+                "set `[loss] copying = true`",
             )
 
 
-def _is_next(labels: Tensor, tokens: Tensor, counts: Tensor, dim: int) -> bool:
-    """Returns whether the labels also equal the tokens one position later along `dim`; False for a dim of size 1."""
+def _is_shifted(labels: Tensor, tokens: Tensor, has_weight: Tensor, dim: int) -> bool:
+    """Returns whether the labels equal the tokens one position later along `dim`; False for a dim of size 1."""
     length = labels.shape[dim] - 1
-    before = [each.narrow(dim, 0, length) for each in (labels, counts)]
-    return length > 0 and _equal(before[0], tokens.narrow(dim, 1, length), before[1])
+    return length > 0 and _is_equal(
+        labels.narrow(dim, 0, length), tokens.narrow(dim, 1, length), has_weight.narrow(dim, 0, length)
+    )
 
 
-def _equal(labels: Tensor, tokens: Tensor, counts: Tensor) -> bool:
-    return bool(torch.where(counts, labels == tokens, True).all())
+def _is_equal(labels: Tensor, tokens: Tensor, has_weight: Tensor) -> bool:
+    """Returns whether labels and tokens are equal wherever `has_weight` is true."""
+    return bool(torch.where(has_weight, labels == tokens, True).all())

@@ -17,12 +17,13 @@ NAME = "metrics.jsonl"
 
 
 class JsonlWriter(MetricsWriter):
-    """The writer `core.jsonl`: every row is in the file when `write` returns, so a killed run keeps its rows. Appends to an
-    existing file; ends an incomplete last line, as after a power cut, first. Numbers that are not finite are null.
+    """The writer `core.jsonl`. Every row is in the file when `write` returns, so a killed run keeps its rows.
+
+    Appends to an existing file, after it has completed a partial last line. Numbers that are not finite are null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
-        """Opens the file for appending; raises RunError "metrics-file" if it cannot."""
+        """Opens the file for appending. Raises RunError "metrics-file"."""
         self.path = folder / NAME
         try:
             self._file = self.path.open("a+b", buffering=0)
@@ -30,10 +31,10 @@ class JsonlWriter(MetricsWriter):
                 self._file.write(b"\n")
         except OSError as error:
             message = f"cannot open `{self.path}`: {error.strerror}"
-            raise RunError("metrics-file", message, hint="name a folder that can be written in `[run] folder`") from error
+            raise RunError("metrics-file", message, hint="set `[run] folder` to a writable folder") from error
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Appends one line in a single system call. Raises RunError if that fails, or if the file was deleted."""
+        """Appends one line in a single system call. Raises RunError "metrics-file" if this fails or the file was deleted."""
         line = (to_json(row) + "\n").encode()
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
@@ -42,10 +43,10 @@ class JsonlWriter(MetricsWriter):
         except OSError as error:
             raise RunError("metrics-file", f"cannot write to `{self.path}`: {error.strerror}") from error
         if written != len(line):
-            raise RunError("metrics-file", f"cannot write to `{self.path}`: {written} of {len(line)} bytes were taken")
+            raise RunError("metrics-file", f"cannot write to `{self.path}`: {written} of {len(line)} bytes were written")
 
     def rewind(self, step: int) -> None:
-        """Cuts the file where the first row of a later step begins. Raises RunError if it cannot."""
+        """Truncates the file before the first row of a step after `step`. Raises RunError "metrics-file"."""
         try:
             end = 0
             with self.path.open("rb") as file:
@@ -55,10 +56,10 @@ class JsonlWriter(MetricsWriter):
                     end += len(line)
             self._file.truncate(end)
         except OSError as error:
-            raise RunError("metrics-file", f"cannot cut `{self.path}` after step {step}: {error.strerror}") from error
+            raise RunError("metrics-file", f"cannot truncate `{self.path}` after step {step}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Closes the file. Further calls do nothing."""
         self._file.close()
 
     def _ends_with_newline(self) -> bool:
@@ -70,13 +71,13 @@ class JsonlWriter(MetricsWriter):
 
 
 def rows(folder: Path) -> Iterator[dict[str, float | int]]:
-    """Yields the rows in the file of a run's folder; none if there is no file. Lines that are no rows are left out."""
+    """Yields the rows of the metrics file in `folder`, if it exists. Skips invalid lines."""
     with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
         yield from (json.loads(line) for line in file if _step_of(line))
 
 
 def _step_of(line: bytes) -> int:
-    """Returns the step of a row; 0 for a line that is none, as a power cut may leave."""
+    """Returns the step of a row, or 0 for an invalid line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

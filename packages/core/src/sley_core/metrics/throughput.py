@@ -1,4 +1,4 @@
-"""Measures a step for its metrics row: samples and tokens per second, FLOP/s and their share of the peak, memory."""
+"""Measures a step for its metrics row: samples and tokens per second, FLOP/s, model FLOPs utilisation and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import IGNORED
+from sley_core.data.dataset import IGNORE_INDEX
 from sley_core.engine.step_batch import BatchCounts
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ DOCUMENTS = "cu_seqlens"
 
 
 class ModelFlops(NamedTuple):
-    """FLOPs of a model's forward and backward. matrices: per position. attention: per pair of positions of one document.
+    """The FLOPs of a model's forward and backward.
 
-    is_flat: whether linears alone compute, once per sample where its fields are flat; not where there is a convolution, an
-    attention or an embedding. in_documents: whether a layer reads the documents' boundaries.
+    matrices: FLOPs per position. attention: FLOPs per pair of positions in a document. is_flat: whether the model consists of
+    linears, without convolutions, attention and embeddings. in_documents: whether a layer reads the document boundaries.
     """
 
     matrices: float = 0.0
@@ -45,12 +45,11 @@ class ModelFlops(NamedTuple):
 
 
 class Meter:
-    """Counts what a batch has, as the dataset declares it, and measures steps.
+    """Counts the samples and tokens of batches, and measures steps.
 
     unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair of `tokens` or `input_ids` with `labels`), else
-    "samples".
-    peak_flops: FLOP/s of all devices of the run together, None if not known. labels: the field that says which tokens are
-    trained: those whose label is neither negative nor `ignored`.
+    "samples". peak_flops: the total peak FLOP/s of all devices, or None if it is unknown. labels: the field with the labels; a
+    token is trained if its label is neither negative nor `ignored`.
     """
 
     def __init__(
@@ -62,9 +61,8 @@ class Meter:
         num_devices: int = 1,
         peak_flops: float | None = None,
         labels: str = "labels",
-        ignored: int = IGNORED,
+        ignored: int = IGNORE_INDEX,
     ) -> None:
-        """Chooses the fields by which batches are counted."""
         self.device = device
         self.flops = flops or ModelFlops()
         self.num_devices = num_devices
@@ -82,7 +80,7 @@ class Meter:
 
     @classmethod
     def of(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
-        """Returns the meter of this run: FLOPs of all layers of the full model, peak of all devices."""
+        """Returns the meter of a run, with the FLOPs of the whole model and the peak of all devices."""
         device, size, loss = parts.world.device.torch_device, parts.world.size, plan.loss.config
         peak = plan.run.peak_tflops
         peak = device_peak_flops(device, parts.precision.compute) if peak is None else peak * 1e12
@@ -93,12 +91,12 @@ class Meter:
             num_devices=size,
             peak_flops=None if peak is None else peak * size,
             labels=getattr(loss, "labels", "labels"),
-            ignored=getattr(loss, "ignore_index", IGNORED),
+            ignored=getattr(loss, "ignore_index", IGNORE_INDEX),
         )
 
     def count(self, batch: Mapping[str, Tensor]) -> BatchCounts:
-        """Returns what `batch`, with whole sequences on the host, has; tokens whose label is ignored count, as they are
-        computed.
+        """Counts the samples, tokens and positions of `batch`, which has whole sequences on the host. Tokens with ignored
+        labels count, because they are computed.
         """
         name, field = next(iter(self._info.fields.items()))
         samples = batch[name].shape[field.batch_dim]
@@ -114,7 +112,7 @@ class Meter:
         return BatchCounts(samples, tokens, trained, samples * length, pairs)
 
     def _positions(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns how many positions a sample without tokens has; 0 if that is not known, as of a picture."""
+        """Returns the number of positions in a sample without tokens; 0 if it is unknown, as for an image."""
         if self._info.sequence is not None:
             return self._info.sequence
         for name, field in self._info.fields.items():
@@ -123,12 +121,12 @@ class Meter:
         return int(self.flops.is_flat and all(value.ndim <= 2 for value in batch.values()))
 
     def measure(self, counts: BatchCounts, seconds: float, data_wait_s: float) -> dict[str, float | int]:
-        """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; of
-        data without tokens `samples` and `samples_per_s`.
+        """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; or
+        `samples` and `samples_per_s` for data without tokens.
 
-        counts: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for data.
-        trained_tokens: if each token has a label. memory_mb: this rank's peak in MiB. tflops: of one device, 10^12 FLOP/s, if
-        the model's FLOPs are known. mfu: of all devices together, a fraction, if their peak is known too.
+        counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the time that this rank
+        waited for data. In the result, `trained_tokens` requires a label for each token, `memory_mb` is this rank's peak in
+        MiB, `tflops` is the speed per device in 10^12 FLOP/s, and `mfu` is the share of the peak, if the peak is known.
         """
         count = int(counts.samples if self._tokens is None else counts.tokens)
         row: dict[str, float | int] = {self.unit: count}
@@ -143,7 +141,7 @@ class Meter:
         return row
 
     def _memory_mb(self) -> float:
-        """Returns the peak in MiB, at most `MEMORY_EVERY_S` old: the kernel takes a tenth of a millisecond to tell."""
+        """Returns the peak memory in MiB. The value is up to `MEMORY_EVERY_S` old, since reading it takes 0.1 ms."""
         now = time.monotonic()
         if now - self._measured_at >= MEMORY_EVERY_S:
             self._measured_at = now
@@ -152,7 +150,7 @@ class Meter:
 
 
 Peaks = dict[str, float]
-"""Dense FLOP/s by type, in units of 1e12: `tf32` is fp32 through tensor cores. fp64 is that of tensor cores."""
+"""Dense FLOP/s by dtype, in units of 1e12. `tf32` is fp32 on tensor cores; fp64 is also that of tensor cores."""
 
 _A100: Peaks = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100: Peaks = {"fp64": 67.0, "fp32": 67.0, "tf32": 494.5, "bf16": 989.4, "fp16": 989.4}
@@ -191,15 +189,15 @@ PEAKS: tuple[tuple[str, Peaks], ...] = (
     (r"\bRTX 3090$", _RTX_3090),
     (r"\bRTX 4090$", _RTX_4090),
 )
-"""Patterns of device names, the first that is found counts, and what NVIDIA's datasheets of them give (A100 80GB 2021,
-H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024; those of V100 to L40S; of GeForce the papers on its
-architectures, with sums in fp32), halved where they count structured sparsity."""
+"""Patterns of device names with their peaks; the first match counts. The values are from NVIDIA's datasheets (A100 80GB 2021,
+H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024; V100 to L40S) and GeForce architecture papers (with fp32 sums),
+halved if they include structured sparsity."""
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), None if not known.
+    """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), or None if it is unknown.
 
-    device_name: as `torch.cuda.get_device_name` gives it. A MIG slice is a part of a device and not known.
+    device_name: the result of `torch.cuda.get_device_name`. The peak of a MIG slice is unknown.
     """
     if "MIG" in device_name:
         return None
@@ -210,7 +208,7 @@ def peak_flops(device_name: str, compute: str) -> float | None:
 
 
 def device_peak_flops(device: torch.device, compute: str) -> float | None:
-    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU and if not known."""
+    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU or an unknown device."""
     if device.type != "cuda":
         return None
     if compute == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -218,38 +216,38 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), compute)
 
 
-def model_flops(layers: Iterable[Layer], whole: Mapping[int, int] | None = None) -> ModelFlops:
-    """Returns the FLOPs of any model, counted from its modules, which may be on meta: 6 N + 6 W S for each of S tokens.
+def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None = None) -> ModelFlops:
+    """Returns the FLOPs of any model, computed from its modules, which may be on meta: 6 N + 6 W S for each of S tokens.
 
-    A trained matrix of N elements costs 2 N FLOPs per position forward, 2 N backward for its input and 2 N for itself; a frozen
-    one 4 N, or 2 N in layers before the first with a trained parameter, where no backward goes. Causal attention, W = heads x
-    head_dim wide, takes 2 W FLOPs for its scores and 2 W for its context per position that is seen, S / 2 of them on average,
-    and twice that backward: half of the 12 W S of PaLM (Chowdhery et al., 2022, appendix B), which counts the whole square.
-    What recomputation adds is not counted, so that the same tokens per second give the same utilisation.
+    A trained matrix with N elements needs 2 N FLOPs per position in the forward, 2 N for the gradient of its input and 2 N for
+    its own gradient. A frozen matrix needs 4 N, or 2 N before the first layer with a trained parameter. Causal attention of
+    width W = heads x head_dim needs 2 W FLOPs for the scores and 2 W for the context per visible position, S / 2 on average,
+    and twice as many in the backward. This is half of the 12 W S of PaLM (Chowdhery et al., 2022, appendix B), which counts the
+    whole square. Recomputation is not counted, so that equal tokens per second give an equal utilisation.
 
-    A matrix counts if it is the own `weight` (or `in_proj_weight`) of two dims or more of a module that is not an embedding:
-    linears, convolutions of stride 1, and a tied head, whose weight multiplies once more there. All matrices of a module with
-    `active_share`, the share of its experts that a token uses, count by that share.
+    A matrix is a `weight` or `in_proj_weight` with two or more dims that a module other than an embedding owns: in linears,
+    convolutions of stride 1, and a tied head. The matrices of a module with `active_share`, the share of its
+    experts that a token uses, count by this share.
 
-    whole: the full number of elements of sharded parameters, by id.
+    full_numels: the full numbers of elements of sharded parameters, by id.
     """
     matrices = attention = 0.0
-    is_flat, goes_back, in_documents = True, False, False
+    is_flat, has_backward, in_documents = True, False, False
     for layer in layers:
         in_documents |= DOCUMENTS in layer.fields
-        goes_back |= any(param.requires_grad for param in layer.module.parameters())
+        has_backward |= any(param.requires_grad for param in layer.module.parameters())
         for module in layer.module.modules():
             is_flat &= not isinstance(module, _LOOK_UP)
             share = getattr(module, "active_share", 1.0)
             for name in () if isinstance(module, _LOOK_UP) else _MATRICES if share == 1.0 else module._parameters:
                 weight = getattr(module, name, None)
-                # A parameter that is not in `_parameters` is a child's, as in peft's wrappers.
-                is_own = name in module._parameters or not isinstance(weight, nn.Parameter)
-                if isinstance(weight, Tensor) and weight.ndim >= 2 and is_own:
-                    passes = 3 if weight.requires_grad else 1 + goes_back
-                    matrices += 2.0 * passes * share * (whole or {}).get(id(weight), weight.numel())
+                # In peft's wrappers a parameter that is not in `_parameters` belongs to a child.
+                is_owned = name in module._parameters or not isinstance(weight, nn.Parameter)
+                if isinstance(weight, Tensor) and weight.ndim >= 2 and is_owned:
+                    passes = 3 if weight.requires_grad else 1 + has_backward
+                    matrices += 2.0 * passes * share * (full_numels or {}).get(id(weight), weight.numel())
                     is_flat &= weight.ndim == 2
-            attention += 2.0 * (1 + 2 * goes_back) * attention_width(module)
+            attention += 2.0 * (1 + 2 * has_backward) * attention_width(module)
     return ModelFlops(matrices, attention, is_flat and not attention, in_documents)
 
 
@@ -258,8 +256,9 @@ _MATRICES = ("weight", "in_proj_weight")
 
 
 def attention_width(module: Any) -> int:
-    """Returns heads x head_dim of an attention, twice if it says that it is not causal: the module's own `attention_width`, or
-    `head_dim` and `num_heads` as torch and transformers name them; 0 for other modules.
+    """Returns heads x head_dim of an attention module, doubled if it is not causal; 0 for other modules.
+
+    Reads the attribute `attention_width`, or `head_dim` and `num_heads` as in torch and transformers.
     """
     if (width := getattr(module, "attention_width", None)) is not None:
         return int(width)
@@ -274,9 +273,9 @@ STATUS = Path("/proc/self/status")
 
 
 def memory_mb(device: torch.device) -> float:
-    """Returns the peak in MiB: of torch's allocations on a CUDA device, of this process's resident set on a CPU.
+    """Returns the peak memory in MiB: torch's allocations on a CUDA device, or the resident set of this process on a CPU.
 
-    The resident set includes everything: torch's libraries (some 200 MiB), threads' stacks, mapped files.
+    The resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -284,15 +283,15 @@ def memory_mb(device: torch.device) -> float:
 
 
 def resident_mb() -> float:
-    """Returns the largest resident set of this process, in MiB.
+    """Returns the peak resident set of this process in MiB.
 
-    From /proc if there is one: getrusage would report the parent's peak if that was higher at the fork.
+    Reads /proc if it exists, since getrusage may report the peak of the parent process at the fork.
     """
     try:
         status = STATUS.read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) / 2**10
     except (OSError, IndexError):
-        import resource  # there is none on Windows
+        import resource  # does not exist on Windows
 
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

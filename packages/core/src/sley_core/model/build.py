@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sley_core.errors import PlanError, PluginError, SleyError, cause
+from sley_core.errors import PlanError, PluginError, SleyError, format_cause
 from sley_core.generators import function_generators, use_program_seed
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, set_fields
 from sley_core.model.tensors import check_held
@@ -57,7 +57,7 @@ class Recipe:
         except SleyError:
             raise
         except Exception as error:
-            message = f"`{self.component.name}` failed to build its layers: {cause(error)}"
+            message = f"`{self.component.name}` failed to build its layers: {format_cause(error)}"
             raise PluginError("plugin-failed", message, path=MODEL) from error
         if self.adapters is not None:
             model.adapt = self.adapters.build([layer.name for layer in model.layers])
@@ -76,7 +76,7 @@ def build_on_meta(component: Component, data: DataInfo, seed: int, adapters: Com
         model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=True)
     except Exception as error:  # it probably reads values; any other error is raised again
         model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=False)
-        recipe = Recipe(component, data, seed, adapters, cause(error.__cause__ or error))
+        recipe = Recipe(component, data, seed, adapters, format_cause(error.__cause__ or error))
     check_held({layer.name: layer.module for layer in model.layers}, to_meta.replacement)
     model.recipe = recipe
     return set_fields(model, data)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, cause
+from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_cause
 from sley_core.generators import derive, use_program_seed
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Model:
             except SleyError:
                 raise
             except Exception as error:
-                raise _factory_error(f"the builder of the layer {layer.name!r} failed: {cause(error)}") from error
+                raise _factory_error(f"the builder of the layer {layer.name!r} failed: {format_cause(error)}") from error
             if not isinstance(built, nn.Module):
                 raise _factory_error(
                     f"the builder of the layer {layer.name!r} returned {_type_text(built)}, not a torch.nn.Module"
@@ -160,7 +160,7 @@ class Model:
             except SleyError:
                 raise
             except Exception as error:
-                message = f"the layer {layer.name!r} cannot have adapters: {cause(error)}"
+                message = f"the layer {layer.name!r} cannot have adapters: {format_cause(error)}"
                 raise PlanError("model-adapters", message, path=("adapters",)) from error
 
     def tie(self) -> None:
@@ -195,7 +195,7 @@ class Model:
         except SleyError:
             raise
         except Exception as error:
-            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {cause(error)}"
+            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {format_cause(error)}"
             raise PlanError("model-init", message, path=MODEL) from error
 
 
@@ -290,7 +290,7 @@ def set_fields(model: Model, data: DataInfo) -> Model:
     for index, layer in enumerate(model.layers):
         layer.fields = tuple(_fields(layer, index == 0, data, problems))
     if problems:
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
     return model
 
 

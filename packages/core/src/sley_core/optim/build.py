@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from sley_core.errors import Diagnostic, PlanError, cause
+from sley_core.errors import Diagnostic, PlanError, format_cause
 from sley_core.factory import import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
 
@@ -62,7 +62,7 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: 
         make: Any = kind
         optimizer: torch.optim.Optimizer = make(groups, lr=config.lr, **config.options)
     except Exception as error:  # whatever the user's class raises is about what the plan gave it
-        raise _factory_error(f"`{config.factory}` does not take these parameters and options: {cause(error)}") from error
+        raise _factory_error(f"`{config.factory}` does not take these parameters and options: {format_cause(error)}") from error
     return split_late_gradients(optimizer)
 
 
@@ -124,7 +124,9 @@ def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping
     owner = {name: _first_match(name, config.groups) for name in every}
     unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
     if unmatched:
-        raise PlanError.many(_unmatched_diagnostic(index, every, config.groups, aliases or {}) for index in unmatched)
+        raise PlanError.from_diagnostics(
+            _unmatched_diagnostic(index, every, config.groups, aliases or {}) for index in unmatched
+        )
     frozen_names = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
     if every and len(frozen_names) == len(every):
         message = f"every one of the {len(every)} parameters is frozen, so there is nothing to train"

@@ -1,6 +1,6 @@
-"""A plan as its author wrote it: its tables as plain data, and the place of every key in the file or on the command line.
+"""A plan as its author wrote it: the tables as plain data, and the place of every key in the file or on the command line.
 
-All later code works on the data; code that finds a problem at a key path gets the place from the document.
+Later code works on the data, and asks the document for the place of a key path that has a problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sley_core.words import make_printable
 
 @dataclass(frozen=True)
 class Override:
-    """Holds one `--set`: `number` counts from 1, `text` is as it was typed."""
+    """One `--set`. number: its position on the command line, from 1. text: its unchanged text."""
 
     number: int
     text: str
@@ -34,69 +34,72 @@ class Override:
 
 @dataclass(frozen=True)
 class Document:
-    """Holds tables with places. `file` is the name to show; `spots` is empty for tables that were never text.
+    """A plan's tables with the places of their keys.
 
-    bases: for each path that the plan took from a file that it extends, that file's document.
+    file: the file name for messages. spans: the positions of keys and values; empty for tables that a program built.
+    bases: the document of the base plan, for each path whose value comes from a base plan.
     """
 
     file: str
     folder: Path | None
     tables: dict[str, Any]
     lines: tuple[str, ...] = ()
-    spots: Mapping[KeyPath, KeySpan] = field(default_factory=dict)
+    spans: Mapping[KeyPath, KeySpan] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
     bases: Mapping[KeyPath, Document] = field(default_factory=dict, repr=False)
 
     def owner(self, path: KeyPath) -> Document:
-        """Returns the document of the file that wrote `path`: this one, or one that it extends."""
+        """Returns the document of the file that contains `path`: this document, or that of a base plan."""
         return self.bases.get(path, self)
 
     def folder_of(self, path: KeyPath) -> Path | None:
-        """Returns the folder in which a relative path at `path` starts: the plan's for a `--set`, else that of its file."""
+        """Returns the folder in which a relative file path at `path` starts."""
         return self.folder if self._find_override(path) else self.owner(path).folder
 
     def origin(self, path: KeyPath) -> Place | None:
-        """Returns where the user wrote the value at `path`; None if it is not in the document."""
+        """Returns the place of the value at `path`, or None if the document does not contain the path."""
         if not _has_path(self.tables, path):
             return None
         if override := self._find_override(path):
             return override.place
         owner = self.owner(path)
-        spot = owner.spots.get(path)
-        return Place(owner.file, *spot.key) if spot else None if owner.spots else Place(owner.file)
+        key_span = owner.spans.get(path)
+        return Place(owner.file, *key_span.key) if key_span else None if owner.spans else Place(owner.file)
 
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
     ) -> Diagnostic:
-        """Returns a diagnostic at `path`, placed at its key or value, or at the closest table around it that was written."""
+        """Returns a diagnostic with the place of the key or value at `path`, or of the closest enclosing table."""
         place, line = self.place(path, at)
         hint = make_printable(hint) if hint else None
         return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
-        """Returns the place of `path`, or of the closest table around it, and the text there."""
+        """Returns the place of `path`, or of the closest enclosing table, and the text of the line."""
         for length in range(len(path), 0, -1):
-            near = path[:length]
-            override = self._find_override(near)
+            prefix = path[:length]
+            override = self._find_override(prefix)
             if override:
                 return override.place, make_printable(override.text)
-            owner = self.owner(near)
-            if near in owner.spots:
-                spot = owner.spots[near]
-                place = Place(owner.file, *(spot.key if at == "key" and length == len(path) else spot.value))
+            owner = self.owner(prefix)
+            if prefix in owner.spans:
+                key_span = owner.spans[prefix]
+                place = Place(owner.file, *(key_span.key if at == "key" and length == len(path) else key_span.value))
                 return place, owner.line(place.line)
         return Place(self.file), None
 
     def line(self, number: int) -> str | None:
-        """Returns the text of a line, counted from 1, for display: each character is one column wide."""
+        """Returns the text of line `number`, counted from 1, with every character one column wide."""
         return make_printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
 
     def _find_override(self, path: KeyPath) -> Override | None:
-        """Returns the last override that set `path`, something around it, or (if the file has no such table) inside it."""
+        """Returns the last override of `path` or an enclosing table. If the file does not contain `path`, overrides of keys
+        inside `path` also count.
+        """
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
-            if override.path[: len(path)] == path and path not in self.owner(path).spots:
+            if override.path[: len(path)] == path and path not in self.owner(path).spans:
                 return override
         return None
 
@@ -105,18 +108,18 @@ _OVERRIDE = re.compile(r"--set #([0-9]+)")
 
 
 def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """Returns the diagnostics without duplicates, in reading order: the file top to bottom, then each `--set`."""
+    """Returns the diagnostics without duplicates: first those in files, from top to bottom, then those of each `--set`."""
 
-    def order(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
+    def sort_key(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
         place = diagnostic.place or Place("")
         override = _OVERRIDE.fullmatch(place.file)
         return (bool(override), int(override[1]) if override else 0, place.file, place.line, place.column)
 
-    return sorted(dict.fromkeys(diagnostics), key=order)
+    return sorted(dict.fromkeys(diagnostics), key=sort_key)
 
 
 def add_places(error: SleyError, document: Document) -> SleyError:
-    """Gives the diagnostics of `error` that have a path their places in `document`; returns the same error."""
+    """Adds the places in `document` to the diagnostics of `error` that have a path; returns the same error."""
     located = []
     for diagnostic in error.diagnostics:
         if diagnostic.path and not diagnostic.place:
@@ -129,7 +132,7 @@ def add_places(error: SleyError, document: Document) -> SleyError:
 
 
 def to_plain_data(value: Any) -> Any:
-    """Returns a value as TOML has it: tables as dicts without absent keys, arrays as lists."""
+    """Converts a value to TOML types: tables to dicts without None, arrays to lists, paths to strings."""
     if isinstance(value, Table):
         return to_plain_data(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
@@ -151,7 +154,7 @@ def _has_path(tables: Any, path: KeyPath) -> bool:
 
 
 class TextSpan(NamedTuple):
-    """Names characters of one line, counted from 1."""
+    """A range of characters in one line; line and column start at 1."""
 
     line: int
     column: int
@@ -159,21 +162,21 @@ class TextSpan(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """Holds where a key and its value are in the text; for a table header, and for an item of an array, both are the same."""
+    """The positions of a key and its value in the text. Table headers and array items have two equal positions."""
 
     key: TextSpan
     value: TextSpan
 
 
 def index_keys(text: str) -> dict[KeyPath, KeySpan]:
-    """Returns the spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
+    """Returns the positions of every key, table and array item in the valid TOML `text`, with line ends "\\n".
 
-    A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them. tomli has no places of
-    keys, and has validated the text, so `index_keys` only has to tell keys, headers and values apart.
+    An implicit table (`a` in `[a.b]`) has the position of its name in the first such header or key. tomli does not report
+    positions. It has validated the text, so the scanner only distinguishes keys, headers and values.
     """
     scanner = _Scanner(text)
-    scanner.document()
-    return scanner.spots
+    scanner.scan_document()
+    return scanner.spans
 
 
 _BLANK = re.compile(r"[ \t]*")
@@ -189,116 +192,115 @@ _STRING = re.compile(
 
 
 class _Scanner:
-    """Scans a TOML text from start to end and collects the spots of its keys."""
+    """Scans a TOML text and collects the positions of its keys in `spans`. offset: the index of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.offset = 0
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
-        self.spots: dict[KeyPath, KeySpan] = {}
-        self.lengths: dict[KeyPath, int] = {}  # of arrays of tables, as far as they have been read
+        self.spans: dict[KeyPath, KeySpan] = {}
+        self.array_lengths: dict[KeyPath, int] = {}  # the number of `[[key]]` headers so far
 
-    def document(self) -> None:
+    def scan_document(self) -> None:
         table: KeyPath = ()
         while self.skip(_GAP):
-            if self.text[self.at] == "[":
-                table = self.header()
+            if self.text[self.offset] == "[":
+                table = self.scan_header()
             else:
-                self.key_and_value(table)
+                self.scan_pair(table)
 
-    def header(self) -> KeyPath:
-        """Scans a table header; returns the path of its table, with the item's number for `[[key]]`."""
-        start = self.at
-        double = self.text.startswith("[[", start)
-        self.at += 2 if double else 1
-        parts = self.key()
-        self.at += 2 if double else 1
-        whole = self.span(start, self.at)
+    def scan_header(self) -> KeyPath:
+        """Scans a table header; returns the path of its table, with the item's index for `[[key]]`."""
+        start = self.offset
+        is_array = self.text.startswith("[[", start)
+        self.offset += 2 if is_array else 1
+        parts = self.scan_key()
+        self.offset += 2 if is_array else 1
+        header_span = self.line_span(start, self.offset)
         path: KeyPath = ()
         for name, span in parts[:-1]:
             path = (*path, name)
-            self.spots.setdefault(path, KeySpan(span, span))
-            if path in self.lengths:
-                path = (*path, self.lengths[path] - 1)
+            self.spans.setdefault(path, KeySpan(span, span))
+            if path in self.array_lengths:
+                path = (*path, self.array_lengths[path] - 1)
         name, span = parts[-1]
         path = (*path, name)
-        if double:
-            self.spots.setdefault(path, KeySpan(span, whole))
-            item = self.lengths.get(path, 0)
-            self.lengths[path] = item + 1
-            path = (*path, item)
-        self.spots[path] = KeySpan(span, whole)
+        if is_array:
+            self.spans.setdefault(path, KeySpan(span, header_span))
+            index = self.array_lengths.get(path, 0)
+            self.array_lengths[path] = index + 1
+            path = (*path, index)
+        self.spans[path] = KeySpan(span, header_span)
         return path
 
-    def key_and_value(self, table: KeyPath) -> None:
-        """Scans `key = value` in the table at `table` and records their spots."""
+    def scan_pair(self, table: KeyPath) -> None:
+        """Scans `key = value` in the table at `table` and records the positions."""
         path = table
-        parts = self.key()
+        parts = self.scan_key()
         for name, span in parts:
             path = (*path, name)
-            self.spots.setdefault(path, KeySpan(span, span))
-        self.at += 1  # the equals sign
+            self.spans.setdefault(path, KeySpan(span, span))
+        self.offset += 1  # the equals sign
         self.skip(_BLANK)
-        self.spots[path] = KeySpan(parts[-1][1], self.value(path))
+        self.spans[path] = KeySpan(parts[-1][1], self.scan_value(path))
 
-    def key(self) -> list[tuple[str, TextSpan]]:
-        """Returns the parts of a dotted key; leaves the scanner at what follows it."""
+    def scan_key(self) -> list[tuple[str, TextSpan]]:
+        """Scans a dotted key and returns its parts."""
         parts = []
         while True:
             self.skip(_BLANK)
-            start = self.at
-            quoted = self.text[start] in "\"'"
-            self.skip(_STRING if quoted else _BARE)
-            spelled = self.text[start : self.at]
-            name = tomli.loads(f"key = {spelled}")["key"] if quoted else spelled
-            parts.append((name, self.span(start, self.at)))
+            start = self.offset
+            is_quoted = self.text[start] in "\"'"
+            self.skip(_STRING if is_quoted else _BARE)
+            text = self.text[start : self.offset]
+            name = tomli.loads(f"key = {text}")["key"] if is_quoted else text
+            parts.append((name, self.line_span(start, self.offset)))
             self.skip(_BLANK)
-            if self.text[self.at] != ".":
+            if self.text[self.offset] != ".":
                 return parts
-            self.at += 1
+            self.offset += 1
 
-    def value(self, path: KeyPath) -> TextSpan:
-        """Scans the value at `path`, with all that it contains, and returns its span."""
-        start = self.at
+    def scan_value(self, path: KeyPath) -> TextSpan:
+        """Scans the value at `path`, including its items, and returns its position."""
+        start = self.offset
         match self.text[start]:
             case "[":
-                self.array(path)
+                self.scan_array(path)
             case "{":
-                self.inline_table(path)
+                self.scan_inline_table(path)
             case '"' | "'":
                 self.skip(_STRING)
             case _:
                 scalar = _SCALAR.match(self.text, start)
-                assert scalar, f"no value at {self.span(start, start)}"
-                self.at = start + len(scalar.group().rstrip())
-        return self.span(start, self.at)
+                assert scalar, f"no value at {self.line_span(start, start)}"
+                self.offset = start + len(scalar.group().rstrip())
+        return self.line_span(start, self.offset)
 
-    def array(self, path: KeyPath) -> None:
-        self.at += 1
-        item = 0
-        while self.skip(_GAP) and self.text[self.at] != "]":
-            span = self.value((*path, item))
-            self.spots[*path, item] = KeySpan(span, span)
-            item += 1
-        self.at += 1
+    def scan_array(self, path: KeyPath) -> None:
+        self.offset += 1
+        index = 0
+        while self.skip(_GAP) and self.text[self.offset] != "]":
+            span = self.scan_value((*path, index))
+            self.spans[*path, index] = KeySpan(span, span)
+            index += 1
+        self.offset += 1
 
-    def inline_table(self, path: KeyPath) -> None:
-        self.at += 1
-        while self.skip(_GAP) and self.text[self.at] != "}":
-            self.key_and_value(path)
-        self.at += 1
+    def scan_inline_table(self, path: KeyPath) -> None:
+        self.offset += 1
+        while self.skip(_GAP) and self.text[self.offset] != "}":
+            self.scan_pair(path)
+        self.offset += 1
 
     def skip(self, pattern: re.Pattern[str]) -> bool:
-        """Moves past `pattern` if it matches here; returns whether there is text left."""
-        match = pattern.match(self.text, self.at)
+        """Skips a match of `pattern` at the current offset; returns whether any text remains."""
+        match = pattern.match(self.text, self.offset)
         if match:
-            self.at = match.end()
-        return self.at < len(self.text)
+            self.offset = match.end()
+        return self.offset < len(self.text)
 
-    def span(self, start: int, end: int) -> TextSpan:
-        """Returns the characters from `start` to `end`, or to the end of the first line."""
+    def line_span(self, start: int, end: int) -> TextSpan:
+        """Returns the span of the characters from `start` to `end`, limited to the first line."""
         line = bisect_right(self.line_starts, start)
-        begin = self.line_starts[line - 1]
         newline = self.text.find("\n", start, end)
         stop = end if newline < 0 else newline
-        return TextSpan(line, start - begin + 1, max(1, stop - start))
+        return TextSpan(line, start - self.line_starts[line - 1] + 1, max(1, stop - start))

@@ -1,7 +1,7 @@
-"""Turns pydantic's errors about a table into Sley's diagnostics, one per key.
+"""Converts pydantic's errors about a table into diagnostics, one per key.
 
-pydantic reports one error per arm of a union and puts names of arms into the location. Here the location is followed along the
-table that was given, which gives the key path, and the arms' errors are merged into one.
+pydantic reports an error for each member of a union and adds the member's name to the location. This module removes these names
+by following the location through the table, and merges the errors of one key.
 """
 
 from __future__ import annotations
@@ -36,66 +36,70 @@ IGNORED_ERROR = "default_factory_not_called"
 def validation_diagnostics(
     error: ValidationError, model: type[Table], table: Mapping[str, Any], path: KeyPath, document: Document, owner: str
 ) -> list[Diagnostic]:
-    """Returns one diagnostic per key of the table `table`, at `path`, which should be a `model`. owner: its name, "[batch]"."""
-    by_key: dict[KeyPath, list[Any]] = {}
+    """Returns a diagnostic for each invalid key of `table`, which is at `path` and has the type `model`.
+
+    owner: the table's name in messages, such as "[batch]".
+    """
+    errors_by_key: dict[KeyPath, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):
         if fault["type"] != IGNORED_ERROR:
-            by_key.setdefault(_key_path(fault["loc"], fault["type"], table), []).append(fault)
-    return [_diagnostic(errors, inner, model, table, path, document, owner) for inner, errors in by_key.items()]
+            errors_by_key.setdefault(_key_path(fault["loc"], fault["type"], table), []).append(fault)
+    return [_diagnostic(errors, key, model, table, path, document, owner) for key, errors in errors_by_key.items()]
 
 
 def unknown_key_diagnostic(
-    key: str, known: Iterable[str], path: KeyPath, document: Document, owner: str, elsewhere: str | None = None
+    key: str, keys: Iterable[str], path: KeyPath, document: Document, owner: str, hint: str | None = None
 ) -> Diagnostic:
-    """Returns the diagnostic of a key that `owner` does not have, with the closest known key. elsewhere: a better hint."""
-    choices = sorted(known)
-    listed = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
+    """Returns the diagnostic of the unknown key `key` of `owner`. hint: by default suggests the closest of `keys`."""
+    choices = sorted(keys)
+    key_list = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
     message = f"`{key}` is not a key of {owner}"
-    return document.diagnostic("unknown-key", message, path, elsewhere or suggestion(key, choices, listed), at="key")
+    return document.diagnostic("unknown-key", message, path, hint or suggestion(key, choices, key_list), at="key")
 
 
 def _diagnostic(
     errors: list[Any],
-    inner: KeyPath,
+    key_path: KeyPath,
     model: type[Table],
     table: Mapping[str, Any],
-    path: KeyPath,
+    table_path: KeyPath,
     document: Document,
     owner: str,
 ) -> Diagnostic:
-    """Returns one diagnostic for all pydantic errors `errors` at the key path `inner` of a table."""
-    kinds = {fault["type"] for fault in errors}
-    whole = (*path, *inner)
-    of_key = find_field(model, inner[:-1])
-    fields = getattr(of_key[0], "model_fields", {}) if of_key else {}
-    if "extra_forbidden" in kinds:
+    """Returns one diagnostic for all pydantic errors at `key_path` within the table at `table_path`."""
+    types = {fault["type"] for fault in errors}
+    path = (*table_path, *key_path)
+    enclosing = find_field(model, key_path[:-1])
+    fields = getattr(enclosing[0], "model_fields", {}) if enclosing else {}
+    if "extra_forbidden" in types:
         return unknown_key_diagnostic(
-            str(inner[-1]), fields, whole, document, owner if len(inner) == 1 else f"`{format_path(whole[:-1])}`"
+            str(key_path[-1]), fields, path, document, owner if len(key_path) == 1 else f"`{format_path(path[:-1])}`"
         )
-    is_missing = "missing" in kinds
-    if is_missing and not isinstance(inner[-1], int):
-        message = f"{owner} needs `{format_path(inner)}`, {_describe_field(model, inner)}"
-        hint = fields[inner[-1]].description if inner[-1] in fields else None
-        return document.diagnostic("missing-key", message, whole, hint, at="key")
+    is_missing = "missing" in types
+    if is_missing and not isinstance(key_path[-1], int):
+        message = f"{owner} needs `{format_path(key_path)}`, {_describe_field(model, key_path)}"
+        hint = fields[key_path[-1]].description if key_path[-1] in fields else None
+        return document.diagnostic("missing-key", message, path, hint, at="key")
     if is_missing:  # an item of an array
-        whole, inner = whole[:-1], inner[:-1]
-    elif own := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
-        text = str(own[0].get("ctx", {}).get("error") or own[0]["msg"])
-        return document.diagnostic("wrong-value", f"{f'`{format_path(whole)}`' if inner else owner}: {text.rstrip('.')}", whole)
+        path, key_path = path[:-1], key_path[:-1]
+    elif custom_errors := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
+        text = str(custom_errors[0].get("ctx", {}).get("error") or custom_errors[0]["msg"])
+        label = f"`{format_path(path)}`" if key_path else owner
+        return document.diagnostic("wrong-value", f"{label}: {text.rstrip('.')}", path)
     value: Any = table
-    for part in inner:
+    for part in key_path:
         value = value[part]
-    expected = _describe_field(model, inner)
+    expected = _describe_field(model, key_path)
     code, hint = "wrong-type", None
-    if is_missing or kinds & RANGE_ERRORS:
+    if is_missing or types & RANGE_ERRORS:
         code = "out-of-range"
-    elif kinds & VALUE_ERRORS and isinstance(value, str):
+    elif types & VALUE_ERRORS and isinstance(value, str):
         code, hint = "wrong-value", suggestion(value, expected.split('"')[1::2])
     elif isinstance(value, str) and expected.startswith(("an integer", "a number", "true or false")):
-        bare = value.strip().lower()
-        if bare in ("true", "false") or bare.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
-            hint = f"write {bare} without quotes"
-    return document.diagnostic(code, f"`{format_path(whole)}` must be {expected}, not {describe_value(value)}", whole, hint)
+        text = value.strip().lower()
+        if text in ("true", "false") or text.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
+            hint = f"write {text} without quotes"
+    return document.diagnostic(code, f"`{format_path(path)}` must be {expected}, not {describe_value(value)}", path, hint)
 
 
 def _describe_field(model: type[Table], path: KeyPath) -> str:
@@ -103,15 +107,15 @@ def _describe_field(model: type[Table], path: KeyPath) -> str:
     return describe_type(*field) if field else "something else"
 
 
-def _key_path(location: tuple[str | int, ...], kind: str, table: Any) -> KeyPath:
-    """Returns the parts of `location` that are keys and indices of `table`, without names of union arms."""
+def _key_path(location: tuple[str | int, ...], error_type: str, table: Any) -> KeyPath:
+    """Returns pydantic's `location` without the names of union members."""
     path: KeyPath = ()
-    here: Any = table
+    value: Any = table
     for position, part in enumerate(location):
-        is_index = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
-        if is_index or (isinstance(here, Mapping) and part in here):
-            here = here[part]
-        elif kind != "missing" or position != len(location) - 1:
+        is_index = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, Mapping) and part in value):
+            value = value[part]
+        elif error_type != "missing" or position != len(location) - 1:
             continue
         path = (*path, part)
     return path

@@ -1,4 +1,4 @@
-"""The tables of a plan that name a record (`use`) or the user's own code (`factory`), in the order of a resolved plan."""
+"""The plan tables that name a record by `use` or the user's code by `factory`, in the order of a resolved plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "checkpointers": records.CheckpointerRecord,
     "metrics_writers": records.MetricsWriterRecord,
 }
-"""The class of the records of each kind."""
+"""The record class of each kind."""
 
 BASES: dict[RecordKind, type[Table]] = {
     "models": ModelConfig,
@@ -40,54 +40,55 @@ BASES: dict[RecordKind, type[Table]] = {
     "sequence_attentions": SequenceConfig,
     "checkpointers": CheckpointConfig,
 }
-"""The base class of a record's config, by kind; records of other kinds take any `Table`."""
+"""The required base class of a record's config, by kind; the default is `Table`."""
 
 KIND_NAMES: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
 
 
 CHECKPOINTER = "checkpoint.any_layout"
-"""What saves a run whose plan names nothing else."""
+"""The default checkpointer."""
 
 
 class ModelFactory(ModelConfig, Factory):
-    """A model of your own: a function that returns its layers; it is given `data` too, if it names it."""
+    """Your own model: a function that returns the layers. The function may have a parameter `data`."""
 
 
 class DataFactory(FactoryDataConfig, Factory):
-    """A dataset of your own; the function or class is given `context` (seed, split) too, if it names it."""
+    """Your own dataset: a function or class. It may have a parameter `context` (seed, split)."""
 
 
 class LossFactory(Factory):
-    """A loss of your own: a function or class that gives an object with `weight` and `loss`."""
+    """Your own loss: a function or class that returns an object with `weight` and `loss`."""
 
     sequence: Literal["slices", "whole"] = "slices"
-    """What the loss is given if ranks split each sequence (`parallel.sp`): this rank's slice, of which it is a sum over
-    positions; or whole sequences, for a loss that compares or averages positions: the output is gathered on every rank, which
-    needs the memory.
+    """The input of the loss if ranks split each sequence (`parallel.sp`). "slices" passes this rank's slice to a loss that is a
+    sum over positions. "whole" passes whole sequences to a loss that compares or averages positions; every rank gathers the
+    output, which needs memory.
     """
 
 
 class RateFactory(Factory):
-    """A learning rate of your own: a function that gives a function from the step, 0 at first, to the share of the full rate;
-    it is given `num_steps` too, if it names it.
+    """Your own learning rate: a function that returns a function from the step, counted from 0, to the share of the full rate.
+    The outer function may have a parameter `num_steps`.
     """
 
 
 class WriterFactory(Factory):
-    """A writer of your own: a function or class that gives an object with `write(row)` and `close()`; it is given `folder`, the
-    run's, too, if it names it.
+    """Your own writer: a function or class that returns an object with `write(row)` and `close()`. It may have a parameter
+    `folder`, the run's folder.
     """
 
 
 @dataclass(frozen=True)
 class ComponentTable:
-    """Describes one table whose content a record or factory decides.
+    """Describes a plan table that names a record or factory.
 
-    default: the record if the table or its `use` is left out; None if one must be named. factory: the model of the table if it
-    has `factory`; None if only records are allowed. given: the keyword under which a factory receives what it is built with, if
-    its signature has it. build: function that calls the factory instead of core: `build(config, *args)`. many: whether the plan
-    has a list of them, `[[key]]`. only_with: the table is allowed only together with this one; an optional table names itself.
-    known: if the schedule's record gives the default, under this table's key: a record of Sley's own, for hints.
+    default: the record of a table without `use`, or of a plan without the table; None if the plan must name a record.
+    factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name of the run's
+    argument that is passed to a factory whose signature has it. build: `build(config, *args)`, which replaces the call of the
+    factory. is_list: whether the plan has an array `[[key]]` of these tables. required_table: the table without which this
+    table is not allowed; an optional table names itself. suggested_record: set if the schedule's record names the default; a
+    Sley record for hints.
     """
 
     key: str
@@ -95,121 +96,126 @@ class ComponentTable:
     summary: str
     default: str | None = None
     factory: type[Table] | None = None
-    given: str | None = None
+    factory_argument: str | None = None
     build: str | None = None
-    many: bool = False
-    only_with: str | None = None
-    known: str | None = None
+    is_list: bool = False
+    required_table: str | None = None
+    suggested_record: str | None = None
 
     @property
-    def named(self) -> bool:
-        """Whether the plan has tables of it by name, `[key.NAME]`."""
+    def has_names(self) -> bool:
+        """Whether the plan's tables have names, `[key.NAME]`."""
         return NAMED_TABLES.get(self.kind) == self.key
 
     @property
     def header(self) -> str:
-        """The table's header in a plan: `[key]`, `[[key]]` for a list, or `[key.NAME]`."""
-        if self.named:
+        """The table's header in a plan: `[key]`, `[[key]]` or `[key.NAME]`."""
+        if self.has_names:
             return f"[{self.key}.NAME]"
-        return f"[[{self.key}]]" if self.many else f"[{self.key}]"
+        return f"[[{self.key}]]" if self.is_list else f"[{self.key}]"
 
 
 COMPONENTS = (
-    ComponentTable("model", "models", "The layers to train.", factory=ModelFactory, given="data"),
+    ComponentTable("model", "models", "The layers to train.", factory=ModelFactory, factory_argument="data"),
     ComponentTable(
         "adapters",
         "adapters",
-        "Small trainable parts that are added to the layers of the model, which is frozen; left out, all of it is trained.",
-        only_with="adapters",
+        "Small trainable parts that are added to the frozen layers of the model; by default the whole model is trained.",
+        required_table="adapters",
     ),
-    ComponentTable("data", "datasets", "The samples to train on.", factory=DataFactory, given="context"),
+    ComponentTable("data", "datasets", "The samples to train on.", factory=DataFactory, factory_argument="context"),
     ComponentTable("loss", "losses", "The loss to minimise.", default="core.cross_entropy", factory=LossFactory),
     ComponentTable(
         "optimizer",
         "optimizers",
-        "How a step changes the weights.",
+        "The optimizer, which updates the weights in each step.",
         factory=FactoryOptimizerConfig,
         build="sley_core.optim.build:build_from_factory",
     ),
     ComponentTable(
         "learning_rate",
         "lr_schedules",
-        "The learning rate from step to step.",
+        "The learning rate of each step.",
         default="core.constant",
         factory=RateFactory,
-        given="num_steps",
+        factory_argument="num_steps",
     ),
-    ComponentTable("activations", "activation_policies", "What a layer keeps for its backward.", default="core.keep"),
+    ComponentTable(
+        "activations", "activation_policies", "The tensors that a layer saves for its backward.", default="core.keep"
+    ),
     ComponentTable(
         "pipeline",
         "schedules",
         "The order of each pipeline stage's actions; needed if `parallel.pp` is above 1.",
-        only_with="pipeline",
+        required_table="pipeline",
     ),
     ComponentTable(
-        "partition", "partitioners", "How the layers are cut into pipeline stages.", only_with="pipeline", known="pp.balanced"
+        "partition",
+        "partitioners",
+        "How the layers are divided into pipeline stages.",
+        required_table="pipeline",
+        suggested_record="pp.balanced",
     ),
     ComponentTable(
         "link",
         "stage_links",
-        "What carries outputs and their gradients from one pipeline stage to the next.",
-        only_with="pipeline",
-        known="pp.link",
+        "How outputs and their gradients are sent between pipeline stages.",
+        required_table="pipeline",
+        suggested_record="pp.link",
     ),
     ComponentTable(
         "weights",
         "weight_communicators",
         "How weights are sharded and gathered; needed if `parallel.wp` is above 1.",
-        only_with="weights",
+        required_table="weights",
     ),
     ComponentTable(
         "sequence",
         "sequence_attentions",
-        "How attention works on sequences in slices; needed if `parallel.sp` is above 1.",
-        only_with="sequence",
+        "How attention works on slices of sequences; needed if `parallel.sp` is above 1.",
+        required_table="sequence",
     ),
     ComponentTable(
         "gradient_handlers",
         "gradient_handlers",
-        "What is done with accumulated gradients; this order is the order of collectives on every rank. Left out: "
-        "`core.each` if more than one rank may hold the same weight, and then, in a pipeline, the handler that the "
-        "schedule names for weights that stages share.",
-        many=True,
+        "What is done with accumulated gradients, in the order of the list on every rank. By default, `core.each` if several "
+        "ranks may hold the same weight, and in a pipeline also the schedule's handler for weights that stages share.",
+        is_list=True,
     ),
+    ComponentTable("scheduler_hooks", "scheduler_hooks", "Hooks that observe every action; by default none.", is_list=True),
     ComponentTable(
-        "scheduler_hooks", "scheduler_hooks", "What is called before and after every action; left out, nothing.", many=True
+        "offload", "offload_managers", "Which parts of the run's memory are offloaded, and when; by default none.", is_list=True
     ),
-    ComponentTable("offload", "offload_managers", "What may be offloaded, and when; left out, nothing.", many=True),
     ComponentTable(
         "pools",
         "memory_pools",
-        "Pools of buffers, by names of your own, for the key `pool` of other tables: tables with the same name share a pool. "
-        "If such a key has a record's name, it is a pool with that record's defaults, shared in the same way.",
+        "Pools of buffers with your own names, for the key `pool` of other tables. Tables with the same `pool` share it. A "
+        "record's name in such a key selects a shared pool with the record's defaults.",
     ),
     ComponentTable(
         "checkpoint",
         "checkpointers",
-        "How and when a run saves checkpoints; left out, only when a program asks for it.",
+        "How and when a run saves checkpoints; by default only when a program asks for it.",
         default=CHECKPOINTER,
-        only_with="checkpoint",
+        required_table="checkpoint",
     ),
     ComponentTable(
         "metrics",
         "metrics_writers",
-        "Where the numbers of each step are written; left out, `core.jsonl`. A list replaces it: name it too to keep it.",
-        many=True,
+        "Where the metrics of each step are written; by default `core.jsonl`. A list replaces the default.",
+        is_list=True,
         factory=WriterFactory,
-        given="folder",
+        factory_argument="folder",
     ),
 )
 
 
 def kind_name(kind: RecordKind) -> str:
-    """Returns a kind in the singular, for messages: "gradient handler"."""
+    """Returns the singular of a kind for messages, such as "gradient handler"."""
     return KIND_NAMES.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))
 
 
 def kind_with_article(kind: RecordKind) -> str:
-    """Returns a kind in the singular with its article: "an optimizer"."""
-    word = kind_name(kind)
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+    """Returns the singular of a kind with its article, such as "an optimizer"."""
+    name = kind_name(kind)
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

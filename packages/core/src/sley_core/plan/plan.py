@@ -1,4 +1,4 @@
-"""The resolved plan: every value that a run uses, where it came from, and the records that build its parts."""
+"""The resolved plan: all values of a run, their origins, and the records that build the run's parts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from sley_core.topology import Topology
 
 @dataclass(frozen=True)
 class Component:
-    """Holds one table that a record or a factory decides, ready to be built.
+    """A resolved table that names a record or factory, from which `build` builds a part of the run.
 
-    name: `core.adamw`, or the path of the factory. record: None for a factory, whose path and options are in `config`. config:
-    the table, an instance of the record's `config`.
+    name: the record's full name (`core.adamw`), or the path of the factory. record: None for a factory. config: the table, an
+    instance of the record's `config`, or of a `Factory` with the factory's path and options.
     """
 
     table: ComponentTable
@@ -54,7 +54,7 @@ class Component:
         return self.table.kind
 
     def load(self) -> None:
-        """Imports the code that `build` calls; raises what the import raises."""
+        """Imports the code that `build` calls. Raises the same errors as `build`."""
         try:
             if self.record:
                 assert self.plugin, self.name
@@ -66,9 +66,9 @@ class Component:
             raise
 
     def build(self, *args: Any) -> Any:
-        """Builds the live object: `record.build(config, *args)`, or what the factory returns for its options.
+        """Builds the live object: calls `record.build(config, *args)`, or the factory with its options.
 
-        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported, with the place in the plan.
+        Raises PlanError if the user's code fails and PluginError if a plugin cannot be imported, with the place in the plan.
         """
         try:
             if self.record:
@@ -77,7 +77,7 @@ class Component:
             if self.table.build:
                 return import_factory(self.table.build, self.path, self.document.folder)(self.config, *args)
             assert isinstance(self.config, Factory), self.config
-            arguments = {self.table.given: args[0]} if self.table.given else {}
+            arguments = {self.table.factory_argument: args[0]} if self.table.factory_argument else {}
             return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)
         except SleyError as error:
             add_places(error, self.document)
@@ -86,7 +86,7 @@ class Component:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Holds one table `[evaluation.sets.NAME]`: its data, and its other keys."""
+    """A table `[evaluation.sets.NAME]`. keys: the keys that do not belong to the data."""
 
     data: Component
     keys: SetTable
@@ -94,9 +94,9 @@ class EvaluationSet:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A valid plan with every default written in. Equal plans run alike; the place of values does not count.
+    """A valid plan with all defaults. Equal plans give equal runs; the places of values are not compared.
 
-    plugins: those that the plan names, by name, core first, then in order of appearance.
+    plugins: the plugins that the plan names, core first, then in order of appearance.
     """
 
     run: RunTable
@@ -137,19 +137,19 @@ class Plan:
         steps = f"{self.run.steps:,} steps of {self.batch.global_size:,} samples"
         return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
 
-    def build_named(self, kind: RecordKind, name: str, *args: Any) -> Any:
-        """Builds the record `name` with its defaults, for a field that refers to it. Raises PluginError "plugin-import"."""
+    def build_record(self, kind: RecordKind, name: str, *args: Any) -> Any:
+        """Builds the record `name` with its default config. Raises PluginError "plugin-import"."""
         plugin = self.loader.load(name.partition(".")[0])
         record = self.loader.record(kind, name)
         return plugin.load_builder(record)(record.config(), *args)
 
     def origin(self, path: KeyPath) -> str:
-        """Returns where the value at `path` comes from: file, line and column, a `--set`, or "default"."""
+        """Returns the origin of the value at `path`: file, line and column, a `--set`, or "default"."""
         return str(self.document.origin(path) or "default")
 
     @property
     def folder(self) -> Path | None:
-        """Folder in which relative paths start and factories are looked for; None for a plan that was never a file."""
+        """The folder in which relative paths start and factories are searched; None for a plan without a file."""
         return self.document.folder
 
     @cached_property
@@ -157,64 +157,63 @@ class Plan:
         return to_tables(self)
 
     def to_toml(self) -> str:
-        """Returns the full plan as text that loads again to an equal plan."""
+        """Returns the full plan as TOML, from which `plan_from_text` loads an equal plan."""
         return "\n".join(sections(self.tables))
 
     @cached_property
     def digest(self) -> str:
-        """Hash that is equal for equal plans, in every process and on every machine."""
+        """A hash of the plan that is the same in every process and on every machine."""
         return sha256("\n".join(sections(portable_tables(self))).encode()).hexdigest()
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
-        """Calls a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
+        """Calls `hook` of each plugin, in the plan's order, and yields the plugin and its result unless that is None.
 
-        Raises PluginError, naming the plugin, for whatever the hook raises. Hooks run only as the iterator is consumed.
+        A hook runs when the iterator reaches it. Raises PluginError "plugin-failed" if the hook raises.
         """
         for plugin in self.plugins.values():
             for result in plugin.call(hook, **arguments):
                 yield plugin, result
 
     def world(self, available: int | None = None) -> int:
-        """Returns the number of ranks: the number that `dp` fixes, else `available`, else the smallest possible number."""
+        """Returns the number of ranks: the fixed number if `dp` is set, else `available`, else the smallest possible number."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_micros(self, topology: Topology) -> int:
-        """Returns the number of micro-batches per rank and step; `check_plan` refuses a batch that does not divide."""
+        """Returns the number of micro-batches per rank and step. `check_plan` rejects a batch that does not divide."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:
-        """Returns the layout of `world` ranks; raises PlanError "layout" if they do not divide into it."""
+        """Returns the layout of `world` ranks. Raises PlanError "layout" if the sizes do not divide."""
         sizes = self.parallel
         try:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
             axis = "wp" if "wdp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
             path = ("parallel", axis)
-            raise PlanError.many(
+            raise PlanError.from_diagnostics(
                 [self.diagnostic("layout", str(error), path, _suggest_size(sizes, world, str(error)))]
             ) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         return self.document.diagnostic(code, message, path, hint)
 
-    def located(self, error: SleyError) -> SleyError:
-        """Adds places to diagnostics that have a path and no place; returns the same error: `raise plan.located(error)`."""
+    def add_places(self, error: SleyError) -> SleyError:
+        """Adds the places to diagnostics that have only a path; returns the same error: `raise plan.add_places(error)`."""
         return add_places(error, self.document)
 
 
 def _suggest_size(sizes: ParallelTable, world: int, equation: str) -> str:
-    """Returns a hint with the closest world sizes that the layout allows, or with the `dp` that would fit."""
+    """Returns a hint with the closest world sizes that fit the layout, or with a `dp` that fits."""
     if sizes.dp != "auto" and "wdp" in equation:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
-        fits = round_up(sizes.dp, unit)
-        return f"`wp` shares weights among the dp x sp ranks of a stage and adds none: `dp = {fits}` would do"
+        return f"use `dp = {round_up(sizes.dp, unit)}`; `wp` shards weights over the dp x sp ranks of a stage"
     if sizes.dp != "auto":
         fixed = sizes.pp * sizes.dp * sizes.sp
         ranks = "1 rank" if fixed == 1 else f"{fixed} ranks"
-        return f'this plan fixes the world to {ranks}; `dp = "auto"` takes what the world leaves over'
+        return f'use {ranks}, or set `dp = "auto"` to use all ranks'
     unit = sizes.pp * lcm(sizes.sp, sizes.wp)
-    below = world // unit * unit
-    return f"a world of {f'{below} or ' if below else ''}{below + unit} ranks would do"
+    smaller = world // unit * unit
+    return f"use {f'{smaller} or ' if smaller else ''}{smaller + unit} ranks"

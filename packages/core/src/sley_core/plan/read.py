@@ -1,7 +1,4 @@
-"""Reads a plan into a `Document`: its file or text, the plan that it extends, and the overrides of `--set`.
-
-Every failure has its own code.
-"""
+"""Reads a plan into a `Document`: its file or text, its base plans, and the overrides of `--set`."""
 
 from __future__ import annotations
 
@@ -23,37 +20,39 @@ MAX_DEPTH = 32
 """The deepest nesting of tables and arrays; a plan needs four levels."""
 
 MAX_BYTES = 16 << 20
-"""The largest plan; endless input is not read for ever."""
+"""The largest plan; protects against endless input."""
 
 INTEGER_LIMIT = 2**63
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan at `path`. Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable",
-    "plan-not-utf8", "syntax", "too-deep", "out-of-range" (an integer beyond 64 bits), "set-invalid", and those of
-    `merge_bases`.
+    """Returns the document of the plan at `path`.
+
+    Raises PlanError "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "too-deep", "out-of-range"
+    (an integer beyond 64 bits), "set-invalid", or the errors of `merge_bases`.
     """
-    return _apply_overrides(merge_bases(_read(path), _read), overrides)
+    return _apply_overrides(merge_bases(_read_single(path), _read_single), overrides)
 
 
-def _read(path: str | Path) -> Document:
-    """Returns the document of one file, without its bases."""
+def _read_single(path: str | Path) -> Document:
+    """Returns the document of one file, without its base plans."""
     name = str(path)
     place = Place(name)
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_suggest_plans(Path(path))) from None
+        message = f"the file `{name}` does not exist"
+        raise PlanError("plan-missing", message, place=place, hint=_suggest_plans(Path(path))) from None
     except IsADirectoryError:
-        inside = Path(path) / "plan.toml"
-        hint = f"name the file in it: `{inside}`" if inside.is_file() else _suggest_plans(inside)
+        default_path = Path(path) / "plan.toml"
+        hint = f"use `{default_path}`" if default_path.is_file() else _suggest_plans(default_path)
         raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place, hint=hint) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
     if len(content) > MAX_BYTES:
-        raise PlanError("plan-unreadable", f"cannot read `{name}`: it has more than {MAX_BYTES >> 20} MB", place=place)
+        raise PlanError("plan-unreadable", f"cannot read `{name}`: it is larger than {MAX_BYTES >> 20} MB", place=place)
     folder = Path(path).absolute().parent
     if not is_utf8(str(folder)):
         message = f"the name of the folder `{make_printable(str(folder))}` is not UTF-8"
@@ -62,8 +61,8 @@ def _read(path: str | Path) -> Document:
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of a plan's text; `file` is the name that messages show. Raises PlanError as `read_file` does."""
-    return _apply_overrides(merge_bases(_parse(text, file, folder), _read), overrides)
+    """Returns the document of a plan's text; `file` is its name in messages. Raises the same errors as `read_file`."""
+    return _apply_overrides(merge_bases(_parse(text, file, folder), _read_single), overrides)
 
 
 def _parse(text: str, file: str, folder: Path | None) -> Document:
@@ -72,7 +71,7 @@ def _parse(text: str, file: str, folder: Path | None) -> Document:
     try:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        # tomli may point beyond the end of the document.
+        # The position may be after the end of the document.
         line = min(error.lineno, len(lines))
         column = min(error.colno, len(lines[line - 1]) + 1)
         problem = Diagnostic(
@@ -81,24 +80,24 @@ def _parse(text: str, file: str, folder: Path | None) -> Document:
             place=Place(file, line, column),
             source_line=make_printable(lines[line - 1].replace("\t", " ")),
         )
-        raise PlanError.many([problem]) from None
+        raise PlanError.from_diagnostics([problem]) from None
     except (RecursionError, ValueError) as error:
-        # Python itself refuses numbers of thousands of digits, and invalid dates.
+        # Python rejects numbers with thousands of digits and invalid dates.
         raise PlanError("syntax", f"this is not TOML: {_lower_first(str(error))}", place=Place(file)) from None
     try:
-        spots = index_keys(text)
+        spans = index_keys(text)
     except RecursionError:
-        spots = {}  # `_check_values` refuses it
-    return Document(file, folder and folder.absolute(), tables, lines, spots)
+        spans = {}  # `_check_values` rejects the document
+    return Document(file, folder and folder.absolute(), tables, lines, spans)
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of tables that a program made; they are copied."""
+    """Returns the document of a copy of `tables`, which a program built."""
     return _apply_overrides(Document("<tables>", folder and folder.absolute(), to_plain_data(tables)), overrides)
 
 
 def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Returns the document with the overrides applied in order; raises one PlanError for all that are invalid."""
+    """Returns the document with the overrides applied in order. Raises a single PlanError for all invalid overrides."""
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
@@ -115,69 +114,70 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
         else:
             overrides.append(Override(number, text, path))
     if problems:
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
     document = replace(document, overrides=tuple(overrides))
     _check_values(document)
     return document
 
 
 def _check_values(document: Document) -> None:
-    """Raises PlanError "too-deep", so that later code may recurse, or "out-of-range" for every integer beyond 64 bits."""
-    large: list[Diagnostic] = []
+    """Raises PlanError "too-deep" if later code could not recurse, or "out-of-range" for every integer beyond 64 bits."""
+    range_problems: list[Diagnostic] = []
 
     def walk(value: Any, path: KeyPath) -> None:
         if isinstance(value, dict | list):
             if len(path) > MAX_DEPTH:
-                message = f"`{make_printable(str(path[0]))}` has tables and arrays more than {MAX_DEPTH} deep"
-                raise PlanError.many([document.diagnostic("too-deep", message, path[:1])])
+                message = f"`{make_printable(str(path[0]))}` has tables and arrays nested more than {MAX_DEPTH} levels deep"
+                raise PlanError.from_diagnostics([document.diagnostic("too-deep", message, path[:1])])
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 walk(inner, (*path, key))
         elif isinstance(value, int) and not -INTEGER_LIMIT <= value < INTEGER_LIMIT:
             message = f"`{format_path(path)}` must be an integer of 64 bits, not {describe_value(value)}"
-            large.append(document.diagnostic("out-of-range", message, path))
+            range_problems.append(document.diagnostic("out-of-range", message, path))
 
     walk(document.tables, ())
-    if large:
-        raise PlanError.many(large)
+    if range_problems:
+        raise PlanError.from_diagnostics(range_problems)
 
 
 def _decode(content: bytes, name: str) -> str:
-    """Returns the content as text; raises PlanError "plan-not-utf8" with line and column."""
+    """Decodes the content of a plan. Raises PlanError "plan-not-utf8" with line and column."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         before = content[: error.start]
         line = before.count(b"\n") + 1
         column = len(before.rpartition(b"\n")[2].decode()) + 1
-        message = f"`{name}` is not UTF-8: the byte 0x{content[error.start]:02x} starts no character"
+        message = f"`{name}` is not UTF-8: invalid byte 0x{content[error.start]:02x}"
         raise PlanError("plan-not-utf8", message, place=Place(name, line, column), hint="save the file as UTF-8") from None
 
 
 def _suggest_plans(path: Path) -> str | None:
-    """Returns a hint for a missing file: some `*.toml` files of its folder, or what the path is relative to; or None."""
+    """Returns a hint for a missing file, with up to five `*.toml` files in the same folder."""
     try:
         plans = sorted(file.name for file in path.absolute().parent.glob("*.toml"))
     except (OSError, ValueError):
         return None
     if plans:
-        return f"the plans there are {', '.join(f'`{name}`' for name in plans[:5])}"
-    return "the path is relative to the current folder"
+        return f"the folder has the plans {', '.join(f'`{name}`' for name in plans[:5])}"
+    return "use a path relative to the current folder"
 
 
 def _lower_first(message: str) -> str:
+    """Returns tomli's message without its position, beginning with a lower-case letter."""
     message = re.sub(r" \(at .*\)$", "", message)
     return message[:1].lower() + message[1:]
 
 
 _BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
-_QUOTE = "VALUE is TOML; a string needs quotes, which the shell takes away: --set 'run.name=\"first try\"'"
+_QUOTE_HINT = "write VALUE as TOML and protect the quotes of a string from the shell: --set 'run.name=\"first try\"'"
 
 
 def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
-    """Sets in `tables` the value that `text` gives, creating tables on the path; returns the path that was set.
+    """Sets the value of the override `text` in `tables`, and creates the tables on its path; returns the path.
 
-    A number is an index into an array; the number after its last item appends one. Raises PlanError "set-invalid",
-    without a place.
+    A number is an index of an array; the index after the last item appends an item. Raises PlanError "set-invalid", without a
+    place.
     """
     if not is_utf8(text):
         raise PlanError("set-invalid", f"`{make_printable(text)}` is not UTF-8")
@@ -185,34 +185,36 @@ def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
     assert match, text
     name, equals, value_text = match[1].strip(), match[2], text[match.end() :].strip()
     if not equals:
-        raise PlanError("set-invalid", f"`{text}` is not of the form key.path=VALUE", hint=_QUOTE)
+        raise PlanError("set-invalid", f"`{text}` must have the form key.path=VALUE", hint=_QUOTE_HINT)
     parts = _parse_key(name)
     value = _parse_value(value_text)
-    here: Any = tables
+    container: Any = tables
     path: KeyPath = ()
-    for part, following in zip(parts, (*parts[1:], None), strict=True):
-        key = _resolve_key(here, part, path)
+    for part, next_part in zip(parts, (*parts[1:], None), strict=True):
+        key = _resolve_key(container, part, path)
         path = (*path, key)
-        if following is None:
-            here[key] = value
+        if next_part is None:
+            container[key] = value
             break
-        if isinstance(here, dict):
-            here.setdefault(key, [] if following == "0" else {})
-        here = here[key]
-        if not isinstance(here, dict | list):
-            raise PlanError("set-invalid", f"`{format_path(path)}` is {describe_value(here)}, which has no keys")
+        if isinstance(container, dict):
+            container.setdefault(key, [] if next_part == "0" else {})
+        container = container[key]
+        if not isinstance(container, dict | list):
+            raise PlanError("set-invalid", f"`{format_path(path)}` is {describe_value(container)}, which has no keys")
     return path
 
 
-def _resolve_key(here: Any, part: str, path: KeyPath) -> str | int:
-    """Returns the key or index that `part` means in the table or array `here`; appends an empty item if it is the next."""
-    if isinstance(here, dict):
+def _resolve_key(container: Any, part: str, path: KeyPath) -> str | int:
+    """Converts `part` to a key of the table `container`, or to an index of the array. Appends an empty item for the index after
+    the last item.
+    """
+    if isinstance(container, dict):
         return part
-    if not part.isdecimal() or int(part) > len(here):
-        count = f"0 to {len(here)}" if here else "0"
-        raise PlanError("set-invalid", f"`{format_path(path)}` is an array: `{part}` must be a number, {count}")
-    if int(part) == len(here):
-        here.append({})
+    if not part.isdecimal() or int(part) > len(container):
+        indices = f"0 to {len(container)}" if container else "0"
+        raise PlanError("set-invalid", f"`{format_path(path)}` is an array: `{part}` must be a number, {indices}")
+    if int(part) == len(container):
+        container.append({})
     return int(part)
 
 
@@ -232,7 +234,7 @@ def _parse_key(name: str) -> list[str]:
 
 
 def _parse_value(text: str) -> Any:
-    """Returns the TOML value of `text`, or `text` itself if it is a bare word; raises PlanError "set-invalid"."""
+    """Returns the TOML value of `text`, or `text` itself if it is a bare word. Raises PlanError "set-invalid"."""
     try:
         parsed = tomli.loads(f"value = {text}")
         if parsed.keys() == {"value"}:
@@ -240,40 +242,39 @@ def _parse_value(text: str) -> Any:
     except (tomli.TOMLDecodeError, ValueError, RecursionError):
         if _BARE_WORD.fullmatch(text):
             return text
-    raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE)
+    raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE_HINT)
 
 
-KEY = "extends"
+EXTENDS_KEY = "extends"
 
 _UNREADABLE = frozenset({"plan-missing", "plan-is-folder", "plan-unreadable"})
 _MAX_CHAIN = 32
 _DECIDING_KEYS = ("use", "factory")
-"""Keys that decide what a table's other keys mean."""
+"""The keys that determine a table's other keys."""
 
 
 def merge_bases(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
-    """Returns the document with missing values filled in from its base; unchanged if it has no `extends`.
+    """Merges the document with its base plans and returns the result; returns a document without `extends` unchanged.
 
-    read: returns the document of a file without its bases. chain: the files that led here. Raises PlanError at the key
-    `extends`: "wrong-type", "extends-missing" for a file that cannot be read, "extends-cycle"; and the base's own errors, at
-    their places.
+    read: returns the document of a file without its base plans. chain: the files that extend this one, the first first. Raises
+    PlanError at the key `extends`: "wrong-type", "extends-missing" if the base plan cannot be read, or "extends-cycle".
 
-        tables                         merged key by key, [pools.NAME] and nested tables too
-        a table with another `use`     replaces the base's: keys of one record mean nothing to another
-        arrays, arrays of tables       replace the base's
+        tables                         are merged key by key, including [pools.NAME] and nested tables
+        a table with another `use`     replaces the base's table, since other records have other keys
+        arrays, arrays of tables       replace the base's arrays
 
-    Values from a base keep their place: errors and origins name the base's file and line, and relative paths start in its
-    folder. A key of a base cannot be removed, only changed.
+    Values from a base plan keep their place: errors name the base's file and line, and relative paths start in the base's
+    folder. A plan can change a base's key but not remove it.
     """
-    if KEY not in document.tables:
+    if EXTENDS_KEY not in document.tables:
         return document
-    path_text = document.tables[KEY]
+    path_text = document.tables[EXTENDS_KEY]
     if not isinstance(path_text, str) or not path_text:
-        raise _extends_error(document, "wrong-type", f"`{KEY}` must be the path of a plan, not {describe_value(path_text)}")
+        message = f"`{EXTENDS_KEY}` must be the path of a plan, not {describe_value(path_text)}"
+        raise _extends_error(document, "wrong-type", message)
     if document.folder is None:
-        raise _extends_error(
-            document, "extends-missing", f"a text without a folder has nothing that `{path_text}` is relative to"
-        )
+        message = f"the plan has no folder in which the path `{path_text}` could start"
+        raise _extends_error(document, "extends-missing", message)
     chain = chain or (_real_path(Path(document.folder, Path(document.file).name)),)
     try:
         path_text = expand_path(path_text)
@@ -281,9 +282,9 @@ def merge_bases(document: Document, read: Callable[[str], Document], chain: tupl
         raise _extends_error(document, "extends-missing", str(error)) from None
     path = Path(document.folder, path_text)
     if _real_path(path) in chain or len(chain) > _MAX_CHAIN:
-        way = " extends ".join(f"`{link.name}`" for link in (*chain, path))
-        raise _extends_error(document, "extends-cycle", f"the plan extends itself: {way}", "take one `extends` out")
-    # The name to show: relative to the first file's name, as a person would write it.
+        cycle = " extends ".join(f"`{link.name}`" for link in (*chain, path))
+        raise _extends_error(document, "extends-cycle", f"the plan extends itself: {cycle}", "remove one `extends`")
+    # Messages show a name relative to the name of the first file.
     name = os.path.normpath(Path(document.file).parent / path_text)
     try:
         base = read(name if _real_path(Path(name)) == _real_path(path) else str(path))
@@ -291,53 +292,53 @@ def merge_bases(document: Document, read: Callable[[str], Document], chain: tupl
         first = error.diagnostics[0]
         if first.code not in _UNREADABLE:
             raise
-        raise _extends_error(
-            document, "extends-missing", f"the base plan does not exist: {first.message}", first.hint
-        ) from None
+        message = f"the base plan cannot be read: {first.message}"
+        raise _extends_error(document, "extends-missing", message, first.hint) from None
     return _merge_documents(document, merge_bases(_resolve_source_folder(base), read, (*chain, _real_path(path))))
 
 
 def _resolve_source_folder(base: Document) -> Document:
-    """Returns a base without its `source_folder`, as in a resolved plan, in which its own relative paths start."""
+    """Returns a base plan without the key `source_folder` of resolved plans, which becomes the document's folder."""
     tables = dict(base.tables)
     source_folder = tables.pop("source_folder", None)
     try:
         folder = Path(base.folder or Path(), expand_path(source_folder)) if isinstance(source_folder, str) else base.folder
     except ValueError as error:
         problem = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
-        raise PlanError.many([problem]) from None
+        raise PlanError.from_diagnostics([problem]) from None
     return replace(base, tables=tables, folder=folder)
 
 
-def _merge_documents(own: Document, base: Document) -> Document:
-    """Returns `own` merged with `base`; each path taken from the base is recorded with its document."""
-    taken: list[KeyPath] = []
-    tables = _merge_tables({key: value for key, value in own.tables.items() if key != KEY}, base.tables, (), taken)
-    known = {*base.spots, *base.bases}
-    bases = {path: base.owner(path) for path in known if any(path[: len(start)] == start for start in taken)}
-    return replace(own, tables=tables, bases=bases)
+def _merge_documents(child: Document, base: Document) -> Document:
+    """Merges `child` with `base`; records the document of each path from the base in `bases`."""
+    base_paths: list[KeyPath] = []
+    child_tables = {key: value for key, value in child.tables.items() if key != EXTENDS_KEY}
+    tables = _merge_tables(child_tables, base.tables, (), base_paths)
+    paths = {*base.spans, *base.bases}
+    bases = {path: base.owner(path) for path in paths if any(path[: len(prefix)] == prefix for prefix in base_paths)}
+    return replace(child, tables=tables, bases=bases)
 
 
-def _merge_tables(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:
-    """Returns both tables merged, in the base's order; appends to `taken` the paths whose values are the base's."""
-    if path and any(key in own and own[key] != base.get(key) for key in _DECIDING_KEYS):
-        return own
-    joined: dict[str, Any] = {}
-    for key in dict.fromkeys([*base, *own]):
-        here = (*path, key)
-        if key not in own:
-            joined[key] = base[key]
-            taken.append(here)
-        elif isinstance(own[key], dict) and isinstance(base.get(key), dict):
-            joined[key] = _merge_tables(own[key], base[key], here, taken)
+def _merge_tables(child: dict[str, Any], base: dict[str, Any], path: KeyPath, base_paths: list[KeyPath]) -> dict[str, Any]:
+    """Merges both tables in the base's order; appends the paths of values from the base to `base_paths`."""
+    if path and any(key in child and child[key] != base.get(key) for key in _DECIDING_KEYS):
+        return child
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys([*base, *child]):
+        key_path = (*path, key)
+        if key not in child:
+            merged[key] = base[key]
+            base_paths.append(key_path)
+        elif isinstance(child[key], dict) and isinstance(base.get(key), dict):
+            merged[key] = _merge_tables(child[key], base[key], key_path, base_paths)
         else:
-            joined[key] = own[key]
-    return joined
+            merged[key] = child[key]
+    return merged
 
 
 def _extends_error(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
-    problem: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
-    error = PlanError.many([problem])
+    problem: Diagnostic = document.diagnostic(code, message, (EXTENDS_KEY,), hint)
+    error = PlanError.from_diagnostics([problem])
     assert isinstance(error, PlanError), error
     return error
 

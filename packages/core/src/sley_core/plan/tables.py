@@ -1,7 +1,4 @@
-"""Core's own tables of a plan: what a run does, how large its batches are, and how it is laid out.
-
-The tables of models, data, losses and so on belong to the records that they name; `kinds` lists them.
-"""
+"""Core's own tables of a plan, such as [run], [batch] and [parallel]. `kinds` lists the tables of records."""
 
 from __future__ import annotations
 
@@ -9,78 +6,82 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sley_core.table import Array, FactoryPath, PlanFolder, Positive, PositiveFloat, Table, Words
+from sley_core.table import Array, FactoryPath, PlanFolder, Positive, PositiveFloat, Table, ValueDescription
 
 FORMAT = 1
 """The format of plans that this core reads."""
 
-EXTENDS = "A base plan, of which this plan holds only the differences; a relative path is relative to this file."
-SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder of the plan."
-"""What the key of this name means; the resolved plan of a run, which lies elsewhere, has it."""
+EXTENDS = "The base plan, from which this plan differs in the keys that it contains; a relative path starts at this file."
+SOURCE_FOLDER = "The folder in which relative paths start and factories are searched; by default the folder of the plan."
+"""The descriptions of the keys `extends` and `source_folder`. The resolved plan of a run has `source_folder`."""
 
 ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
 GradientType = Literal["fp32", "bf16", "fp64"]
 
 RunName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"), Words("a name of up to 100 letters, digits, `.`, `_` and `-`")
+    str,
+    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"),
+    ValueDescription("a name of up to 100 letters, digits, `.`, `_` and `-`"),
 ]
-Seed = Annotated[int, Field(ge=0, lt=2**63), Words("an integer of at least 0")]
+Seed = Annotated[int, Field(ge=0, lt=2**63), ValueDescription("an integer of at least 0")]
 
 
 MAX_SKIPS = 10
-"""The default number of steps in a row that may be skipped."""
+"""The default number of consecutive steps that may be skipped."""
 
 
-def _max_skips(chosen: dict[str, Any]) -> int | None:
-    return MAX_SKIPS if chosen.get("on_nan") == "skip" else None
+def _default_max_skips(values: dict[str, Any]) -> int | None:
+    return MAX_SKIPS if values.get("on_nan") == "skip" else None
 
 
 class RunTable(Table):
-    """What is run, for how long, and where its results go."""
+    """The name, length, device and output of a run."""
 
     name: RunName
-    """The run's name and that of its folder."""
+    """The name of the run and of its folder."""
 
     steps: Positive
-    """Optimizer steps to take."""
+    """The number of optimizer steps."""
 
     seed: Seed = 0
-    """Fixes the initial weights, the order of the data and the random numbers of every forward, in any layout."""
+    """Determines the initial weights, the order of the data and the random numbers of every forward, in any layout."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; `"auto"` takes CUDA where there is a device."""
+    """The type of device; `"auto"` uses CUDA if there is a device."""
 
     folder: PlanFolder = "runs"
-    """The folder of run folders; a relative path starts in the current directory."""
+    """The parent folder of the run folder; a relative path starts in the current directory."""
 
     peak_tflops: PositiveFloat | None = None
-    """What one device can do in `precision.compute`, in 10^12 dense FLOP/s, of which `mfu` is a share; left out, what the
-    datasheet of a known GPU says, and no `mfu` of other devices.
+    """The peak speed of a device in `precision.compute`, in 10^12 dense FLOP/s, from which `mfu` is computed. By default the
+    datasheet's value for known GPUs; other devices then have no `mfu`.
     """
 
     log_every: Positive = 10
-    """Steps between two lines of progress if no progress bar can be drawn."""
+    """The number of steps between two lines of progress, if no progress bar can be drawn."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """Whether a step whose loss or gradient norm is not finite ends the run, or is skipped: no weight and no state changes."""
-
-    stop_signals: Array[Literal["SIGUSR1", "SIGUSR2", "SIGXCPU"]] = ("SIGUSR1", "SIGUSR2", "SIGXCPU")
-    """Warnings of a batch system at which a run finishes its step, saves itself and ends, as at SIGTERM but without its time
-    limit; others have the system's effect.
+    """Whether a step whose loss or gradient norm is not finite ends the run, or is skipped without changing weights or
+    states.
     """
 
-    max_skips: Positive | None = Field(default_factory=_max_skips)
-    """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`; left out, 10."""
+    stop_signals: Array[Literal["SIGUSR1", "SIGUSR2", "SIGXCPU"]] = ("SIGUSR1", "SIGUSR2", "SIGXCPU")
+    """The warning signals of a batch system at which the run finishes its step, saves a checkpoint and ends. Unlike SIGTERM,
+    they set no time limit. Other signals have the system's effect.
+    """
+
+    max_skips: Positive | None = Field(default_factory=_default_max_skips)
+    """The number of consecutive steps that may be skipped before the run ends. Requires `on_nan = "skip"`; by default 10."""
 
     final_weights: Literal["working", "full", "none"] = "working"
-    """What `weights/` of the run folder holds at the end: weights in `precision.compute`, in full precision, or nothing."""
+    """The weights that the run writes into `weights/` at its end: in `precision.compute`, in full precision, or none."""
 
     keep_freed_memory: bool = True
-    """On the CPU, keep memory that the process frees for the next step: for all its code, and for good; glibc only."""
+    """Whether the process keeps freed host memory for the next step instead of returning it to the system; only with glibc."""
 
 
 class BatchTable(Table):
-    """How many samples a step sees. `global_size = dp x micro_size x accumulation`."""
+    """The number of samples per step: `global_size = dp x micro_size x accumulation`."""
 
     global_size: Positive
     """Samples per optimizer step, over all ranks."""
@@ -90,230 +91,232 @@ class BatchTable(Table):
 
 
 class LossScaleTable(Table):
-    """How fp16's loss scale moves; the rule and its names are torch.amp.GradScaler's."""
+    """The dynamic loss scale of fp16, with the keys and rules of torch.amp.GradScaler."""
 
     init_scale: PositiveFloat = 65536.0
-    """What the loss is multiplied by in the first step."""
+    """The scale of the loss in the first step."""
 
     growth_factor: Annotated[float, Field(gt=1)] = 2.0
-    """By how much the scale grows after `growth_interval` steps in a row without overflow."""
+    """The factor of the scale after `growth_interval` consecutive steps without overflow."""
 
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """By how much it shrinks after a step that overflowed, which is skipped."""
+    """The factor of the scale after a step with an overflow, which is skipped."""
 
     growth_interval: Positive = 2000
-    """Steps in a row without overflow that it takes to grow."""
+    """The number of consecutive steps without overflow after which the scale grows."""
 
     min_scale: PositiveFloat = 1.0
-    """The scale never gets smaller; a step that overflows even then ends the run."""
+    """The smallest scale. An overflow at this scale ends the run."""
 
 
-def _loss_scale(chosen: dict[str, Any]) -> LossScaleTable | None:
-    return LossScaleTable() if chosen.get("compute") == "fp16" else None
+def _default_loss_scale(values: dict[str, Any]) -> LossScaleTable | None:
+    return LossScaleTable() if values.get("compute") == "fp16" else None
 
 
-def _gradients(chosen: dict[str, Any]) -> GradientType:
-    return "fp64" if chosen.get("compute") == "fp64" else "fp32"
+def _default_gradients(values: dict[str, Any]) -> GradientType:
+    return "fp64" if values.get("compute") == "fp64" else "fp32"
 
 
 class PrecisionTable(Table):
-    """The number formats of a run."""
+    """The dtypes of a run."""
 
     compute: ComputeType = "fp32"
-    """The format of weights and activations while they are used."""
+    """The dtype of weights and activations in forward and backward."""
 
-    gradients: GradientType = Field(default_factory=_gradients)
-    """The format in which gradients are accumulated and reduced; left out, fp64 if `compute` is, else fp32. `"bf16"`, if
-    `compute` is, halves their bytes in memory and between ranks: each of their sums is rounded to 8 bits, and the update makes
-    fp32 copies of what a rank steps.
+    gradients: GradientType = Field(default_factory=_default_gradients)
+    """The dtype in which gradients are accumulated and reduced; by default fp64 if `compute` is fp64, else fp32. `"bf16"`
+    requires that `compute` is bf16, and halves the memory and traffic of gradients. It rounds each sum to 8 bits, and the
+    update makes fp32 copies of the gradients that it steps.
     """
 
     accumulation: Literal["auto", "autograd", "direct"] = "auto"
-    """How weight gradients of linears are accumulated: by autograd and a copy, or multiplied straight into the sums."""
+    """How the weight gradients of linears are accumulated: by autograd and a copy, or directly by the matrix product."""
 
     keep: Array[str] = ()
-    """Parameters that stay in fp32 where `compute` is narrower, by patterns of their names (`"*.router.*"`); buffers keep the
-    format that the factory gave them in any case, but fp32 ones become fp64 if `compute` is.
+    """Name patterns (`"*.router.*"`) of parameters that stay in fp32 if `compute` is narrower. Buffers keep the dtype in which
+    the factory created them, except that fp32 buffers become fp64 if `compute` is fp64.
     """
 
-    loss_scale: LossScaleTable | None = Field(default_factory=_loss_scale)
-    """How the loss is scaled if `compute` is fp16; only allowed then."""
+    loss_scale: LossScaleTable | None = Field(default_factory=_default_loss_scale)
+    """The loss scale; only allowed if `compute` is fp16."""
 
 
 class ParallelTable(Table):
-    """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
+    """The number of ranks per axis: `world = pp x dp x sp` and `wdp = dp x sp / wp`."""
 
     dp: Positive | Literal["auto"] = "auto"
-    """Ranks that split the samples; `"auto"` takes the ranks that the other axes leave over, a number fixes the world size."""
+    """The number of ranks that split the samples. `"auto"` uses all ranks of the world; a number determines the world size."""
 
     pp: Positive = 1
-    """Pipeline stages."""
+    """The number of pipeline stages."""
 
     sp: Positive = 1
-    """Ranks that split each sequence."""
+    """The number of ranks that split each sequence."""
 
     wp: Positive = 1
-    """Ranks that split each weight."""
+    """The number of ranks that shard each weight."""
 
     reduction: Literal["fast", "canonical"] = "fast"
-    """The order in which gradients are summed: the fastest for the layout; or one tree over all micro-batches, which gives the
-    same bits in every layout with the same `micro_size`, for more memory and time.
+    """The order in which gradients are summed. "fast" depends on the layout. "canonical" is one tree over all micro-batches,
+    with the same bits in every layout with the same `micro_size`; it needs more memory and time.
     """
 
     cross_memory_attach: bool = True
-    """Whether ranks on one host's CPUs read each other's weights, gradients and slices of sequences, if the system allows it;
-    false: gloo's sockets.
+    """Whether CPU ranks on one host read each other's weights, gradients and slices of sequences directly, if the system allows
+    it. false: they use gloo's sockets.
     """
 
 
 class Factory(Table):
-    """The keys of code of your own."""
+    """The keys of your own code."""
 
     factory: FactoryPath
-    """The function or class, `"package.module:name"`; the folder of the plan is searched too."""
+    """The function or class, `"package.module:name"`. The folder of the plan is also searched."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments to call it with."""
+    """The keyword arguments of the call."""
 
 
 class MetricFactory(Factory):
-    """A metric of your own: a function that gives a function `(output, batch) -> {name: (sum, count)}`, called for each
-    micro-batch of an evaluation; a row has the sum by the count, of all micro-batches and ranks.
+    """Your own metric: a function that returns a function `(output, batch) -> {name: (sum, count)}`. An evaluation calls the
+    inner function for each micro-batch; the metric is the total sum divided by the total count.
     """
 
     sequence: Literal["whole", "slices"] = "whole"
-    """What it is given if ranks split each sequence (`parallel.sp`): whole sequences, gathered on every rank, which needs the
-    memory; or this rank's slice, for sums over positions.
+    """The input of the metric if ranks split each sequence (`parallel.sp`): whole sequences, which every rank gathers and which
+    need memory, or this rank's slice, for sums over positions.
     """
 
 
-def row_name(number: str, of_set: str = "") -> str:
-    """Returns the name in a row of a number ("loss") of a set, or of the held-out split of [data]."""
-    if of_set:
-        return f"held_out/{of_set}/{number}"
-    return "held_out_loss" if number == "loss" else f"held_out/{number}"
+def row_name(metric: str, set_name: str = "") -> str:
+    """Returns the key in a metrics row of `metric` ("loss") on an evaluation set, by default on the held-out split of
+    [data].
+    """
+    if set_name:
+        return f"held_out/{set_name}/{metric}"
+    return "held_out_loss" if metric == "loss" else f"held_out/{metric}"
 
 
-def number_of(name: str) -> str:
-    """Returns the number ("loss") of which `name` is a name in a row."""
-    return "loss" if name == row_name("loss") else name.rpartition("/")[2]
+def metric_of(row_key: str) -> str:
+    """Returns the metric ("loss") of a key in a metrics row, the inverse of `row_name`."""
+    return "loss" if row_key == row_name("loss") else row_key.rpartition("/")[2]
 
 
-BETTER: dict[str, Literal["min", "max"]] = {"loss": "min", "perplexity": "min", "accuracy": "max"}
-"""The numbers of an evaluation that are core's own, and which value of each is the best."""
+BEST_MODES: dict[str, Literal["min", "max"]] = {"loss": "min", "perplexity": "min", "accuracy": "max"}
+"""Core's own metrics, and whether the smallest or largest value is the best."""
 
 
 class BestTable(Table):
-    """The number of an evaluation that says which weights are the best."""
+    """The metric that selects the best checkpoint."""
 
     metric: str
-    """Its name in a row: `"held_out_loss"`, `"held_out/accuracy"`, `"held_out/NAME/loss"` of the set NAME."""
+    """The key in a metrics row: `"held_out_loss"`, `"held_out/accuracy"`, or `"held_out/NAME/loss"` of the set NAME."""
 
     mode: Literal["min", "max"] | None = None
-    """Whether the lowest value is the best, or the highest; left out, "max" for an accuracy, "min" for a loss and a perplexity.
-    A metric of your own needs it.
+    """Whether the smallest or the largest value is the best. By default "max" for an accuracy and "min" for a loss or
+    perplexity; required for your own metric.
     """
 
     @model_validator(mode="after")
-    def _has_mode(self) -> BestTable:
-        if self.mode is None and number_of(self.metric) not in BETTER:
-            raise ValueError(f'`mode` is needed: whether the "min" or the "max" of `{self.metric}` is the best')
+    def _check_mode(self) -> BestTable:
+        if self.mode is None and metric_of(self.metric) not in BEST_MODES:
+            raise ValueError(f'set `mode` to "min" or "max", for the smallest or largest `{self.metric}`')
         return self
 
     @property
     def is_max(self) -> bool:
-        return (self.mode or BETTER[number_of(self.metric)]) == "max"
+        return (self.mode or BEST_MODES[metric_of(self.metric)]) == "max"
 
 
 class SetTable(Table):
-    """The keys of `[evaluation.sets.NAME]` besides those of its data."""
+    """The keys of `[evaluation.sets.NAME]` in addition to those of its data."""
 
     split: Literal["all", "held_out"] = "all"
-    """Which of the data's samples are evaluated: all, none held out; or those that training on this table would hold out."""
+    """Which samples are evaluated: all, or those that training on this table would hold out."""
 
     steps: Positive | None = None
-    """At most so many batches of `global_size` samples; left out, every sample once. A stream needs it."""
+    """The largest number of batches of `global_size` samples; by default all samples are evaluated. Required for a stream."""
 
 
 class EvaluationTable(Table):
-    """Measures the loss, and of tokens perplexity and accuracy, on held-out data during the run and at its end; left out,
+    """Measures the loss on held-out data during the run and at its end, and for tokens also perplexity and accuracy; by default
     never.
     """
 
     every: Positive
-    """Optimizer steps from one evaluation to the next."""
+    """The number of optimizer steps between two evaluations."""
 
     steps: Positive = 10
-    """Batches of `global_size` samples of the held-out split of `[data]` in an evaluation."""
+    """The number of batches of `global_size` samples in an evaluation of the held-out split of `[data]`."""
 
     held_out: bool = True
-    """Whether the held-out split of `[data]` is evaluated; false leaves the `sets`."""
+    """Whether the held-out split of `[data]` is evaluated; false evaluates only the `sets`."""
 
     sets: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """More data to evaluate on, by names of your own: each `[evaluation.sets.NAME]` is a table as `[data]`, with the keys
-    `split` ("all", the default, or "held_out") and `steps` too. Every sample counts once, unless `steps` says how many batches
-    are enough.
+    """Additional evaluation data with your own names. Each `[evaluation.sets.NAME]` has the keys of `[data]`, and also `split`
+    ("all", the default, or "held_out") and `steps`, the largest number of batches. Without `steps`, every sample is evaluated.
     """
 
     metric: MetricFactory | None = None
-    """A metric of your own, of the held-out split and of each set."""
+    """Your own metric, for the held-out split and every set."""
 
     keep_best: str | BestTable | None = None
-    """The number, by its name in a row, whose best checkpoint is kept beside those that `[checkpoint]` keeps: a loss, such as
-    `"held_out_loss"`, is best at its lowest, an accuracy at its highest; `{ metric = "...", mode = "max" }` says it of others.
+    """The key in a metrics row whose best checkpoint is kept, in addition to those of `[checkpoint]`. The best loss, such as
+    `"held_out_loss"`, is the smallest; the best accuracy is the largest. Use `{ metric = "...", mode = "max" }` for other
+    metrics.
     """
 
     patience: Positive | None = None
-    """After how many evaluations in a row without a better `keep_best` the run ends; left out, it takes all of its steps."""
+    """The run ends after this number of consecutive evaluations in which `keep_best` has not improved; by default never."""
 
     @model_validator(mode="after")
-    def _possible(self) -> EvaluationTable:
+    def _check_keys(self) -> EvaluationTable:
         if not self.held_out and not self.sets:
-            raise ValueError("without `held_out` and without `sets` there is nothing to evaluate on")
+            raise ValueError("with `held_out = false` and no `sets` there is no data to evaluate")
         if self.patience is not None and self.keep_best is None:
-            raise ValueError('`patience` waits for a better `keep_best`; name one, as keep_best = "held_out_loss"')
-        if isinstance(self.keep_best, str) and number_of(self.keep_best) not in BETTER:
+            raise ValueError('`patience` needs `keep_best`; set, for example, keep_best = "held_out_loss"')
+        if isinstance(self.keep_best, str) and metric_of(self.keep_best) not in BEST_MODES:
             raise ValueError(f'write keep_best = {{ metric = "{self.keep_best}", mode = "max" }}, or "min"')
         return self
 
     @property
     def best(self) -> BestTable | None:
-        """The number of `keep_best`, as a table."""
+        """`keep_best` as a table."""
         return BestTable(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
 
 class ProfileTable(Table):
-    """Records a Chrome trace per rank, with each action of a step; left out, none."""
+    """Records a Chrome trace on each rank, with each action of a step; by default none."""
 
     steps: Annotated[Array[Positive], Field(min_length=2, max_length=2)]
     """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
-"""Seconds of a wait: at most three years, which torch can still represent."""
+"""The time limit of a wait, in seconds. torch cannot represent much more than three years."""
 
 
 class LimitsTable(Table):
-    """How long a run waits before it reports a hang."""
+    """The time limits after which a run reports a hang."""
 
     start_timeout_s: Seconds = 120.0
-    """Seconds for all ranks to meet."""
+    """The seconds until all ranks have connected."""
 
     collective_timeout_s: Seconds = 600.0
-    """Seconds for any one exchange between ranks."""
+    """The seconds of each exchange between ranks."""
 
     data_timeout_s: Seconds = 600.0
-    """Seconds for the dataset to give a batch."""
+    """The seconds until the dataset returns a batch."""
 
     estimate_timeout_s: Seconds = 600.0
-    """Seconds for the steps of one stage on tensors without values, in `estimate`, `search` and `show`."""
+    """The seconds to simulate the steps of one stage on fake tensors, in `estimate`, `search` and `show`."""
 
 
 class ModelConfig(Table):
-    """What every model's table has; the config of a model record is a subclass."""
+    """The base class of every model record's config."""
 
     compile: bool = False
-    """Compile the layers with torch.compile."""
+    """Whether to compile the layers with torch.compile."""
 
     def without_weights(self) -> Self:
         """Returns the table of the same model that starts from random weights."""
@@ -321,17 +324,19 @@ class ModelConfig(Table):
 
 
 class SequenceConfig(Table):
-    """What the table of every attention over split sequences has; the config of its record is a subclass."""
+    """The base class of the config of every attention over split sequences."""
 
     positions: bool = True
-    """Whether the model counts positions, and so must take the field `positions`; false for a model without positions."""
+    """Whether the model uses positions and must therefore read the field `positions`."""
 
 
 class CheckpointConfig(Table):
-    """What the table of every checkpointer has; the config of its record is a subclass."""
+    """The base class of every checkpointer's config."""
 
     folder: PlanFolder | None = None
-    """Path or URL (fsspec's) of the checkpoint folder, used by this run alone; left out, `checkpoints` in the run's folder."""
+    """The path or fsspec URL of the checkpoint folder, which only this run may use; by default `checkpoints` in the run's
+    folder.
+    """
 
     on_interrupt: bool = True
     """Whether a run that is asked to stop saves a checkpoint first."""
@@ -344,6 +349,6 @@ TABLES: dict[str, type[Table]] = {
     "parallel": ParallelTable,
     "limits": LimitsTable,
 }
-"""Core's own tables that every resolved plan has, in its order."""
+"""Core's own tables in every resolved plan, in this order."""
 
-OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}
+OPTIONAL_TABLES: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}

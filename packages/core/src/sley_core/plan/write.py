@@ -1,4 +1,4 @@
-"""Writes a resolved plan as plain data, as text, and as a digest."""
+"""Converts a resolved plan to plain data and TOML, and compares two plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tomli_w
 from sley_core.errors import Diagnostic, KeyPath, PlanError, format_path
 from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS
-from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
+from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES
 from sley_core.table import NAMED_TABLES, Table, escape_path
 
 if TYPE_CHECKING:
@@ -19,50 +19,52 @@ if TYPE_CHECKING:
 
 
 def to_tables(plan: Plan) -> dict[str, Any]:
-    """Returns the full plan as plain data for TOML. A key whose value is None is absent; paths are as they were given."""
+    """Returns the full plan as TOML types, without keys whose value is None. Relative paths stay relative."""
     folder = plan.folder
     tables: dict[str, Any] = {"plan": FORMAT}
 
-    def dumped(table: Table) -> Any:
+    def dump(table: Table) -> Any:
         return to_plain_data(table.model_dump(exclude_none=True, context={"folder": folder}))
 
-    def component(item: Component) -> dict[str, Any]:
-        return {**({"use": item.name} if item.record else {}), **dumped(item.config)}
+    def dump_component(component: Component) -> dict[str, Any]:
+        return {**({"use": component.name} if component.record else {}), **dump(component.config)}
 
     if folder:
         tables["source_folder"] = escape_path(str(folder))
-    for name in (*TABLES, *OPTIONAL):
+    for name in (*TABLES, *OPTIONAL_TABLES):
         table = getattr(plan, name)
         if table is not None:
-            tables[name] = dumped(table)
+            tables[name] = dump(table)
     if tables.get("evaluation", {}).pop("sets", None):
-        sets = plan.evaluation_sets.items()
-        tables["evaluation"]["sets"] = {name: {**component(one.data), **dumped(one.keys)} for name, one in sets}
+        tables["evaluation"]["sets"] = {
+            name: {**dump_component(evaluation_set.data), **dump(evaluation_set.keys)}
+            for name, evaluation_set in plan.evaluation_sets.items()
+        }
     for spec in COMPONENTS:
-        components = getattr(plan, spec.key)
-        if components is None:
+        value = getattr(plan, spec.key)
+        if value is None:
             continue
-        if spec.many:
-            tables[spec.key] = [component(one) for one in components]
-        elif not spec.named:
-            tables[spec.key] = component(components)
-        elif components:
-            tables[spec.key] = {name: component(one) for name, one in components.items()}
+        if spec.is_list:
+            tables[spec.key] = [dump_component(component) for component in value]
+        elif not spec.has_names:
+            tables[spec.key] = dump_component(value)
+        elif value:
+            tables[spec.key] = {name: dump_component(component) for name, component in value.items()}
     return tables
 
 
 def portable_tables(plan: Plan) -> dict[str, Any]:
-    """Returns all tables of a plan except its source folder, which may differ between machines."""
+    """Returns all tables of a plan except its source folder, which depends on the machine."""
     return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
 def digest_values(plan: Plan) -> dict[str, str]:
-    """Returns every value that the digest covers as text, by its key, to compare if digests differ."""
+    """Returns the plan's portable values as text by key, to compare plans with different digests."""
     return {format_path(path): repr(value) for path, value in iterate_values(portable_tables(plan))}
 
 
 def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields path and value below the tables; an array of anything but tables is one value, as is an empty table."""
+    """Yields the path and value of every key. An empty table and an array without tables count as one value."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from iterate_values(inner, (*path, key))
@@ -74,24 +76,23 @@ def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, An
 
 
 def sections(tables: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the text of the plan: top-level keys first, then each table under its header, with one line per key."""
+    """Yields the sections of the plan's text: first the top-level keys, then each table with its header."""
     plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
     yield _format_table(plain_keys)
     for key, value in tables.items():
         if key not in plain_keys:
             if key in NAMED_TABLES.values():
-                headed = [(f"[{key}.{_format_key(name)}]", one) for name, one in value.items()]
+                pairs = [(f"[{key}.{_format_key(name)}]", table) for name, table in value.items()]
             elif key == "evaluation" and "sets" in value:
-                own = {inner: one for inner, one in value.items() if inner != "sets"}
-                headed = [
-                    (f"[{key}]", own),
-                    *((f"[{key}.sets.{_format_key(name)}]", one) for name, one in value["sets"].items()),
+                pairs = [
+                    (f"[{key}]", {inner_key: inner for inner_key, inner in value.items() if inner_key != "sets"}),
+                    *((f"[{key}.sets.{_format_key(name)}]", table) for name, table in value["sets"].items()),
                 ]
             elif isinstance(value, list):
-                headed = [(f"[[{key}]]", one) for one in value]
+                pairs = [(f"[[{key}]]", table) for table in value]
             else:
-                headed = [(f"[{key}]", value)]
-            yield from (f"{header}\n{_format_table(one)}" for header, one in headed)
+                pairs = [(f"[{key}]", value)]
+            yield from (f"{header}\n{_format_table(table)}" for header, table in pairs)
 
 
 def _is_section(value: Any) -> bool:
@@ -115,66 +116,66 @@ def _format_key(key: str) -> str:
 
 
 FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
-"""Keys that must not change, since the run would compute other numbers; the layout and the learning rates may."""
+"""Keys that must not change in a resumed run. The layout and the learning rates may change."""
 
 UNREPORTED_KEYS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))
-"""Keys whose changes are not reported: names, how layers are called, and where the first weights came from."""
+"""Keys whose changes are not reported, because they do not affect the results of a resumed run."""
 
-_NAMES = (("use",), ("factory",))
-"""Keys of a table that name the record or factory to which its other keys belong."""
+_DECIDING_KEYS = (("use",), ("factory",))
+"""The keys that determine a table's other keys."""
 
 _ABSENT = "nothing"
 _SAMPLES = ("data", "samples_per_epoch")
 
 
 class Change(NamedTuple):
-    """Describes one changed value of the plan. before, now: as TOML; "nothing" if the plan does not have the key."""
+    """A changed value of the plan. old, new: the values as TOML; "nothing" if the plan does not have the key."""
 
     path: KeyPath
-    before: str
-    now: str
+    old: str
+    new: str
 
     def __str__(self) -> str:
-        return f"{format_path(self.path)}: {self.before} -> {self.now}"
+        return f"{format_path(self.path)}: {self.old} -> {self.new}"
 
     @property
     def is_refused(self) -> bool:
         """Whether a run cannot be resumed with this change."""
-        return _is_below(self.path, FIXED_KEYS)
+        return _has_prefix(self.path, FIXED_KEYS)
 
 
-def compare_plans(before: str, now: str) -> list[Change]:
-    """Returns the differences between two resolved plans, given as TOML, in the order of their keys."""
-    return list(_iterate_changes(tomli.loads(before), tomli.loads(now)))
+def compare_plans(old: str, new: str) -> list[Change]:
+    """Returns the differences between two resolved plans in TOML, in the order of the keys."""
+    old_values, new_values = (
+        {path: format_value(value) for path, value in iterate_values(tomli.loads(text))} for text in (old, new)
+    )
+    changes = [
+        Change(path, old_values.get(path, _ABSENT), new_values.get(path, _ABSENT))
+        for path in dict.fromkeys([*old_values, *new_values])
+        if not _has_prefix(path, UNREPORTED_KEYS)
+    ]
+    return [change for change in changes if change.old != change.new]
 
 
-def check_changes(compare_plans: list[Change]) -> None:
-    """Raises PlanError "resume-differs" that names each change with which a run cannot be resumed, with both values."""
-    refused = [one for one in compare_plans if one.is_refused]
-    # Another record has other keys: if a table's record changed, only that is reported.
-    others = {one.path[0] for one in refused if one.path[1:] in _NAMES}
-    if first_causes := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
-        raise PlanError.many(map(_change_diagnostic, first_causes))
+def check_changes(changes: list[Change]) -> None:
+    """Raises PlanError "resume-differs" with every change that a resumed run must not have."""
+    refused = [change for change in changes if change.is_refused]
+    # If the record of a table changed, its other keys differ as well, so only the record is reported.
+    changed_records = {change.path[0] for change in refused if change.path[1:] in _DECIDING_KEYS}
+    if causes := [change for change in refused if change.path[0] not in changed_records or change.path[1:] in _DECIDING_KEYS]:
+        raise PlanError.from_diagnostics(map(_change_diagnostic, causes))
 
 
 def _change_diagnostic(change: Change) -> Diagnostic:
-    path, before, now = change
-    hint = "put it back, or begin a run of another name; `run.load_weights` takes weights alone"
-    if path == _SAMPLES and _ABSENT not in (before, now):  # the run writes this key, not its user
-        message = f"the data have changed: they give {now} samples per epoch, and gave the checkpoint's run {before}"
-        return Diagnostic("data-changed", message, path=path[:1], hint=hint.replace("it", "them", 1))
-    had = f"no `{format_path(path)}`" if before == _ABSENT else f"`{format_path(path)} = {before}`"
-    message = f"the checkpoint's run had {had}, the plan has {now}"
-    return Diagnostic("resume-differs", message, path=path, hint=hint)
+    path, old, new = change
+    new_run = "or start a run with another name; `run.load_weights` loads only weights"
+    if path == _SAMPLES and _ABSENT not in (old, new):  # the run writes this key, not its user
+        message = f"the data have changed: an epoch has {new} samples, but had {old} in the checkpoint's run"
+        return Diagnostic("data-changed", message, path=path[:1], hint=f"restore the data, {new_run}")
+    old_text = f"no `{format_path(path)}`" if old == _ABSENT else f"`{format_path(path)} = {old}`"
+    message = f"the checkpoint's run had {old_text}, but the plan has {new}"
+    return Diagnostic("resume-differs", message, path=path, hint=f"restore the value, {new_run}")
 
 
-def _iterate_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    values = [{path: format_value(value) for path, value in iterate_values(tables)} for tables in (before, now)]
-    for path in dict.fromkeys([*values[0], *values[1]]):
-        old, new = (every.get(path, _ABSENT) for every in values)
-        if old != new and not _is_below(path, UNREPORTED_KEYS):
-            yield Change(path, old, new)
-
-
-def _is_below(path: KeyPath, places: tuple[KeyPath, ...]) -> bool:
-    return any(path[: len(place)] == place for place in places)
+def _has_prefix(path: KeyPath, prefixes: tuple[KeyPath, ...]) -> bool:
+    return any(path[: len(prefix)] == prefix for prefix in prefixes)

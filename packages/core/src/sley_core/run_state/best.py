@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far, by `[evaluation] keep_best`, and how long ago it was, by `patience`."""
+"""Tracks the best evaluation of a run for `[evaluation] keep_best` and `patience`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Best:
-    """Follows one number of the evaluations, which is the same on all ranks; checkpoints have its state.
+    """Tracks one metric of the evaluations, which is the same on all ranks. Checkpoints save the state.
 
-    patience: how many evaluations in a row may bring nothing better; None for any number. value, step: the best so far, None
-    and 0 before the first. num_since: evaluations since.
+    patience: the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the
+    best value and its step; None and 0 before the first. num_since: the number of evaluations since the best.
     """
 
     def __init__(self, table: BestTable, patience: int | None) -> None:
@@ -27,14 +27,14 @@ class Best:
         self.num_since = 0
 
     def add(self, step: int, row: Mapping[str, float]) -> bool:
-        """Takes the numbers of the evaluation after `step`; returns whether it is the best so far. It must be finite.
+        """Adds the results of the evaluation after `step`; returns whether its value is finite and the best so far.
 
-        Raises RunError "keep-best" on all ranks alike if the evaluation gives no such number.
+        Raises RunError "keep-best" on all ranks if the results do not have the metric.
         """
         name = self.table.metric
         if name not in row:
-            message = f"`keep_best` follows `{name}`, and the evaluation gives {', '.join(row)}"
-            raise RunError("keep-best", message, path=("evaluation", "keep_best"), hint="name one of these")
+            message = f"`keep_best` is `{name}`, but the evaluation has only {', '.join(row)}"
+            raise RunError("keep-best", message, path=("evaluation", "keep_best"), hint="use one of these metrics")
         value = row[name]
         is_better = self.value is None or (value > self.value if self.table.is_max else value < self.value)
         if math.isfinite(value) and is_better:
@@ -45,7 +45,7 @@ class Best:
 
     @property
     def why_over(self) -> str:
-        """Why no further step is taken, in words: patience is at its end. "" if it is not."""
+        """The reason why the run ends, or "" as long as `patience` allows further steps."""
         if self.patience is None or self.num_since < self.patience:
             return ""
         best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"
@@ -53,12 +53,12 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """Returns the state as JSON."""
-        followed = {"metric": self.table.metric, "is_max": self.table.is_max}
-        return {**followed, "value": self.value, "step": self.step, "num_since": self.num_since}
+        metric = {"metric": self.table.metric, "is_max": self.table.is_max}
+        return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since}
 
     def restore(self, state: Mapping[str, Any]) -> str:
-        """Restores what `state` returned, unless it is of another number; returns a note for the user then, else ""."""
+        """Restores a result of `state`. Returns "", or a note for the user if the metric has changed."""
         if (state["metric"], state["is_max"]) != (self.table.metric, self.table.is_max):
-            return f"`keep_best` follows another number than in the checkpoint, `{state['metric']}`: it begins anew"
+            return f"`keep_best` was `{state['metric']}` in the checkpoint, so the best evaluation is not restored"
         self.value, self.step, self.num_since = state["value"], int(state["step"]), int(state["num_since"])
         return ""

@@ -1,6 +1,6 @@
-"""The parts of tensors in a checkpoint, and its description of the run.
+"""The parts of tensors in a checkpoint, and the checkpoint's description of the run.
 
-elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each a run of the flattened tensor
+elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous in the flattened tensor
                                 b b b b
                                 c c . .
 """
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from sley_core.engine.shards import Shard
 
 WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
-"""How the names of tensors begin: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
+"""The prefixes of tensor names: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
 
 
 class Rectangle(NamedTuple):
-    """The elements from `offsets` on, `sizes` along each dim; () and () for a scalar."""
+    """A rectangular part of a tensor: `sizes` elements from `offsets` on along each dim; () and () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def all_of(cls, shape: Sequence[int]) -> Rectangle:
-        """Returns the rectangle that covers a whole tensor of this shape."""
+    def full(cls, shape: Sequence[int]) -> Rectangle:
+        """Returns the rectangle that covers a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
         return prod(self.sizes)
 
-    def common(self, other: Rectangle) -> Rectangle | None:
-        """Returns the intersection; None if it is empty. The intersection of scalars is the scalar."""
-        firsts = tuple(map(max, self.offsets, other.offsets))
-        lasts = map(min, self.ends, other.ends)
-        sizes = tuple(last - first for first, last in zip(firsts, lasts, strict=True))
-        return Rectangle(firsts, sizes) if all(size > 0 for size in sizes) else None
+    def intersection(self, other: Rectangle) -> Rectangle | None:
+        """Returns the intersection, or None if it is empty."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Rectangle(starts, sizes) if all(size > 0 for size in sizes) else None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -56,16 +56,16 @@ class Rectangle(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices that take this part out of the whole tensor."""
+        """The slices that select this rectangle from the whole tensor."""
         return tuple(slice(offset, end) for offset, end in zip(self.offsets, self.ends, strict=True))
 
     def slices_in(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Returns the slices that take this rectangle out of a tensor that covers `outer`."""
-        pairs = zip(self.offsets, outer.offsets, self.sizes, strict=True)
-        return tuple(slice(own - start, own - start + size) for own, start, size in pairs)
+        """Returns the slices that select this rectangle from a tensor that covers `outer`."""
+        dims = zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        return tuple(slice(offset - start, offset - start + size) for offset, start, size in dims)
 
-    def moved(self, dim: int, by: int, size: int) -> Rectangle:
-        """Returns this rectangle moved by `by` elements along `dim`, with another `size` there."""
+    def shift(self, dim: int, by: int, size: int) -> Rectangle:
+        """Returns this rectangle shifted by `by` elements along `dim`, with the new `size` along `dim`."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += by
         sizes[dim] = size
@@ -73,36 +73,36 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
-    """Yields the rectangles that make up the elements from `first` to before `last` of a flattened tensor of `shape`.
+    """Yields the rectangles that cover the elements [first, last) of a flattened tensor of `shape`.
 
-    Each is a run of the flattened tensor, and they come in its order; for n dims there are at most 2n - 1.
+    Each rectangle is contiguous in the flattened tensor, and they are in ascending order. For n dims there are at most 2n - 1.
     """
     if first >= last:
         return
     if not shape:
         yield Rectangle((), ())
         return
-    inner = prod(shape[1:])
-    (row, begin), (end_row, end) = divmod(first, inner), divmod(last, inner)
+    row_size = prod(shape[1:])
+    (row, start), (end_row, end) = divmod(first, row_size), divmod(last, row_size)
     if row == end_row:
-        yield from _in_row(row, shape, begin, end)
+        yield from _row_rectangles(row, shape, start, end)
         return
-    if begin:
-        yield from _in_row(row, shape, begin, inner)
+    if start:
+        yield from _row_rectangles(row, shape, start, row_size)
         row += 1
     if row < end_row:
         yield Rectangle((row, *(0 for _ in shape[1:])), (end_row - row, *shape[1:]))
-    yield from _in_row(end_row, shape, 0, end)
+    yield from _row_rectangles(end_row, shape, 0, end)
 
 
-def _in_row(row: int, shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
-    for inside in rectangles(shape[1:], first, last):
-        yield Rectangle((row, *inside.offsets), (1, *inside.sizes))
+def _row_rectangles(row: int, shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
+    for inner in rectangles(shape[1:], first, last):
+        yield Rectangle((row, *inner.offsets), (1, *inner.sizes))
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The part `rectangle` of the tensor `name` of the full `shape`. tensor: often a view of live memory."""
+    """A part of a tensor to save. shape: the shape of the whole tensor. tensor: the part, often a view of live memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -115,12 +115,14 @@ class TensorPiece:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the tensor changes in updates alone, as weights and optimizer states do; others may change at any time."""
+        """Whether the tensor changes only in updates, as weights and optimizer states do."""
         return self.name.startswith((WEIGHTS, OPTIMIZER))
 
 
 class Region(NamedTuple):
-    """A rank's part of a tensor of `shape`. shard: its padded part. elements: its elements of the flat shard, or whole."""
+    """A rank's part of a tensor of `shape`. shard: the rank's padded shard, or None for the whole tensor. elements: the rank's
+    elements of the flattened shard or tensor; None for all.
+    """
 
     shape: tuple[int, ...]
     shard: Shard | None = None
@@ -128,14 +130,14 @@ class Region(NamedTuple):
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of the rank's own tensor, padding included."""
+        """The shape of the rank's tensor, including padding."""
         shape = self.shape if self.shard is None else self.shard.own_shape
         return shape if self.elements is None else self.elements.stepped_shape(shape)
 
-    def cut(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields rectangles of the whole tensor, each with the view of the rank's `own` tensor that it is; without padding."""
+    def split(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
+        """Splits the rank's tensor `own` into rectangles of the whole tensor, without padding; yields each with its view."""
         assert tuple(own.shape) == self.own_shape, f"a tensor of {list(own.shape)} for {self}"
-        for rectangle, view in self._runs(own):
+        for rectangle, view in self._split_shard(own):
             if self.shard is None:
                 yield rectangle, view
                 continue
@@ -143,13 +145,13 @@ class Region(NamedTuple):
             size = min(rectangle.sizes[dim], self.shard.own_size - rectangle.offsets[dim])
             if size > 0:
                 by = self.shard.index * self.shard.size
-                yield rectangle.moved(dim, by, size), view.narrow(dim, 0, size)
+                yield rectangle.shift(dim, by, size), view.narrow(dim, 0, size)
 
-    def _runs(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields rectangles of the shard, padding included, each with a view of its sizes."""
+    def _split_shard(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
+        """Yields the rectangles of the padded shard, each with its view of `own`."""
         shape = self.shape if self.shard is None else self.shard.own_shape
         if self.elements is None:
-            yield Rectangle.all_of(shape), own
+            yield Rectangle.full(shape), own
             return
         start = 0
         for rectangle in rectangles(shape, self.elements.first, self.elements.last):
@@ -158,18 +160,20 @@ class Region(NamedTuple):
 
 
 def region_of(param: Param, elements: ElementRange | None = None) -> Region:
-    """Returns the region of the parameter of `param`, or of the elements `elements` of it, in the whole parameter."""
+    """Returns the region of this rank's parameter, or of `elements` of it, in the whole parameter."""
     return Region(param.shape, param.shard, elements)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """The description of a saved run: all of a checkpoint but its tensors. All fields are JSON.
+    """The description of a saved run: everything in a checkpoint except the tensors. All fields are JSON.
 
-    run, step: identify it, with lineage: the attempts that took its steps. plan: resolved, as TOML. versions: of torch and of
-    plugins. layout: ranks along each axis, and `world`. optimizer: its name in the plan. state: steps done, loss scale,
-    position in the data and the like. From all ranks, by `with_ranks`: values: of the optimizer besides tensors, by name;
-    paths: of tensors in the nested state of their parameter; ranks: the state of each rank for itself.
+    run: the name of the run. step: the number of completed steps. lineage: the attempts that ran these steps. plan: the
+    resolved plan in TOML. versions: the versions of torch and the plugins. layout: the number of ranks along each axis, and
+    `world`.
+    optimizer: the optimizer's name in the plan. state: the loss scale, the position in the data and other states that are equal
+    on all ranks. `with_ranks` adds the fields of all ranks. values: the optimizer's values that are not tensors, by name.
+    paths: the paths of tensors in nested optimizer states. ranks: the state of each rank.
     """
 
     run: str
@@ -189,46 +193,50 @@ class SavedRun:
 
     @property
     def is_best(self) -> bool:
-        """Whether no evaluation before it was better, by `[evaluation] keep_best`."""
+        """Whether this checkpoint has the best evaluation so far, by `[evaluation] keep_best`."""
         best = self.state.get("best")
         return best is not None and bool(best["step"] == self.step)
 
-    def with_ranks(self, own: Sequence[Mapping[str, Any]]) -> Self:
-        """Returns the description with every rank's `rank_values()`. Raises RunError "checkpoint-ranks" if they differ."""
-        values, paths = (_union([one[part] for one in own]) for part in ("values", "paths"))
-        return replace(self, values=values, paths=paths, ranks=[one["rank"] for one in own])
+    def with_ranks(self, rank_values: Sequence[Mapping[str, Any]]) -> Self:
+        """Returns the description with the results of `TrainingState.rank_values` on all ranks.
+
+        Raises RunError "checkpoint-ranks" if a value differs between ranks.
+        """
+        values, paths = (_merge_equal([rank[part] for rank in rank_values]) for part in ("values", "paths"))
+        return replace(self, values=values, paths=paths, ranks=[rank["rank"] for rank in rank_values])
 
 
-def _union(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    union: dict[str, Any] = {}
-    for rank, one in enumerate(every):
-        for name, value in one.items():
-            if union.setdefault(name, value) != value:
-                message = f"rank {rank} keeps {value!r} as {name!r}, and another rank {union[name]!r}"
+def _merge_equal(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merges the mappings of all ranks. Raises RunError "checkpoint-ranks" if they have different values for a key."""
+    merged: dict[str, Any] = {}
+    for rank, mapping in enumerate(mappings):
+        for name, value in mapping.items():
+            if merged.setdefault(name, value) != value:
+                message = f"{name!r} is {value!r} on rank {rank}, but {merged[name]!r} on another rank"
                 raise RunError("checkpoint-ranks", message)
-    return union
+    return merged
 
 
 class CheckpointReader(TensorReader, Protocol):
-    """A checkpoint that can be read: its description, and tensors under the names of `TrainingState.pieces`."""
+    """Reads a checkpoint: its description, and its tensors by the names of `TrainingState.pieces`."""
 
     @property
     def description(self) -> SavedRun: ...
 
     @property
     def place(self) -> str:
-        """Its path or URL, for messages."""
+        """The path or URL of the checkpoint, for messages."""
         ...
 
     def read_into(self, name: str, part: Rectangle, target: Tensor) -> None:
-        """Reads the part `wanted` of the tensor `name` into `target`, which has its sizes and may have another dtype."""
+        """Reads `part` of the tensor `name` into `target`, which has the sizes of `part` and may have a different dtype."""
 
 
 class WholeTensors:
-    """A checkpoint whose tensors are all in memory, for a checkpointer that reads whole files."""
+    """A checkpoint reader whose tensors are all in memory, for a checkpointer that reads whole files."""
 
-    def __init__(self, about: SavedRun, tensors: Mapping[str, Tensor], place: str = "the checkpoint") -> None:
-        self.description = about
+    def __init__(self, description: SavedRun, tensors: Mapping[str, Tensor], place: str = "the checkpoint") -> None:
+        self.description = description
         self.place = place
         self._tensors = tensors
 
@@ -242,5 +250,5 @@ class WholeTensors:
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def read_into(self, name: str, wanted: Rectangle, target: Tensor) -> None:
-        target.copy_(self._tensors[name][wanted.slices])
+    def read_into(self, name: str, part: Rectangle, target: Tensor) -> None:
+        target.copy_(self._tensors[name][part.slices])

@@ -1,4 +1,4 @@
-"""The state of a run for a checkpointer: this rank's part to save, and the means to restore it."""
+"""The state of a run for a checkpointer: collects this rank's part of the state, and restores it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from sley_core.engine.agreement import Agreement
-from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, cause
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, format_cause
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.plan.kinds import CHECKPOINTER
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RATES = (("run", "steps"), ("optimizer", "lr"))
-"""Keys besides `[learning_rate]` on which the learning rate of a step depends."""
+"""The keys, in addition to `[learning_rate]`, that determine the learning rate of a step."""
 
-_SHOWN = 4
+_MAX_NAMES = 4
 
 
 @dataclass(eq=False)
 class TrainingState:
-    """The state that one rank of a run keeps from step to step. All methods are called between two steps.
+    """The state of one rank of a run. All methods must be called between two steps.
 
-    attempt: of the run. folder: of checkpoints without a path of their own, None if the run has none. plan_values:
-    values that only the run could determine, by their path in the plan. notes: for the user, about saves and loads. best: the
-    best evaluation so far, None without `keep_best`.
+    attempt: the present attempt of the run. folder: the checkpoint folder, or None. plan_values: values that the run has
+    determined, by their path in the plan. notes: messages for the user about saves and loads. best: the best evaluation so far,
+    or None without `keep_best`.
     """
 
     plan: Plan
@@ -63,46 +63,50 @@ class TrainingState:
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan completed by values that only the run could determine: ranks of the world, samples of an epoch, ..."""
+        """The plan with the values that the run has determined, such as `dp` and the number of samples per epoch."""
         values: dict[KeyPath, Any] = {**self._plan_values, ("parallel", "dp"): self.parts.topology.dp}
         if self._feed is not None and self._feed.num_samples is not None:
             values["data", "samples_per_epoch"] = self._feed.num_samples
         return replace_values(self.plan, values)
 
     def agree(self, what: str) -> None:
-        """Checks that all ranks are about to do `what`; a collective of all ranks. Raises RunError "ranks-differ"."""
+        """Checks that all ranks perform the operation `what`. A collective of all ranks. Raises RunError "ranks-differ"."""
         Agreement(self.parts.groups).begin(what).check()
 
     def all_or_none(self, work: Callable[[], T], what: str, code: str = "checkpoint-load") -> T:
-        """Returns `work()`, done by each rank alone; raises RunError `code` on all alike if any fails. what: describes it."""
-        failed, result = "", None
+        """Calls `work` on each rank and returns its result. Raises RunError `code` on all ranks if it fails on any rank.
+
+        what: a description of the work for errors, such as "load the checkpoint". A collective of all ranks.
+        """
+        failure, result = "", None
         try:
             result = work()
         except Exception as error:
-            failed = cause(error)
-        # All ranks, whatever became of it on each.
-        for rank, why in zip(self._control.ranks, self._control.gather_objects(failed, what=what), strict=True):
-            if why:
-                raise RunError(code, f"rank {rank} could not {what}: {why}")
+            failure = format_cause(error)
+        for rank, reason in zip(self._control.ranks, self._control.gather_objects(failure, what=what), strict=True):
+            if reason:
+                raise RunError(code, f"rank {rank} could not {what}: {reason}")
         return cast("T", result)
 
     def pieces(self) -> list[TensorPiece]:
-        """Returns this rank's tensors, which are live memory, by names that no layout changes. Ranks that have the same part of
-        a tensor have the same bits of it. Communicates nothing.
+        """Returns this rank's tensors, which are views of live memory. Must not communicate.
 
-        Weights, masters and optimizer states change in the next update, before which `Checkpointer.stage` is called; the others
-        at any time. Raises RunError "checkpoint-type" for a dtype that files cannot hold.
+        Names do not depend on the layout. Parts that several ranks hold are equal bit for bit. Weights, master weights and
+        optimizer states may change after `Checkpointer.copy_unwritten_state`, other tensors at any time. Raises RunError
+        "checkpoint-type" for an unsupported dtype.
         """
         return self._tensors.pieces()
 
     def rank_values(self) -> dict[str, Any]:
-        """Returns, as JSON, the state of this rank that is no tensor, for `SavedRun.with_ranks`."""
+        """Returns this rank's state except tensors as JSON, for `SavedRun.with_ranks`."""
         rank = {"generators": generators(self.parts.world.device)}
         values = self._tensors.values() | {BASE + name: value for name, value in self._tensors.base.items()}
         return {"values": values, "paths": self._tensors.paths(), "rank": rank}
 
     def describe(self, step: int) -> SavedRun:
-        """Returns the description of the run after `step` steps: the same on all ranks, but only rank 0 has the lineage."""
+        """Returns the description of the run after `step` steps. It is the same on all ranks, except that only rank 0 has the
+        lineage.
+        """
         update, attempt = self._tensors.update, self.attempt.current
         plugins = {name: str(plugin) for name, plugin in self.plan.plugins.items()}
         return SavedRun(
@@ -130,40 +134,40 @@ class TrainingState:
         return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
 
     def restore(self, saved: CheckpointReader) -> list[str]:
-        """Restores the run from a checkpoint of any layout; returns notes for the user. All ranks call it.
+        """Restores the run from a checkpoint of any layout; returns notes for the user. Must be called on all ranks.
 
-        Raises on all ranks alike, with nothing changed: PlanError "resume-differs" and "data-changed" for changes with which
-        the run would compute other numbers, RunError "checkpoint-mismatch" for another model's or optimizer's; and RunError
-        "checkpoint-load" if a rank cannot read it.
+        Raises the same error on all ranks, with nothing changed: PlanError "resume-differs" or "data-changed" if the plan or
+        the data would give different results, RunError "checkpoint-mismatch" if the model or optimizer differs, and RunError
+        "checkpoint-load" if a rank cannot read the checkpoint.
         """
-        different = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
-        check_changes(different)
+        changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
+        check_changes(changes)
         restoring = Restoring(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
-        restoring.notes += (f"the plan has changed since: {one}" for one in different)
-        if any(change.path[0] == "learning_rate" or change.path in RATES for change in different):
-            # A plan that can no longer be loaded, as of weights that are gone, says nothing.
+        restoring.notes += (f"the plan has changed since: {change}" for change in changes)
+        if any(change.path[0] == "learning_rate" or change.path in RATES for change in changes):
+            # The old plan may no longer be loadable, for example because a file is missing.
             with suppress(SleyError):
-                before, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
-                then, now, last = (
-                    learning_rate_factor(plan)(at) * float(cast("Any", plan.optimizer.config).lr)
-                    for plan, at in ((before, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
+                old_plan, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
+                old_rate, new_rate, last_rate = (
+                    learning_rate_factor(plan)(index) * float(cast("Any", plan.optimizer.config).lr)
+                    for plan, index in ((old_plan, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
                 )
-                rates = f"{then:.3g} in step {step}, {now:.3g} in step {step + 1}, {last:.3g} in step {self.plan.run.steps}"
-                restoring.notes.append(f"with the changed plan the learning rate is {rates}")
-        self._check(restoring)
+                steps = f"{new_rate:.3g} in step {step + 1}, {last_rate:.3g} in step {self.plan.run.steps}"
+                restoring.notes.append(f"with the changed plan the learning rate is {old_rate:.3g} in step {step}, {steps}")
+        self._check_checkpoint(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
-        self._restore_rest(saved.description, restoring.notes)
+        self._restore_values(saved.description, restoring.notes)
         return restoring.notes
 
-    def _restore_rest(self, about: SavedRun, notes: list[str]) -> None:
-        """Restores loss scale, skips, best evaluation, position in the data and generators. Appends a note on each that it
-        cannot restore.
+    def _restore_values(self, description: SavedRun, notes: list[str]) -> None:
+        """Restores the loss scale, skips, best evaluation, position in the data and generators. Appends a note for each state
+        that cannot be restored.
         """
-        update, state, world = self._tensors.update, about.state, self.parts.world
+        update, state, world = self._tensors.update, description.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
             if state["scale"] is None:
-                notes.append("the checkpoint has no loss scale: it begins as the plan says")
+                notes.append("the checkpoint has no loss scale, so the plan's initial scale is used")
             else:
                 update.scale.restore(state["scale"])
         if update.skips is not None and state["skips"] is not None:
@@ -172,89 +176,92 @@ class TrainingState:
             notes.extend(note for note in [self.best.restore(best)] if note)
         if self._feed is not None and state["data"] is not None:
             self._feed.restore(decode_value(state["data"]))
-        if about.layout["world"] == world.size:
-            restore_generators(about.ranks[world.rank]["generators"], world.device)
+        if description.layout["world"] == world.size:
+            restore_generators(description.ranks[world.rank]["generators"], world.device)
         else:
             notes.append(
-                f"it was written by {about.layout['world']} ranks: generators of Python, numpy and torch that a program "
-                "draws from are not restored"
+                f"{description.layout['world']} ranks wrote the checkpoint, so the states of the program's generators (Python, "
+                "numpy and torch) are not restored"
             )
 
-    def _check(self, restoring: Restoring) -> None:
-        """Raises RunError "checkpoint-mismatch", on all ranks alike, if the checkpoint is of another model or optimizer;
-        PlanError "data-changed" if the data differ for sure, a note if they may.
+    def _check_checkpoint(self, restoring: Restoring) -> None:
+        """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
+        "data-changed" if the data certainly differ; adds a note if they may differ.
         """
-        saved, about = restoring.saved, restoring.saved.description
+        saved, description = restoring.saved, restoring.saved.description
+        data_change = self._describe_data_change(description.state["data"])
         report = [
-            list(restoring.expected()),
+            list(restoring.expected_shapes()),
             list(restoring.mismatches()),
-            self._changed_data(about.state["data"]),
+            data_change,
             list(restoring.base_mismatches()),
         ]
-        # All ranks: only together do they know all names of the model.
-        everyone = self._control.gather_objects(report, what="whether the checkpoint fits")
-        wrong = list(dict.fromkeys(line for _, lines, _, _ in everyone for line in lines))
-        known = {name for names, _, _, _ in everyone for name in names}
-        wrong += [
-            f"{name!r} is not in the model" for name in saved.names if name.startswith((WEIGHTS, BUFFERS)) and name not in known
+        reports = self._control.gather_objects(report, what="whether the checkpoint fits")
+        problems = list(dict.fromkeys(line for _, lines, _, _ in reports for line in lines))
+        model_names = {name for names, _, _, _ in reports for name in names}
+        problems += [
+            f"{name!r} is not in the model"
+            for name in saved.names
+            if name.startswith((WEIGHTS, BUFFERS)) and name not in model_names
         ]
-        if about.optimizer != self.plan.optimizer.name:
-            wrong.append(f"its optimizer is {about.optimizer}, the plan's is {self.plan.optimizer.name}")
-        if wrong:
-            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            message = f"{saved.place} is no checkpoint of this run: {', '.join(wrong[:_SHOWN])}{more}"
-            hint = "`run.load_weights(..., strict=False)` takes those of its weights that the model has"
+        if description.optimizer != self.plan.optimizer.name:
+            problems.append(f"its optimizer is {description.optimizer}, the plan's is {self.plan.optimizer.name}")
+        if problems:
+            suffix = f", and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
+            message = f"{saved.place} does not fit this run: {', '.join(problems[:_MAX_NAMES])}{suffix}"
+            hint = "use `run.load_weights(..., strict=False)` to load only the weights that the model has"
             raise RunError("checkpoint-mismatch", message, hint=hint)
-        if changed_base := next((names[0] for _, _, _, names in everyone if names), ""):
-            message = f"{saved.place} was trained on another base: {changed_base!r} has other values"
-            hint = "put the files and the seed of the base back: a checkpoint of adapters does not have its weights"
+        if changed_base := next((names[0] for _, _, _, names in reports if names), ""):
+            message = f"{saved.place} was trained on a different base model: {changed_base!r} has other values"
+            hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
             raise RunError("adapters-base", message, hint=hint)
-        if changed := next((text for _, _, text, _ in everyone if text), ""):
-            assert self._feed is not None, changed
+        if data_change := next((text for _, _, text, _ in reports if text), ""):
+            assert self._feed is not None, data_change
             if self._feed.is_digest_exact:
-                hint = "put them back, or begin a run of another name; `run.load_weights` takes weights alone"
-                raise PlanError("data-changed", changed, path=("data",), hint=hint)
-            restoring.notes.append(changed)  # samples may be drawn as they are read
+                hint = "restore the data, or start a run with another name; `run.load_weights` loads only weights"
+                raise PlanError("data-changed", data_change, path=("data",), hint=hint)
+            restoring.notes.append(data_change)  # the dataset may be random
 
-    def _changed_data(self, state: Any) -> str:
-        """Returns in words how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they do not."""
+    def _describe_data_change(self, state: Any) -> str:
+        """Describes how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they are equal."""
         if self._feed is None or state is None:
             return ""
         self._feed.close()
         try:
-            return self._feed.changed_since(decode_value(state))
-        except Exception as error:  # the other ranks wait for an answer
-            return f"the data cannot be read: {cause(error)}"
+            return self._feed.describe_change(decode_value(state))
+        except Exception as error:  # the other ranks wait for the result
+            return f"the data cannot be read: {format_cause(error)}"
 
 
 AUTO = "auto"
 
 
-def checkpointer_of(state: TrainingState) -> Checkpointer:
-    """Returns the checkpointer of the run with `state`."""
+def build_checkpointer(state: TrainingState) -> Checkpointer:
     component = state.plan.checkpoint
     checkpointer: Checkpointer = NoCheckpointer(state) if component is None else component.build(state)
     return checkpointer
 
 
 class NoCheckpointer(Checkpointer):
-    """Saves when a program asks for it, by the default checkpointer: for a run whose plan has no `[checkpoint]`."""
+    """The checkpointer of a plan without `[checkpoint]`: uses the default checkpointer, only when a program asks for it."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._default: Checkpointer | None = None
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Saves as the default checkpointer. Raises PluginError "plugin-missing" with the package to install."""
-        return self._imported().save(path, step)
+        """Saves by the default checkpointer. Raises PluginError "plugin-missing" if it is not installed."""
+        return self._load_default().save(path, step)
 
     def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
-        """Loads as the default checkpointer. Without it, "auto" finds nothing, and the run begins if it has saved nothing."""
+        """Loads by the default checkpointer. If it is not installed and the run has saved no checkpoint, "auto" returns
+        None.
+        """
         try:
-            default = self._imported()
+            default = self._load_default()
         except PluginError:
-            known = self._state.attempt.known
-            if str(path) != AUTO or (known is not None and (known.saved >= 0 or known.origin)):
+            attempt = self._state.attempt.known
+            if str(path) != AUTO or (attempt is not None and (attempt.saved >= 0 or attempt.origin)):
                 raise
             if not allow_fresh_start and self._state.attempt.folder is not None:
                 self._state.attempt.refuse_fresh_start(f"`{self._state.folder}`")
@@ -265,7 +272,7 @@ class NoCheckpointer(Checkpointer):
         if self._default is not None:
             self._default.close()
 
-    def _imported(self) -> Checkpointer:
+    def _load_default(self) -> Checkpointer:
         if self._default is None:
             loader = self._state.plan.loader
             record = loader.record("checkpointers", CHECKPOINTER)
@@ -275,9 +282,9 @@ class NoCheckpointer(Checkpointer):
 
 
 def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFiles | None:
-    """Returns the reader of the checkpoints of a run of `plan`; None if its checkpointer has none.
+    """Returns the checkpoint files of the plan's checkpointer, or None if it has no such class.
 
-    Without a plan, or `[checkpoint]` in it, the default checkpointer's: raises PluginError "plugin-missing" without it.
+    Without a plan or `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if it is not installed.
     """
     if plan is not None and plan.checkpoint is not None:
         record = plan.checkpoint.record

@@ -1,10 +1,10 @@
-"""The contents of a checkpoint: this rank's tensors by names that no layout changes, and small values.
+"""The contents of a checkpoint: this rank's tensors and small values, by names that do not depend on the layout.
 
-weights/<parameter>              the master if there is one, else the weight
-optimizer/<parameter>/<state>    under the optimizer's own key
-buffers/<name>                   of modules: persistent ones, and those that may differ from rank to rank
-ranks/<rank>/<name>              of one rank alone
-ranks/<rank>/extra/<name>        extra states of its modules
+weights/<parameter>              the master weight if there is one, else the weight
+optimizer/<parameter>/<state>    the state under the optimizer's key
+buffers/<name>                   the persistent buffers, and those that may differ between ranks
+ranks/<rank>/<name>              tensors of one rank
+ranks/<rank>/extra/<name>        the extra states of the rank's modules
 """
 
 from __future__ import annotations
@@ -49,66 +49,69 @@ if TYPE_CHECKING:
     from sley_core.weight_files.read import TensorKind
 
 OPTIONS = "options/"
-"""How the names of values begin that are a parameter's options in the optimizer's groups."""
+"""The name prefix of a parameter's options in the optimizer's groups."""
 
 BASE = "base/"
 """How the names of values begin that are checksums of the frozen parameters of a model with adapters."""
 
 SHARED = "shared/"
-"""How the names of values begin that the optimizer keeps for all of its parameters: states under other keys, attributes."""
+"""The name prefix of values that the optimizer keeps for all parameters, such as attributes."""
 
 
 class RunTensors:
-    """Collects the tensors of one rank. per_rank: patterns of buffers that may differ. keepers: by their place in the plan."""
+    """Collects the tensors of one rank.
+
+    per_rank: name patterns of buffers that may differ between ranks. stateful_objects: the objects by their path in the plan.
+    """
 
     def __init__(
-        self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], keepers: Mapping[str, Stateful]
+        self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], stateful_objects: Mapping[str, Stateful]
     ) -> None:
         self.parts = parts
         self.update = update
         self.memory = memory
         self.per_rank = tuple(per_rank)
-        self.keepers = keepers
+        self.stateful_objects = stateful_objects
 
     def pieces(self) -> list[TensorPiece]:
-        """Returns all tensors of this rank, live memory, with their places. Raises RunError `checkpoint-type`."""
+        """Returns all tensors of this rank, as views of live memory. Raises RunError `checkpoint-type`."""
         self.memory.follow("a checkpoint")
         at_rest = self.memory.at_rest()
         pieces = [
             TensorPiece(name, region.shape, rectangle, view)
-            for name, region, tensor in self._own_tensors()
-            for rectangle, view in region.cut(at_rest(tensor.detach()))
+            for name, region, tensor in self._local_tensors()
+            for rectangle, view in region.split(at_rest(tensor.detach()))
         ]
         for piece in pieces:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
-                kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
-                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {kind}")
+                tensor_type = f"{piece.tensor.dtype}, {piece.tensor.layout}"
+                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {tensor_type}")
         return pieces
 
-    def _own_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
-        """Yields this rank's tensors, each with its name in the checkpoint and its place in the whole one."""
-        masters = {one.param: one for one in self.update.masters.stepped}
+    def _local_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
+        """Yields the name in the checkpoint, the region in the whole tensor, and this rank's part, for each tensor."""
+        masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
         for param in self.parts.registry:
             if param.name in self.base:
                 continue  # a run that resumes reads or draws it again
             if param in masters:
                 yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
-            elif self.parts.store.elements(param) is None or 0 in param.shape:  # whole, or without an element to cut
+            elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
                 yield WEIGHTS + param.name, region_of(param), param.parameter
         for stepped, leaf in self._state_leaves():
             if isinstance(leaf.value, Tensor):
-                shape = tuple(leaf.value.shape)  # of the parameter, or of something else
-                is_cut = shape == tuple(stepped.parameter.shape)
-                region = region_of(stepped.param, stepped.elements) if is_cut else Region(shape)
+                shape = tuple(leaf.value.shape)
+                is_elementwise = shape == tuple(stepped.parameter.shape)
+                region = region_of(stepped.param, stepped.elements) if is_elementwise else Region(shape)
                 yield state_name(stepped.name, leaf.name), region, leaf.value
-        for name, buffer, differs in self.buffers():
-            for place in (BUFFERS + name, *([self.own_name(BUFFERS + name)] if differs else [])):
-                yield place, Region(tuple(buffer.shape)), buffer
-        kept = {place: keeper.saved_state() for place, keeper in self.keepers.items()}
-        kept["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
-        for place, tensors in kept.items():
+        for name, buffer, is_per_rank in self.buffers():
+            for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
+                yield saved_name, Region(tuple(buffer.shape)), buffer
+        states = {path: stateful_object.saved_state() for path, stateful_object in self.stateful_objects.items()}
+        states["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
+        for path, tensors in states.items():
             for name, tensor in tensors.items():
-                yield self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor
+                yield self.rank_name(f"{path}/{name}"), Region(tuple(tensor.shape)), tensor
 
     @property
     def base(self) -> Mapping[str, int]:
@@ -117,45 +120,45 @@ class RunTensors:
 
     def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
         for stepped in self.update.masters.stepped:
-            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+            for leaf in state_leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 yield stepped, leaf
 
     def values(self) -> dict[str, Any]:
-        """Returns, as JSON, the optimizer's values that are no tensors: leaves of states, and counters in its groups."""
+        """Returns the optimizer's values that are not tensors as JSON: leaves of states, and options of groups."""
         values = {}
         for stepped, leaf in self._state_leaves():
             if leaf.path and not isinstance(leaf.value, Tensor):
-                values[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
+                values[state_name(stepped.name, leaf.name)] = _encode_state(leaf.value, stepped.name, leaf.name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
         for group in self.update.optimizer.param_groups:
             options = options_to_save(self.update.optimizer, group)
-            if changed := {key: _plain(value, "a group", key) for key, value in options.items()}:
-                values |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
-        for place, value in shared_to_save(self.update.optimizer, self.update.begun).items():
-            where = ".".join(map(str, place[1:]))
-            values[f"{SHARED}{place[0]}/{where}"] = _plain([list(place), value], "all parameters", where)
+            if changed := {key: _encode_state(value, "a group", key) for key, value in options.items()}:
+                values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
+        for path, value in shared_to_save(self.update.optimizer, self.update.begun).items():
+            key = ".".join(map(str, path[1:]))
+            values[f"{SHARED}{path[0]}/{key}"] = _encode_state([list(path), value], "all parameters", key)
         return values
 
     def paths(self) -> dict[str, Any]:
-        """Returns the paths of the leaves of nested states; {} for an optimizer whose states are flat."""
+        """Returns the paths of the leaves of nested optimizer states by name; {} if all states are flat."""
         return {
-            state_name(stepped.name, leaf.name): [list(one) for one in leaf.path]
+            state_name(stepped.name, leaf.name): [list(step) for step in leaf.path]
             for stepped, leaf in self._state_leaves()
             if len(leaf.path) > 1
         }
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yields name and value of each saved buffer, and whether it may differ from rank to rank."""
+        """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
         for layer in self.parts.layers:
             for prefix, module in layer.module.named_modules(prefix=layer.name):
                 for attribute, buffer in module.named_buffers(recurse=False):
                     name = f"{prefix}.{attribute}"
-                    differs = any(fnmatchcase(name, pattern) for pattern in self.per_rank)
-                    if differs or attribute not in module._non_persistent_buffers_set:
-                        yield name, buffer, differs
+                    is_per_rank = any(fnmatchcase(name, pattern) for pattern in self.per_rank)
+                    if is_per_rank or attribute not in module._non_persistent_buffers_set:
+                        yield name, buffer, is_per_rank
 
-    def own_name(self, name: str) -> str:
-        """Returns the name in the checkpoint of a tensor of this rank alone."""
+    def rank_name(self, name: str) -> str:
+        """Returns the name in the checkpoint of a tensor that belongs to this rank."""
         return f"ranks/{self.parts.world.rank}/{name}"
 
 
@@ -164,31 +167,31 @@ def state_name(parameter: str, state: str) -> str:
 
 
 def generators(device: Device) -> dict[str, Any]:
-    """Returns the states of this process's generators, as JSON: torch's, Python's and numpy's."""
-    of_torch, of_python, of_numpy = host_state()
-    states: dict[str, Any] = {"torch": of_torch, "python": of_python}
+    """Returns the states of this process's generators (torch, Python and numpy) as JSON."""
+    torch_state, python_state, numpy_state = host_state()
+    states: dict[str, Any] = {"torch": torch_state, "python": python_state}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
-    if of_numpy is not None:
-        kind, keys, *rest = of_numpy
-        states["numpy"] = (kind, keys.tolist(), *rest)
+    if numpy_state is not None:
+        algorithm, keys, *counters = numpy_state
+        states["numpy"] = (algorithm, keys.tolist(), *counters)
     return {name: encode_value(state) for name, state in states.items()}
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
     values = {name: decode_value(state) for name, state in states.items()}
-    of_numpy = None
+    numpy_state = None
     if "numpy" in values:
         import numpy
 
-        kind, keys, *rest = values["numpy"]
-        of_numpy = kind, numpy.array(keys, dtype=numpy.uint32), *rest
-    set_host_state((values["torch"], values["python"], of_numpy))
+        algorithm, keys, *counters = values["numpy"]
+        numpy_state = algorithm, numpy.array(keys, dtype=numpy.uint32), *counters
+    set_host_state((values["torch"], values["python"], numpy_state))
     if "cuda" in values and device.type == "cuda":
         torch.cuda.set_rng_state(values["cuda"], device.torch_device)
 
 
-def _plain(value: Any, parameter: str, name: str) -> Any:
+def _encode_state(value: Any, parameter: str, name: str) -> Any:
     try:
         return encode_value(value)
     except TypeError as error:
@@ -198,7 +201,7 @@ def _plain(value: Any, parameter: str, name: str) -> Any:
 
 
 class StateLeaf(NamedTuple):
-    """A value in a state. path: the containers that lead to it, each as its kind and the key or index in it."""
+    """A value of a nested optimizer state. path: for each container around the value, its type and the key or index."""
 
     path: tuple[tuple[str, str | int], ...]
     value: Any
@@ -208,48 +211,50 @@ class StateLeaf(NamedTuple):
         return ".".join(str(key) for _, key in self.path)
 
 
-def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
-    """Yields the values in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that no name can have."""
+def state_leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
+    """Yields the values in nested dicts, lists and tuples. Raises RunError `optimizer-state` for a key that is not a string or
+    contains a slash.
+    """
     if isinstance(state, Mapping):
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key:
                 raise RunError("optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name")
-            yield from leaves(value, (*path, ("dict", key)))
+            yield from state_leaves(value, (*path, ("dict", key)))
     elif type(state) in (list, tuple) and state:
-        for number, value in enumerate(state):
-            yield from leaves(value, (*path, (type(state).__name__, number)))
+        for index, value in enumerate(state):
+            yield from state_leaves(value, (*path, (type(state).__name__, index)))
     else:
         yield StateLeaf(path, state)
 
 
-def joined(every: Iterable[StateLeaf]) -> Any:
-    """Rebuilds the state from its leaves, in their order."""
+def join_leaves(leaves: Iterable[StateLeaf]) -> Any:
+    """Rebuilds a nested state from its leaves, in their order."""
     root: dict[str | int, Any] = {}
-    kinds: dict[tuple[str | int, ...], str] = {}
-    for path, value in every:
-        inside = root
-        for depth, (kind, key) in enumerate(path):
-            kinds[tuple(one for _, one in path[:depth])] = kind
+    types: dict[tuple[str | int, ...], str] = {}
+    for path, value in leaves:
+        node = root
+        for depth, (container_type, key) in enumerate(path):
+            types[tuple(prefix_key for _, prefix_key in path[:depth])] = container_type
             if depth == len(path) - 1:
-                inside[key] = value
+                node[key] = value
             else:
-                inside = inside.setdefault(key, {})
-    return _built(root, (), kinds)
+                node = node.setdefault(key, {})
+    return _rebuild(root, (), types)
 
 
-def _built(node: Any, place: tuple[str | int, ...], kinds: Mapping[tuple[str | int, ...], str]) -> Any:
-    """Returns `node` with dicts turned back into lists and tuples where `kinds` says so. place: the path of `node`."""
-    if place not in kinds:
-        return node if place else {}
-    inside = {key: _built(value, (*place, key), kinds) for key, value in node.items()}
-    if kinds[place] == "dict":
-        return inside
-    every = [inside[number] for number in sorted(inside)]
-    return tuple(every) if kinds[place] == "tuple" else every
+def _rebuild(node: Any, path: tuple[str | int, ...], types: Mapping[tuple[str | int, ...], str]) -> Any:
+    """Converts the nested dicts of `node` to the container types in `types`. path: the path of `node`."""
+    if path not in types:
+        return node if path else {}
+    items = {key: _rebuild(value, (*path, key), types) for key, value in node.items()}
+    if types[path] == "dict":
+        return items
+    values = [items[index] for index in sorted(items)]
+    return tuple(values) if types[path] == "tuple" else values
 
 
 class Restoring:
-    """Restores one rank from one checkpoint. is_same_layout: whether ranks and layout are those that wrote the checkpoint."""
+    """Restores the state of one rank from a checkpoint. is_same_layout: whether the present layout wrote the checkpoint."""
 
     def __init__(self, tensors: RunTensors, saved: CheckpointReader, *, is_same_layout: bool) -> None:
         self.tensors = tensors
@@ -257,21 +262,21 @@ class Restoring:
         self.is_same_layout = is_same_layout
         self.names = frozenset(saved.names)
         self.notes: list[str] = []
-        self._states = _by_parameter(saved)
+        self._states = _names_by_parameter(saved)
 
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        """Returns the names and shapes that this rank needs: weights and buffers."""
-        saved = (param for param in self.tensors.parts.registry if param.name not in self.tensors.base)
-        named = {WEIGHTS + param.name: tuple(param.shape) for param in saved}
-        return named | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights and buffers that this rank needs, by name."""
+        saved_params = (param for param in self.tensors.parts.registry if param.name not in self.tensors.base)
+        weights = {WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
+        return weights | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
 
     def mismatches(self) -> Iterator[str]:
-        """Yields a text for each name that this rank needs and the checkpoint lacks, or has in another shape."""
-        for name, shape in self.expected().items():
+        """Yields a message for each weight or buffer that the checkpoint lacks or has in a different shape."""
+        for name, shape in self.expected_shapes().items():
             if name not in self.names:
                 yield f"{name!r} is not in the checkpoint"
-            elif (other := self.saved.kind(name).shape) != shape:
-                yield f"{name!r} is {list(other)} in the checkpoint and {list(shape)} here"
+            elif (saved_shape := self.saved.kind(name).shape) != shape:
+                yield f"{name!r} is {list(saved_shape)} in the checkpoint and {list(shape)} here"
 
     def base_mismatches(self) -> Iterator[str]:
         """Yields the name of each frozen parameter of the base whose values are not those of the checkpoint's run."""
@@ -280,133 +285,138 @@ class Restoring:
                 yield name
 
     def restore(self) -> None:
-        """Sets weights, masters, buffers, optimizer states, and the state of handlers and modules. Does not communicate."""
-        self._weights()
-        self._buffers()
-        self._optimizer()
-        self._keepers()
-        self._extra()
+        """Restores weights, master weights, buffers, optimizer states, and states of plugins and modules. Must not
+        communicate.
+        """
+        self._restore_weights()
+        self._restore_buffers()
+        self._restore_optimizer()
+        self._restore_stateful_objects()
+        self._restore_extra_states()
 
-    def _weights(self) -> None:
-        """Sets weights and masters from the checkpoint; notes if it has other dtypes."""
+    def _restore_weights(self) -> None:
+        """Restores weights and master weights; adds a note if the checkpoint has different dtypes."""
         masters = self.tensors.update.masters
-        types = set()
+        dtypes = set()
         for param in self.tensors.parts.registry:
             if param.name in self.tensors.base:
                 continue
-            value = self._own(WEIGHTS + param.name, region_of(param))
-            types.add(value.dtype)
+            value = self._read_local(WEIGHTS + param.name, region_of(param))
+            dtypes.add(value.dtype)
             masters.set(param, value)
-        others = sorted(str(one).removeprefix("torch.") for one in types if one != masters.wide)
-        if others:
+        saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.wide)
+        if saved_dtypes:
             wide = str(masters.wide).removeprefix("torch.")
-            self.notes.append(f"weights of the checkpoint were {', '.join(others)}, and are {wide} here")
+            self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {wide} here")
 
     @torch.no_grad()
-    def _buffers(self) -> None:
-        """Sets buffers: this rank's own value of one that differs per rank, if the layout is the same, else the common one."""
-        for name, buffer, differs in self.tensors.buffers():
-            own = self.tensors.own_name(BUFFERS + name)
-            is_own = differs and self.is_same_layout and own in self.names
-            buffer.copy_(self._own(own if is_own else BUFFERS + name, Region(tuple(buffer.shape))))
+    def _restore_buffers(self) -> None:
+        """Restores buffers. A per-rank buffer has this rank's value if the layout is the same, else the common value."""
+        for name, buffer, is_per_rank in self.tensors.buffers():
+            rank_name = self.tensors.rank_name(BUFFERS + name)
+            has_rank_value = is_per_rank and self.is_same_layout and rank_name in self.names
+            buffer.copy_(self._read_local(rank_name if has_rank_value else BUFFERS + name, Region(tuple(buffer.shape))))
 
-    def _optimizer(self) -> None:
-        """Restores the optimizer's states through its own `load_state_dict`, which knows their device and dtype."""
+    def _restore_optimizer(self) -> None:
+        """Restores the optimizer's states by its `load_state_dict`, which chooses their devices and dtypes."""
         update = self.tensors.update
-        stepped = {id(one.parameter): one for one in update.masters.stepped}
-        states = {key: self._state(one) for key, one in stepped.items()}
-        names = [[stepped[id(one)].name for one in group["params"]] for group in update.optimizer.param_groups]
-        dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + one.name).dtype] for key, one in stepped.items()}
+        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.stepped}
+        states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
+        names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
+        dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
         load_optimizer_state(
-            update.optimizer, states, list(map(self._options, names)), _shared(self.saved), update.begun, dtypes
+            update.optimizer, states, list(map(self._read_options, names)), _shared_states(self.saved), update.begun, dtypes
         )
 
-    def _keepers(self) -> None:
-        """Restores the state of handlers if the layout is the same; else they begin anew, with a note."""
-        for place, keeper in self.tensors.keepers.items():
-            prefix = self.tensors.own_name(f"{place}/")
+    def _restore_stateful_objects(self) -> None:
+        """Restores the states of plugins if the layout is the same; otherwise resets them and adds a note."""
+        for path, stateful_object in self.tensors.stateful_objects.items():
+            prefix = self.tensors.rank_name(f"{path}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
-            keeper.restore_saved_state({name.removeprefix(prefix): self.saved.tensor(name) for name in names})
-            if not self.is_same_layout and any(f"/{place}/" in name for name in self.names):
-                self.notes.append(f"{place} begins allow_fresh_start: what it kept belongs to another layout")
+            stateful_object.restore_saved_state({name.removeprefix(prefix): self.saved.tensor(name) for name in names})
+            if not self.is_same_layout and any(f"/{path}/" in name for name in self.names):
+                self.notes.append(f"the state of {path} is reset, because the checkpoint has a different layout")
 
-    def _extra(self) -> None:
-        """Sets extra states of modules: this rank's own in the same layout, else those of the first rank, with a note."""
-        first = extra_states(self.saved)
-        if first and not self.is_same_layout:
-            self.notes.append("extra states of modules are those of one rank: the others' belong to another layout")
+    def _restore_extra_states(self) -> None:
+        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank, with a
+        note.
+        """
+        saved_names = extra_states(self.saved)
+        if saved_names and not self.is_same_layout:
+            self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
         for name, module in modules_with_extra_state(self.tensors.parts.layers):
-            own = self.tensors.own_name(f"extra/{name}")
-            if name not in first:
+            rank_name = self.tensors.rank_name(f"extra/{name}")
+            if name not in saved_names:
                 raise RunError("checkpoint-mismatch", f"{name!r} is not in the checkpoint")
-            set_extra_state(module, self.saved.tensor(own if self.is_same_layout else first[name]))
+            set_extra_state(module, self.saved.tensor(rank_name if self.is_same_layout else saved_names[name]))
 
-    def _state(self, stepped: Stepped) -> Any:
-        named = self._states.get(stepped.name, [])
-        return joined(StateLeaf(path, self._leaf(stepped, name)) for name, path in named)
+    def _read_state(self, stepped: Stepped) -> Any:
+        names = self._states.get(stepped.name, [])
+        return join_leaves(StateLeaf(path, self._read_leaf(stepped, name)) for name, path in names)
 
-    def _leaf(self, stepped: Stepped, name: str) -> Any:
-        """Reads one state leaf of `stepped` from the checkpoint: a plain value, a whole tensor, or this rank's part of one."""
+    def _read_leaf(self, stepped: Stepped, name: str) -> Any:
+        """Reads a leaf of an optimizer state: a value, a whole tensor, or this rank's part of a tensor."""
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
-        is_part = shape == tuple(stepped.param.shape)
-        if not is_part:
-            return self._own(name, Region(shape))
-        return self._own(name, region_of(stepped.param, stepped.elements), stepped.parameter)
+        if shape != tuple(stepped.param.shape):
+            return self._read_local(name, Region(shape))
+        return self._read_local(name, region_of(stepped.param, stepped.elements), stepped.parameter)
 
-    def _options(self, names: Sequence[str]) -> dict[str, Any]:
+    def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
         values = self.saved.description.values
         options = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
-        if any(one != options[0] for one in options):
-            raise RunError("checkpoint-mismatch", f"the optimizer had other options for {names[0]!r} and {names[-1]!r}")
+        if any(group_options != options[0] for group_options in options):
+            raise RunError("checkpoint-mismatch", f"the optimizer had different options for {names[0]!r} and {names[-1]!r}")
         return {key: decode_value(value) for key, value in options[0].items()} if options else {}
 
-    def _own(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
-        """Returns this rank's part of a tensor, on the host, in the format of the file, padded with zeros.
+    def _read_local(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
+        """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros.
 
-        like: gives the strides; fused optimizers go through a parameter and its states in the order of memory.
+        like: a tensor whose strides the result has; fused optimizers process a parameter and its states in memory order.
         """
         dtype = BY_NAME[self.saved.kind(name).dtype]
         if like is None:
-            own = torch.zeros(region.own_shape, dtype=dtype)
+            local = torch.zeros(region.own_shape, dtype=dtype)
         else:
-            own = torch.zeros_like(like, dtype=dtype, device="cpu", requires_grad=False)
-        for rectangle, view in region.cut(own):
+            local = torch.zeros_like(like, dtype=dtype, device="cpu", requires_grad=False)
+        for rectangle, view in region.split(local):
             self.saved.read_into(name, rectangle, view)
-        return own
+        return local
 
 
 def extra_states(saved: CheckpointReader) -> dict[str, str]:
-    """Returns, by the name of each extra state, where the first rank that has it keeps it in the checkpoint."""
-    places: dict[str, str] = {}
-    for place in saved.names:
-        head, kind, name = place.partition("/extra/")
-        if kind and head.startswith("ranks/"):
-            places.setdefault(name, place)
-    return places
+    """Returns the name in the checkpoint of each extra state, for the first rank that has the state."""
+    names: dict[str, str] = {}
+    for saved_name in saved.names:
+        prefix, separator, name = saved_name.partition("/extra/")
+        if separator and prefix.startswith("ranks/"):
+            names.setdefault(name, saved_name)
+    return names
 
 
-def load_one(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
-    """Restores the optimizer's state of the parameter `name`, in an optimizer of this parameter alone, whole, on the host."""
+def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
+    """Restores the state of the parameter `name` in an optimizer of only this whole parameter, on the host."""
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
-    every = _by_parameter(saved).get(name, [])
-    state_leaves = (StateLeaf(path, decode_value(values[one]) if one in values else saved.tensor(one)) for one, path in every)
+    leaves = (
+        StateLeaf(path, decode_value(values[state]) if state in values else saved.tensor(state))
+        for state, path in _names_by_parameter(saved).get(name, [])
+    )
     options = decode_value(values.get(OPTIONS + name, {}))
     dtype, begun = BY_NAME[saved.kind(WEIGHTS + name).dtype], copy_values(attributes_of(shared_values(optimizer)))
     key = id(parameter)
-    load_optimizer_state(optimizer, {key: joined(state_leaves)}, [options], _shared(saved), begun, {key: dtype})
+    load_optimizer_state(optimizer, {key: join_leaves(leaves)}, [options], _shared_states(saved), begun, {key: dtype})
 
 
-def _shared(saved: CheckpointReader) -> Shared:
-    """Returns the values that the optimizer keeps for all of its parameters together, besides options."""
-    every = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
-    return {tuple(place): value for place, value in every}
+def _shared_states(saved: CheckpointReader) -> Shared:
+    """Returns the values, except options, that the optimizer keeps for all parameters."""
+    pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
+    return {tuple(path): value for path, value in pairs}
 
 
-def _by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
-    """Returns, by parameter, the names of its states in the checkpoint, each with its path; tensors and values."""
+def _names_by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
+    """Returns the names in the checkpoint of each parameter's states, tensors and values, with their paths."""
     states: dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]] = {}
     for name in [*saved.names, *saved.description.values]:
         if name.startswith(OPTIMIZER):
@@ -418,38 +428,41 @@ def _by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tuple[tu
 
 
 class SavedWeights:
-    """The weights of the checkpoint `saved` by names of the registry, and its buffers: masters, and after `eval()`."""
+    """The weights and buffers of a checkpoint by their names in the registry. Weights are the master weights, or those after
+    the optimizer's `eval()`.
+    """
 
     def __init__(self, saved: CheckpointReader, plan: Plan) -> None:
         self.saved = saved
         self._plan = plan
-        self._origin = extra_states(saved) | {
-            name.removeprefix(kind): name for kind in (WEIGHTS, BUFFERS) for name in saved.names if name.startswith(kind)
+        self._saved_names = extra_states(saved) | {
+            name.removeprefix(prefix): name for prefix in (WEIGHTS, BUFFERS) for name in saved.names if name.startswith(prefix)
         }
 
     @property
     def names(self) -> Sequence[str]:
-        return list(self._origin)
+        return list(self._saved_names)
 
     def kind(self, name: str) -> TensorKind:
-        return self.saved.kind(self._origin[name])
+        return self.saved.kind(self._saved_names[name])
 
     def tensor(self, name: str) -> Tensor:
-        value = self.saved.tensor(self._origin[name])
-        if not self.saved.description.state["has_modes"] or not self._origin[name].startswith(WEIGHTS):
+        value = self.saved.tensor(self._saved_names[name])
+        if not self.saved.description.state["has_modes"] or not self._saved_names[name].startswith(WEIGHTS):
             return value
         parameter = nn.Parameter(value)
         config: Any = self._plan.optimizer.config
         group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
         optimizer: Any = set_training_mode(self._plan.optimizer.build([group], parameter.device))
-        load_one(optimizer, self.saved, name)
+        load_parameter_state(optimizer, self.saved, name)
         optimizer.eval()
         return parameter.detach()
 
 
 def plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
-    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights. Copies of files in the run's
-    folder take the place of those that the plan names, if the checkpoint lies in that folder.
+    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
+
+    If the checkpoint is in the run's folder, the plan's files are replaced by their copies in this folder.
     """
     document = read_text(saved.description.plan, saved.place, Path())
     plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), Loader())

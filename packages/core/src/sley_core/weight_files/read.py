@@ -1,7 +1,4 @@
-"""Reads a folder of safetensors files: lists its tensors without reading them, and reads each on request.
-
-Only safetensors, never pickle: such a file holds numbers and no code. Imports torch only where values are read.
-"""
+"""Reads folders of safetensors files, which contain no code, unlike pickles. Imports torch only to read values."""
 
 from __future__ import annotations
 
@@ -22,35 +19,35 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of numbers that a run can start from, as safetensors calls them."""
+"""The dtypes of initial weights, by their names in safetensors."""
 
-_MOST_INDEX_BYTES = 1 << 27
-_SHOWN = 4
+_MAX_INDEX_BYTES = 1 << 27
+_MAX_NAMES = 4
 
 
 class TensorKind(NamedTuple):
-    """Shape and dtype of a tensor. dtype: as safetensors calls it (`F32`)."""
+    """The dtype and shape of a tensor. dtype: its name in safetensors (`F32`)."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class TensorReader(Protocol):
-    """Gives whole tensors, one at a time: from a folder of files, or a checkpoint."""
+    """Reads whole tensors, one at a time, from a folder of files or a checkpoint."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Returns the names of all tensors."""
+        """The names of all tensors."""
 
     def kind(self, name: str) -> TensorKind:
-        """Returns shape and dtype of the tensor `name`, without reading it."""
+        """Returns the dtype and shape of the tensor `name`, without reading its values."""
 
     def tensor(self, name: str) -> Tensor:
-        """Returns the whole tensor `name`, on the host, in memory of its own."""
+        """Returns a copy of the whole tensor `name`, on the host."""
 
 
-class Stored(NamedTuple):
-    """A tensor in a file."""
+class StoredTensor(NamedTuple):
+    """The file, dtype and shape of a tensor."""
 
     file: Path
     dtype: str
@@ -58,22 +55,22 @@ class Stored(NamedTuple):
 
 
 class WeightFiles:
-    """The tensors of the safetensors files in `folder`: of `model.safetensors`, or of those that its index names.
+    """Reads the tensors in `folder`: those in `model.safetensors`, or in the files of the index.
 
-    Raises RunError "weight-files" if there are none, for a file that is missing, cut short or no safetensors file, and for
-    an index that does not name exactly the tensors that there are.
+    Raises RunError "weight-files" if there are no such files, if a file is missing, truncated or not a safetensors file, or if
+    the index does not match the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = None if (folder / SINGLE).is_file() else _index(folder)
+        index = None if (folder / SINGLE).is_file() else _read_index(folder)
         files = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         for file in files:
-            in_file = _header(folder / file)
-            if twice := sorted(self.stored.keys() & in_file):
-                raise refused(f"{_listed(twice)} in `{folder / file}` and in another file too")
-            self.stored |= in_file
+            tensors = _read_header(folder / file)
+            if duplicates := sorted(self.stored.keys() & tensors):
+                raise weight_files_error(f"{_format_names(duplicates)} in `{folder / file}` and also in another file")
+            self.stored |= tensors
         if index is not None:
             stored = self.stored
             problems = {
@@ -83,9 +80,9 @@ class WeightFiles:
                     name for name in stored if index.get(name, stored[name].file.name) != stored[name].file.name
                 ],
             }
-            for what, names in problems.items():
+            for problem, names in problems.items():
                 if names:
-                    raise refused(f"`{folder / INDEX}` {what}: {_listed(names)}")
+                    raise weight_files_error(f"`{folder / INDEX}` {problem}: {_format_names(names)}")
 
     @property
     def names(self) -> Sequence[str]:
@@ -99,56 +96,56 @@ class WeightFiles:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Returns a copy of the tensor `name` in memory; no page of `file` stays mapped. Raises RunError "weight-files"."""
-    with opened(file, "pt") as content:
+    """Returns a copy of the tensor `name`, so that `file` does not stay mapped. Raises RunError "weight-files"."""
+    with open_safetensors(file, "pt") as content:
         tensor: Tensor = content.get_tensor(name).clone()
     return tensor
 
 
 @contextmanager
-def opened(file: Path, framework: str) -> Iterator[Any]:
-    """Yields the opened safetensors file. Raises RunError "weight-files", with its name, for any error within the block."""
+def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
+    """Opens a safetensors file for the block. Raises RunError "weight-files" for an error within the block."""
     try:
         with safe_open(file, framework=framework) as content:
             yield content
     except (SafetensorError, OSError) as error:
-        missing = isinstance(error, FileNotFoundError) or not file.is_file()
-        why = "there is no such file" if missing else f"it is damaged, or no safetensors file: {error}"
-        raise refused(f"cannot read `{file}`: {why}") from None
+        is_missing = isinstance(error, FileNotFoundError) or not file.is_file()
+        reason = "the file does not exist" if is_missing else f"it is damaged, or not a safetensors file: {error}"
+        raise weight_files_error(f"cannot read `{file}`: {reason}") from None
 
 
-def _header(file: Path) -> dict[str, Stored]:
-    with opened(file, "numpy") as content:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    with open_safetensors(file, "numpy") as content:
         slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
-        return {name: Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.is_file():
-        pickled = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(kind))), None)
-        hint = f"`{pickled}` may run code when it is read: save it again with `safe_serialization`" if pickled else None
-        raise refused(f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`", hint)
+        pickle = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))), None)
+        hint = f"save `{pickle}` again with `safe_serialization`, since it may run code when it is read" if pickle else None
+        raise weight_files_error(f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`", hint)
     try:
-        if path.stat().st_size > _MOST_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MOST_INDEX_BYTES >> 20} MB")
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it is larger than {_MAX_INDEX_BYTES >> 20} MB")
         files = json.loads(path.read_text("utf-8"))["weight_map"]
         if not files or not all(isinstance(file, str) for file in files.values()):
             raise ValueError("its `weight_map` names no files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = "it has no `weight_map`" if isinstance(error, KeyError) else str(error)
-        raise refused(f"cannot read `{path}`: {said}") from None
+        reason = "it has no `weight_map`" if isinstance(error, KeyError) else str(error)
+        raise weight_files_error(f"cannot read `{path}`: {reason}") from None
     if outside := sorted({file for file in files.values() if Path(file).name != file}):
-        raise refused(f"`{path}` names `{outside[0]}`, which is not in its folder")
+        raise weight_files_error(f"`{path}` names `{outside[0]}`, which is not in its folder")
     return dict(files)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+def _format_names(names: Sequence[str]) -> str:
+    suffix = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + suffix
 
 
-def refused(message: str, hint: str | None = None) -> RunError:
+def weight_files_error(message: str, hint: str | None = None) -> RunError:
     return RunError("weight-files", message, hint=hint)
 
 
@@ -164,21 +161,22 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What `save_pretrained` of a tokenizer writes, by the kind of tokenizer."""
+"""The files that `save_pretrained` of a tokenizer may write."""
 
 
 RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
-"""Settings of BPE and Unigram with which a text becomes other tokens each time."""
+"""The settings of BPE and Unigram that make tokenization random."""
 
 
-def without_settings(text: str) -> str:
-    """Returns the text of a `tokenizer.json` with the settings switched off that are off in training; else as it is."""
+def disable_settings(text: str) -> str:
+    """Returns the text of a `tokenizer.json` without truncation, padding and random settings, as training uses it."""
     try:
         content = json.loads(text)
-        off = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
-        drawn = {key: None for key in RANDOM_SETTINGS if content["model"].get(key) is not None}
+        settings = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
+        model_settings = {key: None for key in RANDOM_SETTINGS if content["model"].get(key) is not None}
     except (ValueError, AttributeError, KeyError, TypeError):
-        return text  # another version's, or no tokenizer: whoever loads it says so
-    if not off and not drawn:
+        return text  # the tokenizer's loader reports the error
+    if not settings and not model_settings:
         return text
-    return json.dumps({**content, **off, "model": {**content["model"], **drawn}}, ensure_ascii=False, indent=2)
+    model = {**content["model"], **model_settings}
+    return json.dumps({**content, **settings, "model": model}, ensure_ascii=False, indent=2)

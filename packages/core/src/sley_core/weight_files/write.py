@@ -1,9 +1,8 @@
-"""Writes safetensors files tensor by tensor, with their index, into a folder that appears completely or not at all.
+"""Writes safetensors files and their index into a folder that appears completely or not at all.
 
-    begin(folder) ──> TensorFiles: header ── add ── add ... ── close, each file by one process ──> complete
+    begin_folder(folder) ──> TensorFiles: header ── add ── add ... ── close, each file by one process ──> complete_folder
 
-The library writes a file from all of its tensors at once; here a file is as long as its header says before the first of them is
-gathered, so that one tensor is in memory at a time.
+Tensors are written one at a time, unlike with the safetensors library, so only one gathered tensor is in memory.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
 from sley_core.whole_files import sync_names
 
 FILE_BYTES = 5 * 10**9
-"""The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""
+"""The largest size of a file, as in Hugging Face's libraries; a larger tensor has its own file."""
 
 OURS = ("model*.safetensors", INDEX)
-"""Names of files of weights."""
+"""Name patterns of weight files."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -49,7 +48,7 @@ _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 class Spec(NamedTuple):
-    """Name, dtype and shape of a tensor to be written. dtype: as safetensors calls it (`F32`)."""
+    """The name, dtype and shape of a tensor to write. dtype: its name in safetensors (`F32`)."""
 
     name: str
     dtype: str
@@ -57,9 +56,9 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
-        """Returns the spec of a tensor. Raises RunError "weight-files" for a dtype that has no name in safetensors here."""
+        """Returns the spec of a tensor. Raises RunError "weight-files" for a dtype that is not in `DTYPES`."""
         if dtype not in DTYPES:
-            raise RunError("weight-files", f"{name!r} is {dtype}, which is not kept in files")
+            raise RunError("weight-files", f"{name!r} is {dtype}, which weight files do not support")
         return cls(name, DTYPES[dtype], tuple(shape))
 
     @property
@@ -67,9 +66,9 @@ class Spec(NamedTuple):
         return prod(self.shape) * _BYTES[self.dtype]
 
 
-def header_of(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Returns the first bytes of a safetensors file, and where in the file each tensor starts. Wide formats come first, so that
-    each tensor starts at a multiple of its element size.
+def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Returns the first bytes of a safetensors file, and the offset of each tensor in the file. Wide dtypes come first, so that
+    each offset is a multiple of the element size.
 
         8 bytes: length of the header | header: JSON, name -> dtype, shape, bytes from .. to | data
     """
@@ -88,23 +87,23 @@ def header_of(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[bytes
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive.
 
-    Not through numpy: memory that numpy has seen can no longer be offloaded (torch marks it as not resizable).
+    A view by numpy would make the memory not resizable, so it could no longer be offloaded.
     """
     if not tensor.numel():
         return memoryview(b"")
-    whole = ctypes.c_char * (tensor.numel() * tensor.element_size())
-    memory = whole.from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # for as long as anything looks at the memory
+    buffer_type = ctypes.c_char * (tensor.numel() * tensor.element_size())
+    memory = buffer_type.from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # keeps the tensor alive
     return memoryview(memory).cast("B")
 
 
 class TensorFile:
-    """A new safetensors file of the tensors `specs`, each added once, in any order; `facts` are metadata. Raises OSError."""
+    """Writes a new safetensors file. Each tensor of `specs` must be added once, in any order. Methods raise OSError."""
 
-    def __init__(self, path: Path, specs: Sequence[Spec], facts: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, path: Path, specs: Sequence[Spec], metadata: Mapping[str, str] = MappingProxyType({})) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._missing = set(self._specs)
-        header, self._starts = header_of(specs, facts)
+        header, self._starts = build_header(specs, metadata)
         self._file: BinaryIO = path.open("xb")
         try:
             self._file.write(header)
@@ -115,7 +114,7 @@ class TensorFile:
 
     def add(self, name: str, value: Tensor) -> None:
         spec = self._specs[name]
-        assert name in self._missing, f"{name} is written twice"
+        assert name in self._missing, f"{name} is added twice"
         assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
         self._missing.remove(name)
         self._file.seek(self._starts[name])
@@ -128,36 +127,36 @@ class TensorFile:
         self._file.close()
 
     def drop(self) -> None:
-        """Closes the file although it is incomplete."""
+        """Closes an incomplete file."""
         self._file.close()
 
 
 class TensorFiles(AbstractContextManager["TensorFiles"]):
-    """New files in `folder`, by name, of the tensors that each is to have; one is open at a time. Raises OSError.
+    """Writes new files in `folder`, one after the other. Methods raise OSError.
 
-    Tensors are added in the order of `files`. What is not closed when the block is left is not complete. facts: for the
-    metadata of each.
+    Tensors must be added in the order of `files`, which maps file names to the tensors of each file. A file that is not closed
+    when the block ends is incomplete. metadata: the metadata of each file.
     """
 
     def __init__(
-        self, folder: Path, files: Mapping[str, Sequence[Spec]], facts: Mapping[str, str] = MappingProxyType({})
+        self, folder: Path, files: Mapping[str, Sequence[Spec]], metadata: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self._facts = facts
+        self._metadata = metadata
         self._folder = folder
         self._files = files
-        self._of = {spec.name: name for name, specs in files.items() for spec in specs}
+        self._file_by_tensor = {spec.name: name for name, specs in files.items() for spec in specs}
         self._open: tuple[str, TensorFile] | None = None
 
     def add(self, name: str, value: Tensor) -> None:
-        """Writes the next tensor, which ends the file before where another one begins."""
-        file = self._of[name]
+        """Writes the next tensor. The first tensor of a file closes the previous file."""
+        file = self._file_by_tensor[name]
         if self._open is None or self._open[0] != file:
             self.close()
-            self._open = file, TensorFile(self._folder / file, self._files[file], self._facts)
+            self._open = file, TensorFile(self._folder / file, self._files[file], self._metadata)
         self._open[1].add(name, value)
 
     def close(self) -> None:
-        """Waits until the last file is on the disk."""
+        """Closes the last file and waits until it is on the disk."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -169,71 +168,72 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
 
 
 def file_names(count: int) -> list[str]:
-    """Returns the names of `count` files, as transformers calls them."""
+    """Returns the names of `count` files, as transformers would name them."""
     if count <= 1:
         return [SINGLE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a new file, and waits until it is on the disk."""
+    """Writes a new file and waits until it is on the disk."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def unfinished(folder: Path) -> Path:
-    """Returns the folder beside `folder` in which its files are written."""
+def scratch_folder(folder: Path) -> Path:
+    """Returns the sibling of `folder` in which its files are written first."""
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def begin(folder: Path, ours: Iterable[str] = OURS) -> Path:
-    """Makes the empty folder `unfinished(folder)`, and returns it. Raises RunError "weights-folder"."""
+def begin_folder(folder: Path, ours: Iterable[str] = OURS) -> Path:
+    """Creates the empty folder `scratch_folder(folder)` and returns it. Raises RunError "weights-folder"."""
     check_replaceable(folder, ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = unfinished(folder)
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch = scratch_folder(folder)
+    shutil.rmtree(scratch, ignore_errors=True)  # a killed process may have left files
     scratch.mkdir()
     return scratch
 
 
 def check_replaceable(folder: Path, ours: Iterable[str] = OURS) -> None:
-    """Raises RunError "weights-folder" if `folder` is there with files other than `ours`, which `complete` would remove."""
+    """Raises RunError "weights-folder" if `folder` has files other than `ours`, which `complete_folder` would remove."""
     if folder.exists() or folder.is_symlink():
-        strange = not folder.is_dir() or folder.is_symlink()
-        names = [] if strange else [path for path in folder.iterdir() if not any(path.match(name) for name in ours)]
-        if strange or names:
-            what = f"has `{names[0].name}`, which is no file of weights" if names else "is no folder"
-            raise RunError("weights-folder", f"`{folder}` {what}, and would be replaced", hint="choose another folder")
+        is_folder = folder.is_dir() and not folder.is_symlink()
+        foreign_files = [path for path in folder.iterdir() if not any(map(path.match, ours))] if is_folder else []
+        if not is_folder or foreign_files:
+            reason = f"has `{foreign_files[0].name}`, which is not a weight file" if foreign_files else "is not a folder"
+            raise RunError("weights-folder", f"`{folder}` {reason}, and would be replaced", hint="choose another folder")
 
 
-def complete(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
-    """Writes the index of `files`, if they are several: the file of each tensor, and the bytes of all. Then replaces `folder`
-    by `unfinished(folder)`; the previous content is kept until the new one is in place. Raises OSError.
+def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
+    """Writes the index if there are several files, and replaces `folder` by `scratch_folder(folder)`. Raises OSError.
+
+    The previous content is kept until the new content is in place.
     """
-    scratch, before = unfinished(folder), folder.with_name(f".{folder.name}.before")
+    scratch, backup = scratch_folder(folder), folder.with_name(f".{folder.name}.before")
     if len(files) > 1:
         total = sum(spec.num_bytes for specs in files.values() for spec in specs)
         weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
         write_text(scratch / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    shutil.rmtree(before, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
     sync_names(scratch)
     if folder.exists():
-        folder.rename(before)
+        folder.rename(backup)
     scratch.rename(folder)
     sync_names(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
-def unwritten(error: OSError, folder: Path) -> str:
-    """Returns a sentence that says what could not be written, and why."""
+def describe_write_error(error: OSError, folder: Path) -> str:
+    """Describes the path that cannot be written, and the reason."""
     return f"cannot write `{error.filename or folder}`: {error.strerror or error}"
 
 
-def discard(folder: Path) -> None:
-    """Removes `unfinished(folder)`; `folder` stays as it was."""
-    shutil.rmtree(unfinished(folder), ignore_errors=True)
+def discard_folder(folder: Path) -> None:
+    """Removes `scratch_folder(folder)`; does not change `folder`."""
+    shutil.rmtree(scratch_folder(folder), ignore_errors=True)
 
 
 def write_tensors(
@@ -241,30 +241,30 @@ def write_tensors(
     source: TensorReader,
     names: Iterable[tuple[str, str]],
     max_file_bytes: int,
-    more: Callable[[Path], None] | None = None,
+    write_extras: Callable[[Path], None] | None = None,
 ) -> list[str]:
-    """Writes tensors of `source` into the new folder `out`; returns the names of the files.
+    """Writes tensors of `source` into the new folder `out`, which appears when all files are on the disk; returns the file
+    names.
 
-    names: (name in the source, name in the files) of each tensor that is written. more: writes what else the folder is to
-    have, into the folder that it is given. `out` is there when all of it is on the disk, or not at all. Raises RunError
-    "weight-files" if it cannot be written.
+    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes further files into a
+    folder. Raises RunError "weight-files" if `out` cannot be written.
     """
-    origin = {theirs: ours for ours, theirs in names}
-    specs = [Spec(theirs, *source.kind(ours)) for theirs, ours in origin.items()]
+    source_names = {file_name: source_name for source_name, file_name in names}
+    specs = [Spec(file_name, *source.kind(source_name)) for file_name, source_name in source_names.items()]
     lists = split_by_size(specs, lambda spec: spec.num_bytes, max_file_bytes)
     files = dict(zip(file_names(len(lists)), lists, strict=True))
     try:
-        scratch = begin(out, ours=())
-        with TensorFiles(scratch, files) as written:
+        scratch = begin_folder(out, ours=())
+        with TensorFiles(scratch, files) as writer:
             for spec in specs:
-                written.add(spec.name, source.tensor(origin[spec.name]))
-            written.close()
-        if more is not None:
-            more(scratch)
-        complete(out, files)
-    except BaseException as error:  # Ctrl-C too
-        discard(out)
+                writer.add(spec.name, source.tensor(source_names[spec.name]))
+            writer.close()
+        if write_extras is not None:
+            write_extras(scratch)
+        complete_folder(out, files)
+    except BaseException as error:  # including KeyboardInterrupt
+        discard_folder(out)
         if isinstance(error, OSError):
-            raise RunError("weight-files", unwritten(error, out)) from None
+            raise RunError("weight-files", describe_write_error(error, out)) from None
         raise
     return list(files)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+from sley_core.data.dataset import IGNORE_INDEX, DataContext, DataInfo, Field
 
 VOCABULARY = 16
 SEQUENCE = 12
@@ -34,7 +34,7 @@ class Rows:
         row = (torch.arange(SEQUENCE + 1) * (1 + index % 5) + self.first + index) % VOCABULARY
         labels = row[1:].clone()
         if index % 3 == 0:
-            labels[:4] = IGNORED
+            labels[:4] = IGNORE_INDEX
         return {"tokens": row[:-1], "labels": labels}
 
 
@@ -47,7 +47,7 @@ class Padded(Rows):
         return {name: value[: 4 + 4 * (index % 3)] for name, value in super().__getitem__(index).items()}
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        fill = {"tokens": 0, "labels": IGNORED}
+        fill = {"tokens": 0, "labels": IGNORE_INDEX}
         return {
             name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
             for name, value in fill.items()

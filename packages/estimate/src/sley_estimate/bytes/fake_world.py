@@ -33,7 +33,7 @@ from sley_core.engine.execute import describe
 from sley_core.engine.stage import Stage
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, like
-from sley_core.model.tensors import buffer_format, held_tensors
+from sley_core.model.tensors import buffer_format, referenced_tensors
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_estimate.bytes.fake_tensors import FakeTensors
@@ -371,7 +371,7 @@ def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: tor
     registered = {id(module) for layer in layers for module in layer.module.modules()}
     parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     for layer in layers:
-        for attribute in held_tensors(layer.name, layer.module, registered):
+        for attribute in referenced_tensors(layer.name, layer.module, registered):
             if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in parameter_ids:
                 value = torch.empty_like(attribute.tensor, device=device)
                 replacement = like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value

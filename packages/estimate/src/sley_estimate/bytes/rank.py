@@ -31,7 +31,7 @@ from sley_core.comm.world import World
 from sley_core.engine.stage import Lists
 from sley_core.errors import RunError, SleyError
 from sley_core.memory.state import PARTS
-from sley_core.model.tensors import assume_device_type, counted
+from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.plan import Plan
 from sley_core.process import disable_gc
 from sley_core.run import Run
@@ -133,7 +133,7 @@ def _run_steps(
         on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.home is not None else frozenset[str]()
         kernels = imitate_cuda(recording.record_kernel if recording else None) if is_cuda else nullcontext()
         starts = []
-        with counted(lambda: ledger.current_bytes), kernels:
+        with estimate_bytes(lambda: ledger.current_bytes), kernels:
             for num_micros in (first, *[min_micros] * (STEPS - 2), micros):
                 starts.append(ledger.num_events)
                 if recording is not None and len(starts) == STEPS:

@@ -50,7 +50,7 @@ def build_first_draft(plan: Plan, size: int) -> Draft:
     `build_draft`.
     """
     if problems := check_plan(plan, size):
-        raise PlanError.many(problems)
+        raise PlanError.from_diagnostics(problems)
     with World.fake(0, size) as world:
         return build_draft(plan, world)
 

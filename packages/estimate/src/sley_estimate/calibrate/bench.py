@@ -25,7 +25,7 @@ from sley_core.comm.device import Device, Span
 from sley_core.comm.guard import first_line
 from sley_core.comm.startup import gather_values
 from sley_core.comm.world import World
-from sley_core.data.batches import Slices, cut
+from sley_core.data.batches import SequenceSlicer, narrow_batch
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
@@ -113,12 +113,12 @@ class LayerBench:
         on_meta = layer.module
         on_host = [
             (module, name, tensor)
-            for module in self._host.made(layer).modules()
+            for module in self._host.factory_module(layer).modules()
             for named in (module.named_parameters, module.named_buffers)
             for name, tensor in named(recurse=False, remove_duplicate=False)
         ]
         device, keep = self.device.torch_device, self.plan.precision.keep
-        self._host.place({layer.name}, dtype=self.dtype, device=device, keep=keep)
+        self._host.load_values({layer.name}, dtype=self.dtype, device=device, keep=keep)
         if self._attention is not None:
             self._attention.attach(self.model.layers)
         queue, outputs = WeightQueue(), list[Any]()
@@ -186,9 +186,9 @@ class LayerBench:
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
         with Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle) as feed:
-            batch = cut(feed.next(), dataset.info.fields, 0, 1)
+            batch = narrow_batch(feed.next(), dataset.info.fields, 0, 1)
         declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
-        first = Slices(declared, plan.parallel.sp, 0)(batch)
+        first = SequenceSlicer(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
 
     def _time_whole(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:

@@ -188,7 +188,9 @@ class VariantBench:
                 "let the attention exchange by `group.transport()`, or by functions of `sley_core.api.comm` that send "
                 "before they receive; a machine file without these layers is made by leaving out `--plan`"
             )
-            raise PlanError.many([plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]) from error
+            raise PlanError.from_diagnostics(
+                [plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]
+            ) from error
 
     def _time_layers(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))

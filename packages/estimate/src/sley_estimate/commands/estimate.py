@@ -136,7 +136,7 @@ def bytes_and_seconds(
             return stage_bytes(plan, size, cores=num_cores()), None
         return estimate_bytes_and_seconds(plan, size, machine, num_cores())
     except SleyError as error:
-        raise plan.located(error) from error.__cause__
+        raise plan.add_places(error) from error.__cause__
 
 
 def parse_size(text: str) -> int:
@@ -193,7 +193,7 @@ def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
     try:
         seconds = estimate_seconds(plan, size, machine, num_cores())
     except SleyError as error:
-        raise plan.located(error) from error.__cause__
+        raise plan.add_places(error) from error.__cause__
     yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
     yield draw_text(seconds.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     yield from seconds_lines(seconds, machine)

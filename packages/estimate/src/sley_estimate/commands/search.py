@@ -78,7 +78,7 @@ def search(
         # Finds faults such as missing files, which would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
         if located := [resolved.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
-            raise PlanError.many(located)
+            raise PlanError.from_diagnostics(located)
         choices = list_choices(resolved)
         space = Layouts(resolved, world, choices, keep or ())
         with Progress(console=Console(stderr=True), transient=True, disable=not draws_line(sys.stderr)) as progress:
@@ -99,7 +99,7 @@ def search(
                 report_progress=report_progress,
             )
     except SleyError as error:
-        raise resolved.located(error) from error.__cause__
+        raise resolved.add_places(error) from error.__cause__
     typer.echo("\n".join(result_lines(result, choices.skipped, limit)))
     if not result.fastest:
         raise typer.Exit(1)

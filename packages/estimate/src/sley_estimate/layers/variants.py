@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from sley_core.data.batches import Slices, sliced_info
+from sley_core.data.batches import SequenceSlicer, sliced_info
 from sley_core.engine.call import Keep
 from sley_core.errors import SleyError
 from sley_core.plan import document
@@ -208,7 +208,7 @@ class LayerVariants:
             slices = slice_key(variant.sp, attention.name, attention.config)
             info = sliced_info(self.dataset.info, variant.sp)  # raises if the data has no sequences
             declared = {name: field for name, field in info.fields.items() if name in fields}
-            fields = Slices(declared, variant.sp, 0)(fields)
+            fields = SequenceSlicer(declared, variant.sp, 0)(fields)
         return memoize(self._kinds, str(variant.policy), kinds).keys(fields, slices)
 
     def works(self, variant: Variant) -> list[LayerWork]:

@@ -252,7 +252,7 @@ def _valid_layouts(space: Layouts, layouts: Sequence[Layout], result: SearchResu
     for layout in layouts:
         try:
             if problems := check_plan(layout.plan(space.plan, space.world), space.world):
-                raise PlanError.many(problems)
+                raise PlanError.from_diagnostics(problems)
         except SleyError as error:
             result.refuse(error)
         else:

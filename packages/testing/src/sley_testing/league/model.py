@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+from sley_core.data.dataset import IGNORE_INDEX, DataContext, DataInfo, Field
 from sley_testing.habits import Embed
 
 VOCAB_SIZE = 40
@@ -49,11 +49,11 @@ class RandomSamples:
         generator = torch.Generator().manual_seed(self._first_seed + index)
         ids = torch.randint(VOCAB_SIZE, (self._sequence + 1,), generator=generator)
         sample = {"tokens": ids[:-1].clone(), "labels": ids[1:].clone()}
-        sample["labels"][self._num_labels[index % len(self._num_labels)] :] = IGNORED
+        sample["labels"][self._num_labels[index % len(self._num_labels)] :] = IGNORE_INDEX
         if self._document_lengths:
             lengths = self._lengths(index)
             ends = torch.tensor(lengths).cumsum(0)
-            sample["labels"][ends - 1] = IGNORED
+            sample["labels"][ends - 1] = IGNORE_INDEX
             sample["positions"] = torch.cat([torch.arange(length) for length in lengths])
             # Padded with empty documents, so that all samples have the same shape.
             max_documents = max(map(len, self._document_lengths))

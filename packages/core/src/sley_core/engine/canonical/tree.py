@@ -231,7 +231,7 @@ class CanonicalReduction(Reduction):
             hint = f"{FAST}, or modules without such buffers"
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
         if faults:
-            raise PlanError.many(faults)
+            raise PlanError.from_diagnostics(faults)
 
     def num_sums(self, param: Param) -> int:
         return len(param.layers)
