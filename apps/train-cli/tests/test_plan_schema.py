@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import PositiveInt
 from reference_pages import plan_page, rows
 
 from sley_core.hookspecs import hookimpl
@@ -15,7 +16,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
 from sley_core.records import MemoryPoolRecord, MetricsWriterRecord, Record
-from sley_core.table import Positive, Table
+from sley_core.table import Table
 from sley_testing.plans import loader_of, small_plan
 from train_cli.commands.check import json_schema
 
@@ -37,7 +38,7 @@ def tables() -> dict[str, Any]:
 class Sized(Table):
     """A table with a key."""
 
-    size: Positive = 8
+    size: PositiveInt = 8
     """A key."""
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from sley_core import discovery
 from sley_core.discovery import find_plugins
 from sley_core.errors import is_installed
-from sley_core.table import Array, Positive, Table
+from sley_core.table import Array, Table
 from sley_core.words import describe_type, find_field, suggestion
 
 
 class Inner(Table):
-    size: Positive
+    size: PositiveInt
 
 
 class Outer(Table):

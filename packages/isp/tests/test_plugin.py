@@ -60,16 +60,6 @@ def test_unsupported_models_are_refused(sharded, texts, weights, changes, code):
     assert [problem.code for problem in caught.value.diagnostics] == [code]
 
 
-def test_unsharded_parameters_are_named(sharded, texts):
-    for factory, options, note in (
-        ("stacked", {}, ["`wp` shards 47 % of this model's parameters; not sharded: blocks.* (Stacked, 2)"]),
-        ("experts", {"number": 8}, []),
-    ):
-        plan = plan_from_dict(sharded(2, factory=factory, options=options), texts)
-        with World.fake(0, 2) as world, assemble(plan, world) as run:
-            assert run.notes == note
-
-
 def test_shards_on_meta(sharded, texts):
     """A table of five columns has three on each of two ranks. Other weights are sharded by rows, and norms are not sharded."""
     plan = plan_from_dict(sharded(2, weights={"embedding": "hidden"}, factory="tables"), texts)

@@ -10,7 +10,7 @@ from odd_parts import PLAN
 from parking import EVERYTHING, running
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sley_core.comm.copies import is_host_memory, storage_id
+from sley_core.comm.copies import HostMemory, storage_id
 from sley_memory.leaks import find_leaks
 from sley_testing.plans import small_plan
 
@@ -85,7 +85,7 @@ def storages():
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.layout == torch.strided]
     with torch._C.DisableTorchFunctionSubclass():
-        return {storage_id(one): size(one) for one in tensors if not is_host_memory(one)}
+        return {storage_id(one): size(one) for one in tensors if not HostMemory.contains(one)}
 
 
 def left_over(tables, folder):

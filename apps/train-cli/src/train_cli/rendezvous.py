@@ -26,7 +26,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # t
 
 from sley_core.comm import startup
 from sley_core.comm.guard import first_line
-from sley_core.engine.agreement import differing
+from sley_core.engine.agreement import describe_differences
 from sley_core.errors import RunError, SleyError
 from train_cli.preflight import PREFLIGHT
 
@@ -166,7 +166,7 @@ class Rendezvous:
             expected = first["facts"].get(name, "none")
             if value != expected:
                 message = f"{rank} has {name} {value}, {rank_0} has {expected}"
-                if name in parts and (pieces := differing(parts[name], first["parts"][name])):
+                if name in parts and (pieces := describe_differences(parts[name], first["parts"][name])):
                     message = f"{rank} has another {name.removeprefix('the ')} than {rank_0}: {pieces}"
                 return {"message": message, "hint": "install the same versions and use the same plan on every host"}
         return {}

@@ -31,7 +31,7 @@ from sley_core.engine.reduction import reduction_class
 from sley_core.engine.refusals import check_hooks, refuse_unregistered
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.save import check_extra_states
-from sley_core.engine.shards import AXIS, Shards, describe_unsharded, plan_shards, shard_on_meta
+from sley_core.engine.shards import AXIS, Shards, plan_shards, shard_on_meta
 from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, needs_timed_costs, tie_groups, time_layers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
@@ -89,7 +89,6 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             communicator.prepare(model.layers)
         shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
         check_hooks(stage.stages, shards, topology.sp)
-        notes += describe_unsharded(model.layers, shards)
         notes += describe_dtypes(plan, model, shards)
         reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
         announced, has_values = None, True

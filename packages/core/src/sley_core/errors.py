@@ -97,6 +97,13 @@ class RunError(SleyError):
 class StateError(RunError):
     """A call is not possible in the present state of the run: its memory is offloaded, or a step is in progress."""
 
+    @staticmethod
+    def away(part: str, what: str) -> StateError:
+        """Returns the error `memory-away` for an offloaded part of the run's memory. what: the caller, such as "a step"."""
+        message = f"{what} needs the run's {part.replace('_', ' ')}, which are away"
+        hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
+        return StateError("memory-away", message, hint=hint)
+
 
 def run_closed_error(name: str) -> RunError:
     """Returns the error `run-closed` for a use of the object `name` after `Run.close`."""

@@ -74,7 +74,7 @@ class AdaptersRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
-    """`build(config, context: DataContext) -> Dataset` (see `api.data`).
+    """`build(config, context: DataContext)` returns an object with `info`, a `DataInfo`, and samples by number or as a stream.
 
     Each other field is `"module:attribute"` of a function, or None:
 

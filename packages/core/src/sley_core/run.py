@@ -7,10 +7,6 @@ with assemble(plan, world) as run:
     outputs = run.predict(batch)     # the model's outputs for your own samples
     run.load_weights(state)          # other weights, between two steps
     run.save_weights("weights")      # safetensors files
-
-On CUDA the totals of a step are read while the next one runs:
-
-launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
 """
 
 from __future__ import annotations
@@ -48,11 +44,10 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 
 class Run(Loop, AbstractContextManager["Run"]):
-    """One rank's part of a training run. All ranks call the same methods in the same order.
+    """One rank's part of a training run. All ranks call the same methods in the same order, except `stop` and `close`.
 
     parts: this rank's part of the run; `world`, `topology`, `groups`, `layers`, `registry` and `store` are its attributes too.
-    memory: reports what the run holds, and moves it off the device and back. facts: results of the assembly; its `notes`
-    are for the user.
+    memory: reports and moves the run's memory. facts: results of the assembly; its `notes` are for the user.
     """
 
     def __init__(
@@ -95,11 +90,10 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     def train(self) -> Outcome:
         """Takes steps until the plan's last one, until `[evaluation] patience` is at its end, or until any rank asks to stop;
-        returns the outcome. All ranks call it.
+        returns the outcome.
 
-        Calls the plugins' notifications. Raises RunError, on all ranks alike and with no weight changed by that step:
-        `not-finite` if the loss or the gradient norm is not finite, `nothing-counts` for a batch of weight 0; and before the
-        first step, `checkpoint-folder` if its checkpoints could not be saved.
+        Calls the plugins' notifications. Raises RunError on all ranks, with no weight changed by that step: `not-finite` for
+        the loss or the gradient norm, `nothing-counts` for a batch of weight 0; and before the first step `checkpoint-folder`.
         """
         with self.device.on_stream():
             self._finish_pending()
@@ -142,16 +136,16 @@ class Run(Loop, AbstractContextManager["Run"]):
     def step(self, batch: GivenBatch | None = None, *, return_outputs: bool, join: bool = False) -> Any: ...
 
     def step(self, batch: GivenBatch | None = None, *, return_outputs: bool = False, join: bool = False) -> Any:
-        """Takes one optimizer step and returns its row, the same on every rank. All ranks call it.
+        """Takes one optimizer step and returns its row, the same on every rank.
 
-        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; by default the next ones
-        of the plan's data. It may have more or fewer micro-batches than the plan says, but the same number on all ranks. It may
-        be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages.
+        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}, or a list of
+        micro-batches whose sequence lengths may differ, but not between stages. By default the next samples of the plan. The
+        number of micro-batches need not be that of the plan, but must be the same on all ranks.
 
         return_outputs: returns the row and the model's outputs in this step's forward, copied and without a graph, in the form
-        that `predict` gives them, with `join` as there; all ranks ask for the same.
+        of `predict`, with `join` as there; the same on all ranks.
 
-        Raises RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
+        Raises the same errors as `train`, and, with nothing changed, for a batch that does not match the data's declaration.
         """
         outputs = ModelOutputs() if return_outputs else None
         with self.device.on_stream():
@@ -167,11 +161,10 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
-        """Returns the mean loss over `batch`, the same on every rank; changes nothing. All ranks call it.
+        """Returns the mean loss over `batch`, the same on every rank; changes nothing.
 
-        batch: this rank's samples, in the form that `step` takes; by default the plan's held-out samples. Raises RunError
-        `not-finite` and `nothing-counts` on all ranks alike, and UsageError `no-evaluation` where both the batch and the table
-        `[evaluation]` are missing.
+        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError `not-finite` and
+        `nothing-counts` on all ranks, and UsageError `no-evaluation` without both a batch and held-out samples.
         """
         self._finish_pending()
         if batch is None and self.held_out is None:
@@ -189,7 +182,7 @@ class Run(Loop, AbstractContextManager["Run"]):
     @on_stream
     def evaluate_sets(self) -> Row:
         """Returns the numbers of `[evaluation]` as a row has them (`held_out_loss`, `held_out/NAME/loss`), the same on every
-        rank; changes nothing. All ranks call it. Raises as `evaluate`, and RunError `metric-result`.
+        rank; changes nothing. Raises the same errors as `evaluate`, and RunError `metric-result`.
         """
         self._finish_pending()
         if not self.samples.evaluated:
@@ -200,13 +193,13 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
-        """Returns the model's outputs for `batch`, on ranks with the model's last layer; None on the other stages. All ranks
-        call it. Changes nothing: modules are in evaluation mode, and nothing is kept for a backward.
+        """Returns the model's outputs for `batch` on ranks with the model's last layer, None on the other stages; changes
+        nothing. Modules are in evaluation mode.
 
-        batch: this rank's samples, in the form that `step` takes; fields that no layer reads, such as labels, may be left out.
-        The result has the form of the batch: for {field: tensor} one output, whose tensors are joined along the dim of samples;
-        for a list of micro-batches a list. Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`)
-        get the output of their slice, or with `join` that of whole sequences; classes that ranks share are joined.
+        batch: as in `step`; fields that no layer reads, such as labels, may be missing. The result has the form of the batch:
+        for {field: tensor} one output, whose tensors are joined along the dim of samples; for a list of micro-batches a list.
+        Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`) get the output of their slice, or
+        with `join` that of whole sequences; classes that ranks share are joined.
 
         Raises RunError `boundary-type` for an output that is not made of tensors, `outputs-apart` for a tensor without the dim
         along which it would be joined, and StateError `memory-away`.
@@ -222,12 +215,12 @@ class Run(Loop, AbstractContextManager["Run"]):
     def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
         """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every layout.
 
-        All ranks call it, between two steps, with the same state; each copies the part that it holds, including shards and fp32
-        masters. A tied weight may be under any of its names. Buffers in `state` are loaded too; optimizer states (moments)
-        stay. A mapping is checked before anything is written; pairs are written as they come, so that only one tensor need be
-        in memory. strict: missing or unknown names are an error; otherwise they are returned.
+        All ranks pass the same state; each copies its own part, including shards and fp32 masters. A tied weight may have any
+        of its names. Buffers in `state` are loaded too; optimizer states (moments) stay. A mapping is checked before anything
+        is written; pairs are written as they come, so that one tensor at a time is in memory. strict: missing or unknown names
+        are an error; otherwise they are returned.
 
-        Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
+        Raises RunError on all ranks: `weights-mismatch`, and `weights-differ` if ranks got different values.
         """
         self._finish_pending()
         self.memory.require("loading weights", TO_LOAD)
@@ -238,14 +231,14 @@ class Run(Loop, AbstractContextManager["Run"]):
     def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
         """Saves the model's weights in `folder`, as safetensors files under names that no layout changes.
 
-        All ranks call it, between two steps, and must see the same `folder`. Several files get an index. A tied weight is
-        written once, under the name of the registry; persistent buffers are those of the first replica. precision: "working"
-        for `precision.compute`, "full" for the weights that the optimizer steps (fp32 masters). max_file_bytes: the size limit
-        of a file; a larger tensor gets its own file. The metadata of each has `step`, the steps done. Files are written beside
-        `folder` and replace it when all of them are on disk, so it is never incomplete.
+        All ranks must see the same `folder`. Several files get an index. A tied weight is written once, under the name of the
+        registry; persistent buffers are those of the first replica. precision: "working" for `precision.compute`, "full" for
+        the weights that the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a larger tensor gets its
+        own file. The metadata of each has `step`, the steps done. Files are written beside `folder` and replace it when all of
+        them are on disk, so it is never incomplete.
 
-        Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if memory
-        is offloaded; UsageError `no-precision` for another word.
+        Raises RunError `weights-unsaved` on all ranks if any could not write, if `folder` holds other files, or if memory is
+        offloaded; UsageError `no-precision` for another word.
         """
         self._finish_pending()
         if precision not in TO_SAVE:
@@ -258,8 +251,8 @@ class Run(Loop, AbstractContextManager["Run"]):
             save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), facts)
 
     def check_weights_folder(self, folder: str | Path) -> None:
-        """Raises RunError on all ranks alike if `save_weights` could not save in `folder`: `weights-unsaved` if it holds other
-        files, `checkpoint-folder` if a rank that writes does not see it. All ranks call it.
+        """Raises RunError on all ranks if `save_weights` could not save in `folder`: `weights-unsaved` if it holds other files,
+        `checkpoint-folder` if a rank that writes does not see it.
         """
         self._check_open()
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
@@ -272,28 +265,24 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def save_checkpoint(self, path: str | Path | None = None) -> str:
-        """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns. All ranks call it, between
-        two steps.
+        """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns.
 
-        path: the folder to create; by default the next one in the run's folder of checkpoints. Offloaded memory is read on the
-        host. Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: there is no checkpoint then, and
-        the run can continue.
+        path: the folder to create; by default the next one in the run's folder of checkpoints. Raises RunError
+        `checkpoint-failed` on all ranks if it cannot be written: there is no checkpoint then, and the run can continue.
         """
         self._finish_pending()
         return self._checkpointer.save(path, self.num_steps_done)
 
     @on_stream
     def load_checkpoint(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
-        """Resumes from a checkpoint, in this layout or another, and returns a description of it; None for "auto" if there is
-        none yet.
+        """Resumes from a checkpoint of any layout, and returns a description of it; None for "auto" if there is none yet.
 
-        All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
-        the data and the number of steps done; rows that are not of the checkpoint's own steps are dropped from the metrics.
-        path: a checkpoint; or a folder of several, of which the newest intact one is loaded; or "auto" for the newest that this
-        run wrote, or else the one from which it began. allow_fresh_start: whether "auto" may drop the rows of a run that has
-        saved no checkpoint, so that it begins again.
+        Restores weights, masters, optimizer states, buffers, loss scale, position in the data and the number of steps done;
+        rows that are not of the checkpoint's own steps are dropped from the metrics. path: a checkpoint; or a folder of
+        several, of which the newest intact one is loaded; or "auto" for the newest that this run wrote, or else the one from
+        which it began. allow_fresh_start: whether "auto" may drop the rows of a run that has saved no checkpoint.
 
-        Raises on all ranks alike, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
+        Raises on all ranks, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
         for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
         `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
         """

@@ -155,10 +155,6 @@ PlanFolder = Annotated[
 ]
 """A folder path or URL in which `~` and `$NAME` are expanded. A relative path starts in the current folder."""
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FactoryPath = Annotated[
     str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), ValueDescription('a path to code, "package.module:name"')

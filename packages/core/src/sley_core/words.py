@@ -68,6 +68,9 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):
         return "a table"
     if annotation in (int, float):
+        # Of integers, above 0 is at least 1.
+        if annotation is int:
+            metadata = [limits.Ge(item.gt + 1) if isinstance(item, limits.Gt) else item for item in metadata]  # type: ignore[operator]
         return ("an integer" if annotation is int else "a number") + _describe_range(metadata)
     if annotation is str and any(isinstance(item, limits.MinLen) for item in metadata):
         return "a string that is not empty"

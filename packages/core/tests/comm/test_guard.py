@@ -16,7 +16,7 @@ import torch
 
 from sley_core.comm import progress
 from sley_core.comm.groups import Groups, make_groups
-from sley_core.comm.guard import RankWait, describe_circle, find_circle
+from sley_core.comm.guard import RankWait, find_blocked
 from sley_core.comm.marks import Mark, checksum
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GATHER, REDUCE, Topology
@@ -137,14 +137,13 @@ def one(rank: int, late: int) -> RankWait:
     return RankWait(rank, f"exchange {rank}", (rank, late), f"queue {rank}", 1, {f"queue {rank}": 1})
 
 
-def test_a_circle_is_found_wherever_one_begins() -> None:
+def test_ranks_that_wait_for_each_other_are_found_wherever_that_begins() -> None:
     chain = {rank: one(rank, rank + 1) for rank in range(5)}
-    assert find_circle(chain) == []
-    assert [each.rank for each in find_circle(chain | {5: one(5, 3)})] == [3, 4, 5]
-    assert [each.rank for each in find_circle({5: one(5, 3), 4: one(4, 5), 3: one(3, 4)})] == [3, 4, 5]
-    assert describe_circle(find_circle({2: one(2, 1), 1: one(1, 2)})) == (
-        "rank 1 waits in exchange 1 for rank 2, rank 2 waits in exchange 2 for rank 1"
-    )
+    assert find_blocked(chain) == []
+    pairs = find_blocked(chain | {5: one(5, 3)})
+    assert [(wait.rank, late.rank) for wait, late in pairs] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 3)]
+    pairs = find_blocked({5: one(5, 3), 4: one(4, 5), 3: one(3, 4), 7: one(7, 9)})
+    assert [(wait.rank, late.rank) for wait, late in pairs] == [(3, 4), (4, 5), (5, 3)]
 
 
 A, B = checksum(["expert_a.weight"]), checksum(["expert_b.weight"])

@@ -42,7 +42,7 @@ def weigh_each_rank_for_itself(run):
     own = [0.0]
 
     def noted(step, batch, *given, **named):
-        own[0] = batch.weight
+        own[0] = sum(batch.weights)
         return begun(step, batch, *given, **named)
 
     stepper._run = noted

@@ -21,7 +21,7 @@ from sley_core.comm.device import Device
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.inventory import group_by_storage
 from sley_core.memory.pool import DevicePool, block_bytes
-from sley_core.memory.state import PARTS, Moved, Where, is_away
+from sley_core.memory.state import PARTS, Moved, Where
 from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import OffloadManagerRecord
@@ -62,7 +62,7 @@ class Shelf:
 
     def require(self, part: Any, what: str) -> None:
         if self.copies:
-            raise is_away(part, what)
+            raise StateError.away(part, what)
 
     def where(self, part: Any) -> Where:
         return Where.AWAY if self.copies else Where.HERE

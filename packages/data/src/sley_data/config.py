@@ -8,19 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field as Limits
-from pydantic import PrivateAttr, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from sley_core.api.plan import (
-    Array,
-    DataConfig,
-    NonNegative,
-    PartTable,
-    PlanPath,
-    PlanPattern,
-    Positive,
-    PositiveFloat,
-    ValueDescription,
-)
+from sley_core.api.plan import Array, DataConfig, PartTable, PlanPath, PlanPattern, ValueDescription
 
 Documents = Literal["pack", "cut", "pad"]
 """The way in which documents become samples of equal length.
@@ -76,7 +66,7 @@ class TextConfig(DocumentsConfig):
     decompressed. Files with names `hf://datasets/OWNER/NAME/PATTERN` are downloaded from the hub once (`sley-data[hub]`).
     """
 
-    sequence: Positive
+    sequence: PositiveInt
     """The number of tokens per sample."""
 
     documents: Documents = "pack"
@@ -147,7 +137,7 @@ class ChatConfig(DocumentsConfig):
     turn, "all" for every token. In rows with `prompt` and `completion`, only completion turns have labels.
     """
 
-    sequence: Positive
+    sequence: PositiveInt
     """The number of tokens per sample. A sample packs whole conversations."""
 
     too_long: Literal["drop", "cut", "refuse"] = "drop"
@@ -188,16 +178,16 @@ class TokensConfig(DataConfig):
     dtype: Literal["uint16", "uint32"] = "uint16"
     """The token dtype of files without an index."""
 
-    vocab_size: Positive
+    vocab_size: PositiveInt
     """The size of the vocabulary. All token ids in the files must be smaller."""
 
-    sequence: Positive
+    sequence: PositiveInt
     """The number of tokens per sample."""
 
     documents: Documents = "cut"
     """How documents become samples: "cut" ignores boundaries; "pack" and "pad" need `end_of_document` or an index."""
 
-    end_of_document: NonNegative | None = None
+    end_of_document: NonNegativeInt | None = None
     """The token id at the end of every document, in files without an index."""
 
     @model_validator(mode="after")
@@ -235,7 +225,7 @@ class MixtureConfig(DataConfig):
     The order of the samples depends only on the seed, not on the layout, `global_size`, or the step of a resume.
     """
 
-    sequence: Positive | None = None
+    sequence: PositiveInt | None = None
     """The number of tokens per sample, for all sources."""
 
     exhausted: Literal["repeat", "end", "refuse"] = "repeat"

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from sley_core.api.comm import SentBytes
-from sley_core.api.parts import ALIGNMENT_BYTES, Layout, Sums, round_up, split_by_size
+from sley_core.api.parts import Layout, Sums, split_by_size
 from sley_core.protocols import GradientHandler
 from sley_dp.sums import Bf16Sums, ExactSums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.api.comm import Group, Groups, Pending
+    from sley_core.api.comm import Group, Pending
     from sley_core.api.parts import GradientBuffer, Param, Parts, StepState
     from sley_dp.config import BucketedConfig
 
@@ -158,14 +158,9 @@ class BucketedReducer(GradientHandler):
             rank_of_param = {param: index for index, param in enumerate(self._order)}
             params = sorted(params, key=lambda param: rank_of_param.get(param, len(rank_of_param)))
         families, unreduced = split_by_family(params, self._parts.groups)
-        buckets = [
-            bucket for family in families for bucket in split_by_size(family, self._aligned_bytes, self._config.bucket_bytes)
-        ]
+        size_of, bucket_bytes = self._store.aligned_bytes, self._config.bucket_bytes
+        buckets = [bucket for family in families for bucket in split_by_size(family, size_of, bucket_bytes)]
         return Layout(buckets, params, unreduced)
-
-    def _aligned_bytes(self, param: Param) -> int:
-        """Returns the size of `param` in a flat buffer in bytes, alignment included."""
-        return round_up(param.numel * self._store.dtype.itemsize, ALIGNMENT_BYTES)
 
     def _broadcast_order(self) -> list[Param]:
         """Broadcasts the order in which gradients were complete on the stage's first rank, and returns it on all its ranks.
@@ -187,7 +182,7 @@ def assert_complete(buckets: Iterable[Bucket]) -> None:
         assert bucket.num_missing == 0, f"{bucket.num_missing} gradients of {bucket.buffer.params} are missing"
 
 
-def split_by_family(params: Iterable[Param], groups: Groups) -> tuple[list[list[Param]], list[Param]]:
+def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
     """Returns the `params` of each family, which may share buckets, and the `params` whose reduce group has one rank."""
     families: dict[tuple[object, ...], list[Param]] = {}
     unreduced: list[Param] = []

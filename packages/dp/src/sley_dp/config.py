@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from sley_core.api.plan import PositiveFloat, Table
+from sley_core.api.plan import Table
 
 BF16_TOLERANCE = 2**-7
 """Relative error of a sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. Terms that cancel add to it."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.api.comm import SentBytes
-from sley_core.api.parts import SHARD_ALIGNMENT, BufferShard, Layout, round_up, split_by_size
+from sley_core.api.parts import BufferShard, Layout, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 from sley_dp.bucketed import Bucket, assert_complete, broadcast_values, split_by_family
@@ -23,8 +23,8 @@ from sley_dp.config import SUMS, WEIGHTS, shards_axis
 from sley_dp.sums import ShardSums
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Groups, Work
-    from sley_core.api.parts import Param, Parts, StepState, Sums, WeightBuffer
+    from sley_core.api.comm import Work
+    from sley_core.api.parts import GradientBuffer, Param, Parts, StepState, Sums
     from sley_dp.config import ShardedConfig
 
 
@@ -33,12 +33,15 @@ class WeightGathers:
 
         update ──> start ──> layer 0 waits for its buffers ──> layer 1 ... ──> finish ──> update
 
-    buffers: the weight buffers and their shards, in forward order, which is the same on all ranks that share a copy.
+    gradients: the gradient buffers, all sharded, in forward order, which is the same on all ranks that share a copy. buffers:
+    the weight buffers of the same parameters, with this rank's shard of each.
     """
 
-    def __init__(self, buffers: Sequence[tuple[WeightBuffer, BufferShard]], groups: Groups) -> None:
-        self.buffers = buffers
-        self._groups = groups
+    def __init__(self, parts: Parts, gradients: Sequence[GradientBuffer]) -> None:
+        weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in gradients])
+        shards = [buffer.shard for buffer in gradients if buffer.shard]
+        self.buffers = list(zip(weights, shards, strict=True))
+        self._groups = parts.groups
         self._gathers: dict[int, Work] = {}
         self._sends: list[Work] = []
 
@@ -97,10 +100,8 @@ class ShardedReducer(GradientHandler):
         self._bucket_of_param = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
         shard_sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
         self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or shard_sums
-        buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
-        shards = [buffer.shard for buffer in buffers if buffer.shard]
-        weights = parts.weights.lay_out([(buffer.params, buffer.num_shards) for buffer in buffers])
-        self.gathers = WeightGathers(list(zip(weights, shards, strict=True)), parts.groups)
+        # Buckets are filled in the backward's order.
+        self.gathers = WeightGathers(parts, [bucket.buffer for bucket in self.buckets][::-1])
         parts.weights.add_completion(self.gathers)
         index_of_param = {param: index for index, (buffer, _) in enumerate(self.gathers.buffers) for param in buffer.params}
         for layer in parts.layers:
@@ -149,16 +150,13 @@ class ShardedReducer(GradientHandler):
         """
         families, unreduced = split_by_family(params, self._parts.groups)
         buckets, shards = [], []
+        size_of = partial(self._parts.store.aligned_bytes, is_sharded=True)
         for family in families:
             is_tied = family[0].tie_group is not None
             ordered = sorted(family, key=lambda param: param.name) if is_tied else family
             group = self._parts.groups[shards_axis(family[0].reduce_group)]
-            for bucket in split_by_size(ordered, self._aligned_bytes, self._config.bucket_bytes):
+            for bucket in split_by_size(ordered, size_of, self._config.bucket_bytes):
                 buckets.append(bucket)
                 shards.append(BufferShard(group.axis, group.size, group.coord))
         is_fixed = any(self._parts.groups[axis].size > 1 for axis in ("stage", "wdp"))
         return Layout(buckets, params, unreduced, shards, is_fixed)
-
-    def _aligned_bytes(self, param: Param) -> int:
-        """Returns the size of `param` in a flat buffer in bytes, alignment included."""
-        return round_up(param.numel, SHARD_ALIGNMENT) * self._parts.store.dtype.itemsize

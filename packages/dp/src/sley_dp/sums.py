@@ -12,7 +12,7 @@ ranks get the same bits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,7 @@ from sley_core.api.parts import Sums, round_up
 from sley_dp.config import SUMS, copies_axis
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, Groups, SentBytes, Transport, Work
+    from sley_core.api.comm import Group, SentBytes, Transport, Work
     from sley_core.api.parts import GradientBuffer
 
 MAX_ACTIVE = 2
@@ -146,7 +146,7 @@ class ShardSums(Sums):
     order on all ranks.
     """
 
-    def __init__(self, groups: Groups, *, is_async: bool) -> None:
+    def __init__(self, groups: Mapping[str, Group], *, is_async: bool) -> None:
         self._groups = groups
         self._is_async = is_async
         self._sums: list[_ShardSum] = []

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from sley_core.api.files import config_folder
-from sley_core.api.plan import Array, ModelConfig, PlanPath, Positive, PositiveFloat, Table, ValueDescription
+from sley_core.api.plan import Array, ModelConfig, PlanPath, Table, ValueDescription
 from sley_core.records import Problem
 
 CONFIG = "config.json"
@@ -100,7 +100,7 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
 class LoraConfig(Table):
     """Low-rank adapters (LoRA) of peft on the linears of any model; everything else is frozen."""
 
-    rank: Positive = 8
+    rank: PositiveInt = 8
     """The rank r of the product B A that is added to a weight."""
 
     alpha: PositiveFloat = 8.0

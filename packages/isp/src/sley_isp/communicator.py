@@ -134,11 +134,9 @@ class Communicator(WeightCommunicator):
         self._published = PublishedShards(self._group, parts.waits.is_due)
         self.pool = parts.pool(config.pool)
         max_in_flight, per_step = config.max_reductions if config.overlap else 0, config.reduce == "step"
-        self.reducer = GradientReducer(max_in_flight, parts.store, self.pool, self._group, self.counters, per_step=per_step)
+        self.reducer = GradientReducer(max_in_flight, parts, self.pool, self._group, self.counters, per_step=per_step)
         self._token_gather = TokenGather(self._group, parts.world.device, self.counters)
-        self.column_embeddings = ColumnEmbeddings(
-            self._token_gather, parts.store, parts.queue, self._prepare_lookup, self._can_overlap
-        )
+        self.column_embeddings = ColumnEmbeddings(self._token_gather, parts, self._prepare_lookup, self._can_overlap)
         try:
             for layer in parts.layers:
                 self._shard_layer(layer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from sley_core.api.plan import Array, NonNegative, Positive, RecordReference, SequenceConfig, Table
+from pydantic import NonNegativeInt, PositiveInt
+
+from sley_core.api.plan import Array, RecordReference, SequenceConfig, Table
 
 ANYWHERE = "*"
 """The `launch` pattern that matches every sharded module."""
@@ -19,7 +21,7 @@ class CommunicatorConfig(Table):
     unit: Literal["layer", "module"] = "layer"
     """The weights of one all-gather: all sharded weights of a layer, or those of one module."""
 
-    ahead: NonNegative = 1
+    ahead: NonNegativeInt = 1
     """The number of layers or modules to prefetch."""
 
     launch: str = ANYWHERE
@@ -36,7 +38,7 @@ class CommunicatorConfig(Table):
     `precision.gradients` from its first backward to its last.
     """
 
-    reductions: Positive | None = None
+    reductions: PositiveInt | None = None
     """The limit of gradient exchanges that exist at once, including the one being written. Each needs memory for the full-size
     gradients of a unit. Default: 2 for layers, 4 for modules.
     """

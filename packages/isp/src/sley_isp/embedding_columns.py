@@ -28,7 +28,7 @@ from sley_isp.sharded_module import get_shard, is_shardable, needs_shard_gradien
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group
     from sley_core.api.model import Layer
-    from sley_core.api.parts import GradientStore, Param, WeightQueue
+    from sley_core.api.parts import Param, Parts
     from sley_isp.communicator import Counters
 
 
@@ -126,16 +126,11 @@ class ColumnEmbeddings:
     """
 
     def __init__(
-        self,
-        token_gather: TokenGather,
-        store: GradientStore,
-        queue: WeightQueue,
-        prepare_lookup: Callable[[str], None],
-        can_overlap: Callable[[], bool],
+        self, token_gather: TokenGather, parts: Parts, prepare_lookup: Callable[[str], None], can_overlap: Callable[[], bool]
     ) -> None:
         self.token_gather = token_gather
-        self.store = store
-        self.queue = queue
+        self.store = parts.store
+        self.queue = parts.queue
         self.prepare_lookup = prepare_lookup
         self.can_overlap = can_overlap
         self.embeddings: list[ColumnEmbedding] = []

@@ -14,26 +14,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
+from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Published, Transport
     from sley_core.api.parts import Param
-    from sley_core.api.weights import Shard
     from sley_core.protocols import MemoryPool
-
-
-def shard_of(param: Param) -> Shard:
-    """Returns the shard of `param`, which must be sharded along dim 0."""
-    shard = param.shard
-    assert shard is not None, f"{param.name} is not sharded"
-    assert shard.dim == 0, f"{param.name} is sharded along dim {shard.dim}"
-    return shard
 
 
 def padded_shape(param: Param) -> tuple[int, ...]:
     """Returns the shape of the full parameter, padding rows included."""
-    shard = shard_of(param)
+    shard = param.row_shard
     return (shard.count * shard.size, *shard.shape[1:])
 
 
@@ -60,10 +51,10 @@ class ParamGroup:
         return [param.parameter for param in self.params]
 
     @cached_property
-    def layout(self) -> tuple[list[tuple[int, ...]], list[int], int]:
-        """The padded shapes and the offsets of the full parameters in a flat buffer, and its size in elements."""
+    def layout(self) -> FlatLayout:
+        """The layout of the full parameters, with padding rows, in a flat buffer."""
         shapes = [padded_shape(param) for param in self.params]
-        return shapes, *offsets(shapes, ALIGNMENT_BYTES // self.parameters[0].dtype.itemsize)
+        return FlatLayout(shapes, ALIGNMENT_BYTES // self.parameters[0].dtype.itemsize)
 
     @property
     def version(self) -> int:
@@ -83,12 +74,11 @@ class UnshardedGroup:
 
     def __init__(self, group: ParamGroup, pool: MemoryPool, source: Transport | Published, size: int) -> None:
         shards = [parameter.detach() for parameter in group.parameters]
-        shapes, starts, numel = group.layout
         self._versions = {param: parameter._version for param, parameter in zip(group.params, group.parameters, strict=True)}
         self.num_received_bytes = sum(shard.nbytes for shard in shards) * (size - 1)
         with ExitStack() as lease:
-            flat = lease.enter_context(pool.lease((numel,), shards[0].dtype, shards[0].device))
-            views = views_of(flat, starts, shapes)
+            flat = lease.enter_context(pool.lease((group.layout.numel,), shards[0].dtype, shards[0].device))
+            views = group.layout.views(flat)
             self.num_bytes = flat.nbytes
             # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
             self._work = source.all_gather(views, shards, what=f"the weights of {group.name}")

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import checksum
-from sley_core.api.parts import ALIGNMENT_BYTES, offsets, views_of
-from sley_isp.param_group import padded_shape, remove_padding, shard_of
+from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout
+from sley_isp.param_group import padded_shape, remove_padding
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Work
-    from sley_core.api.parts import GradientStore, Param
+    from sley_core.api.parts import Param, Parts
     from sley_core.protocols import MemoryPool
     from sley_isp.communicator import Counters
     from sley_isp.param_group import ParamGroup
@@ -78,7 +78,7 @@ class Reduction:
 
 
 class GradientReducer:
-    """Reduces full gradients over `group` and adds this rank's rows to `store`.
+    """Reduces full gradients over `group` and adds this rank's rows to the store of `parts`.
 
     max_in_flight: the limit of reductions in flight, or 0 to wait for each at once. per_step: whether to reduce once per step,
     after the last action that can add to a bucket. Then a parameter of several groups is in the bucket of the first group.
@@ -86,11 +86,11 @@ class GradientReducer:
     """
 
     def __init__(
-        self, max_in_flight: int, store: GradientStore, pool: MemoryPool, group: Group, counters: Counters, *, per_step: bool
+        self, max_in_flight: int, parts: Parts, pool: MemoryPool, group: Group, counters: Counters, *, per_step: bool
     ) -> None:
         self.max_in_flight = max_in_flight
         self.per_step = per_step
-        self.store = store
+        self.store = parts.store
         self.pool = pool
         self.group = group
         self.counters = counters
@@ -226,7 +226,7 @@ class GradientReducer:
     def _start_reduce_scatter(self, open_bucket: OpenBucket) -> Reduction:
         gradients, bucket, coord = open_bucket.full_gradients, open_bucket.bucket, self.group.coord
         transport = self.group.transport("reduce")
-        scratch_shapes = [(transport.num_scratch_rows(shard_of(param).size), *param.shape[1:]) for param in gradients]
+        scratch_shapes = [(transport.num_scratch_rows(param.row_shard.size), *param.shape[1:]) for param in gradients]
         scratch = self._lease(scratch_shapes, open_bucket.lease)
         label, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in gradients)
         work = transport.reduce_scatter(list(gradients.values()), scratch, what=label, contents=contents)
@@ -236,7 +236,7 @@ class GradientReducer:
     def _start_all_to_all(self, open_bucket: OpenBucket, micros: range) -> Reduction:
         """Starts to receive this rank's rows of every rank's gradients, which the store sums in a fixed order."""
         transport, gradients = self.group.transport("reduce"), open_bucket.full_gradients
-        shapes = [(self.group.size, shard_of(param).size, *param.shape[1:]) for param in gradients]
+        shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
         rows = dict(zip(gradients, self._lease(shapes, open_bucket.lease), strict=True))
         works = [
             transport.all_to_all(rows[param], gradient.view(rows[param].shape), what=f"the gradient of {param.name}")
@@ -247,13 +247,13 @@ class GradientReducer:
     def _lease(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
         """Leases one buffer of the store's dtype until `lease` closes, and returns views of these shapes."""
         dtype, device = self.store.dtype, self.store.device
-        starts, numel = offsets(shapes, ALIGNMENT_BYTES // dtype.itemsize)
-        if not numel:
+        layout = FlatLayout(shapes, ALIGNMENT_BYTES // dtype.itemsize)
+        if not layout.numel:
             return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        flat = lease.enter_context(self.pool.lease((numel,), dtype, device))
+        flat = lease.enter_context(self.pool.lease((layout.numel,), dtype, device))
         self.counters.change("full_gradient_bytes", flat.nbytes)
         lease.callback(self.counters.change, "full_gradient_bytes", -flat.nbytes)
-        return views_of(flat, starts, shapes)
+        return layout.views(flat)
 
     def _release(self, reduction: Reduction) -> None:
         """Waits until peers have received this rank's data, and returns the buffer to the pool."""

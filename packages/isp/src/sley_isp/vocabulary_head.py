@@ -27,7 +27,6 @@ from sley_core.api.parts import Handover
 from sley_core.errors import PlanError, RunError
 from sley_core.protocols import SplitLogits
 from sley_isp.embedding_columns import TokenGather
-from sley_isp.param_group import shard_of
 from sley_isp.sharded_module import ShardedModule, autocast_input, is_shardable, needs_shard_gradients
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class VocabularyHead:
 
     def __init__(self, module: ShardedModule, token_gather: TokenGather, parts: Parts, pool: MemoryPool) -> None:
         assert module.weight is not None, f"{module.name} is not sharded"
-        shard = shard_of(module.weight)
+        shard = module.weight.row_shard
         self.module = module
         self.token_gather = token_gather
         self.group = token_gather.group

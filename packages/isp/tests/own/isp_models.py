@@ -355,21 +355,6 @@ def replaced() -> Model:
     return Model(between("replaced", Replaced()), first_values)
 
 
-class Stacked(nn.Module):
-    """Has the weights of all experts in one parameter, as in transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.empty(2, WIDTH, WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.einsum("bsi,eij->bsj", hidden, self.experts)
-
-
-def stacked() -> Layers:
-    return [("embed", Embed()), ("blocks.0", Stacked()), ("blocks.1", Stacked()), ("head", nn.Linear(WIDTH, WIDTH * 3 // 2))]
-
-
 # -- tables that are cut by columns
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sley_core.api.plan import Array, NonNegative, Positive, Table, suggestion
+from sley_core.api.plan import Array, Table, suggestion
 from sley_core.errors import Diagnostic, PlanError
 
-Layers = Positive | Annotated[Array[str], Field(min_length=1)]
+Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 
 
 class SizeClassesConfig(Table):
@@ -130,10 +130,10 @@ class HostConfig(Table):
     Blocks are all layers but the first and the last.
     """
 
-    min_bytes: NonNegative = 65536
+    min_bytes: NonNegativeInt = 65536
     """Storages of fewer bytes stay on the device: copying them costs more than it saves."""
 
-    budget_bytes: NonNegative | None = None
+    budget_bytes: NonNegativeInt | None = None
     """The limit of bytes on the host; storages beyond it stay on the device, and are counted."""
 
 
@@ -143,7 +143,7 @@ class SelectiveConfig(Table):
     layers: Layers | None = None
     """The layers: a number of first blocks, or names and patterns. All blocks by default."""
 
-    budget_bytes: NonNegative | None = None
+    budget_bytes: NonNegativeInt | None = None
     """The limit of kept attention outputs in bytes; outputs beyond it are recomputed, and counted."""
 
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from sley_core.api.memory import Part, is_host_memory, storage_id
+from sley_core.api.comm import HostMemory
+from sley_core.api.memory import Part, storage_id
 
 LEAF_TYPES = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
 """Types whose objects are not searched."""
@@ -79,7 +80,9 @@ def _find_leaks_now(run: Any, min_bytes: int) -> list[Leak]:
             for tensor in gc.get_objects()
             # by type: `isinstance` would run code of proxies, such as lazy modules
             if issubclass(type(tensor), Tensor) and tensor.device == inventory.device and (address := _address(tensor))
-            if address not in known_addresses and tensor.untyped_storage().nbytes() >= min_bytes and not is_host_memory(tensor)
+            if address not in known_addresses
+            and tensor.untyped_storage().nbytes() >= min_bytes
+            and not HostMemory.contains(tensor)
         }
         paths = _find_paths(unknown, dict(_named_roots(run)))
         leaks: dict[int, Leak] = {}

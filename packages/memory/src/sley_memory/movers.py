@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, CopyStream
-from sley_core.api.memory import Moved, Stepped, StorageEntry, Where, free, grow, is_plain, storage_id
+from sley_core.api.memory import Moved, Stepped, StorageEntry, Where, is_plain, storage_id
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
@@ -266,7 +266,7 @@ class HostCopy(Mover):
             # The allocator may reuse the memory for the next device work, which must wait for the copies.
             self._streams.out.record().hold_device()
             for piece, _, _ in bucket:
-                free(piece.memory)
+                piece.free()
 
     def onload(self) -> None:
         """Starts to allocate all pieces on the device and copy them back."""
@@ -279,8 +279,8 @@ class HostCopy(Mover):
         if self._makes_room and self._offloaded:
             make_room((num_bytes for _, _, num_bytes in self._offloaded), self._offloaded[0][0].memory.device)
         for bucket in self._buckets(self._offloaded):
-            for piece, _, num_bytes in bucket:
-                grow(piece.memory, num_bytes)
+            for piece, _, _ in bucket:
+                piece.grow()
             # The copies wait for earlier device work that used this memory.
             into.follow()
             for piece, host, _ in bucket:

@@ -8,8 +8,9 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, StorageEntry, Where, is_away, storage_id
+from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, StorageEntry, Where, storage_id
 from sley_core.api.parts import Param, Parts
+from sley_core.errors import StateError
 from sley_memory.arena import HostArena
 from sley_memory.config import OffloadConfig
 from sley_memory.movers import MB, FreedGradients, HostCopy, Mover, Pieces, Streams, TrimOnly, pack_small, split_by_bytes
@@ -216,7 +217,7 @@ class Manager(OffloadManager):
         """
         mover = self._movers[part]
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
-            raise is_away(part, what)
+            raise StateError.away(part, what)
         mover.require()
         self._open_gate()
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, Group
-from sley_core.api.memory import Moved, Part, StorageEntry, Where, free, grow
+from sley_core.api.memory import Moved, Part, StorageEntry, Where
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
 from sley_memory.arena import HostArena
@@ -104,7 +104,7 @@ class SharedCopies(Mover):
             self._distinct_copies.onload()
             raise
         self._is_away = True
-        freed = sum(free(piece.memory) for piece in self._common)
+        freed = sum(piece.free() for piece in self._common)
         # Both movers share counters; each adds only the bytes that its own last offload freed.
         self._moved.given_back += freed - self._given_back
         self._given_back = freed
@@ -144,11 +144,11 @@ class SharedCopies(Mover):
             if self._common:
                 make_room((piece.memory.numel() for piece in self._common), self._common[0].memory.device)
             for piece in self._common:
-                grow(piece.memory, piece.memory.numel())
+                piece.grow()
             self._gather()
         except BaseException:
             for piece in self._common:
-                free(piece.memory)
+                piece.free()
             raise
         self._is_away = False
         self._moved.seconds_in += time.perf_counter() - start_s
@@ -208,7 +208,7 @@ class SharedCopies(Mover):
                 self.onload()
         if self._is_away:
             for piece in self._common:
-                grow(piece.memory, piece.memory.numel())
+                piece.grow()
                 piece.memory.fill_(255)
             self._distinct_copies.onload()
             self._is_away = False

@@ -11,6 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm import copies
 from sley_core.comm.world import World
+from sley_core.memory.inventory import StorageEntry
 from sley_core.memory.state import COPIED
 from sley_core.plan.load import plan_from_dict
 from sley_testing.drawn_copies import storage_guard
@@ -27,15 +28,15 @@ def whole(tensor):
 def poisoned():
     """What was freed comes back as NaN, and is NaN before it is freed: a copy that is missing is seen in the numbers."""
 
-    def free(tensor):
-        whole(tensor).fill_(255)
-        return copies.free(tensor)
+    def free(entry):
+        whole(entry.memory).fill_(255)
+        return copies.free(entry.memory)
 
-    def grow(tensor, num_bytes):
-        copies.grow(tensor, num_bytes)
-        whole(tensor).fill_(255)
+    def grow(entry):
+        copies.grow(entry.memory, entry.memory.numel())
+        whole(entry.memory).fill_(255)
 
-    with patch("sley_memory.movers.free", free), patch("sley_memory.movers.grow", grow):
+    with patch.object(StorageEntry, "free", free), patch.object(StorageEntry, "grow", grow):
         yield
 
 

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Literal
 
-from sley_core.api.plan import Plan, Positive, Table
+from pydantic import PositiveInt
+
+from sley_core.api.plan import Plan, Table
 from sley_core.records import Problem
 
 
 class TensorboardConfig(Table):
     """Curves for TensorBoard, in the folder `tensorboard` of the run's folder; needs `sley-metrics[tensorboard]`."""
 
-    flush_s: Positive = 10
+    flush_s: PositiveInt = 10
     """The most seconds between a new point and its write to the file."""
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from sley_core.api.plan import ModelConfig, PlanPath, Positive, PositiveFloat, Table
+from sley_core.api.plan import ModelConfig, PlanPath, Table
 from sley_models.hf_config import CONFIG, read_config
 
 FFN_MULTIPLE = 64
@@ -47,7 +47,7 @@ class RopeScaling(Table):
     high_freq_factor: PositiveFloat
     """The number of turns above which a channel is fast, and does not change."""
 
-    original_max_position_embeddings: Positive
+    original_max_position_embeddings: PositiveInt
     """The length of the original context in tokens."""
 
     @field_validator("high_freq_factor")
@@ -74,25 +74,25 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     weights: PlanPath | None = None
     """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files."""
 
-    num_layers: Positive
+    num_layers: PositiveInt
     """The number of decoder blocks."""
 
-    hidden: Positive
+    hidden: PositiveInt
     """The width of the residual stream."""
 
-    heads: Positive
+    heads: PositiveInt
     """The number of query heads of each attention; a divisor of `hidden` if `head_dim` is left out."""
 
-    kv_heads: Positive = Field(default_factory=_default_kv_heads)
+    kv_heads: PositiveInt = Field(default_factory=_default_kv_heads)
     """The number of key and value heads, each shared by `heads / kv_heads` query heads; `heads` if left out."""
 
-    head_dim: Positive = Field(default_factory=_default_head_dim, validate_default=True)
+    head_dim: PositiveInt = Field(default_factory=_default_head_dim, validate_default=True)
     """The width of a head, an even number; `hidden / heads` if left out."""
 
-    ffn_hidden: Positive = Field(default_factory=_default_ffn_hidden)
+    ffn_hidden: PositiveInt = Field(default_factory=_default_ffn_hidden)
     """The inner width of the feed-forward layers; 8/3 of `hidden`, rounded up to a multiple of 64, if left out."""
 
-    vocab_size: Positive | None = None
+    vocab_size: PositiveInt | None = None
     """The number of rows of embedding and head; the number of token ids of the data if left out."""
 
     tie_embeddings: bool = False

@@ -13,7 +13,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby
@@ -28,7 +28,7 @@ from sley_core.api.comm import SentBytes
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Device, Group, Groups, Pending
+    from sley_core.api.comm import Device, Group, Pending
 
 
 def has_separate_header(device: Device) -> bool:
@@ -45,7 +45,7 @@ class Channels:
     Both ends must issue the headers and tensors of a communicator in the same order, which the lowered lists define.
     """
 
-    def __init__(self, groups: Groups, *, separate_header: bool) -> None:
+    def __init__(self, groups: Mapping[str, Group], *, separate_header: bool) -> None:
         self.group = groups["pp"]
         self.stage = self.group.coord
         self.separate_header = separate_header

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sley_core.api.plan import Array, NonNegative, NonNegativeFloat, PlanPath, Positive, RecordReference, Table
+from sley_core.api.plan import Array, PlanPath, RecordReference, Table
 
 
 class GPipeConfig(Table):
@@ -53,14 +53,14 @@ class UniformConfig(Table):
 class BalancedConfig(Table):
     """Cuts the model so that the heaviest part is as light as possible."""
 
-    layer_costs: Array[NonNegativeFloat] | None = None
+    layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
     """The cost of each layer, in any unit; its number of parameters if left out."""
 
 
 class MeasuredConfig(Table):
     """Cuts the model so that the slowest part is as fast as possible, by measured times of each layer."""
 
-    layer_costs: Array[NonNegativeFloat] | None = None
+    layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
     """The time of each layer in seconds; if left out, the run times the layers at its start and writes the times into the plan
     in its folder.
     """
@@ -69,12 +69,12 @@ class MeasuredConfig(Table):
 class ExplicitConfig(Table):
     """Cuts the model into parts of explicit sizes."""
 
-    layers: Annotated[Array[Positive], Field(min_length=1)]
+    layers: Annotated[Array[PositiveInt], Field(min_length=1)]
     """The number of layers of each part, in the model's order."""
 
 
 class SharedModulesConfig(Table):
     """Sums the gradients of parameters that several stages hold, so that their copies stay equal."""
 
-    drift_check_steps: NonNegative = 0
+    drift_check_steps: NonNegativeInt = 0
     """The number of steps between bitwise comparisons of all copies; 0 never compares them."""

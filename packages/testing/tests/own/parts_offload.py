@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sley_core.api.memory import Moved, OffloadManager, Where, free, grow, is_away, storage_id
+from sley_core.api.memory import Moved, OffloadManager, Where, storage_id
+from sley_core.errors import StateError
 
 PARTS = ("weights", "buffers", "masters", "optimizer_states")
 
@@ -27,9 +28,9 @@ class Naive(OffloadManager):
             moved.num_no_ops += 1
             return lambda: None
         self._stream.follow()
-        self._away[part] = [(one.memory, self._copied(one.memory)) for one in self._inventory.pieces(part)]
+        self._away[part] = [(piece, self._copied(piece.memory)) for piece in self._inventory.pieces(part)]
         self._hold(self._stream.record())
-        moved.given_back = sum(free(memory) for memory, _ in self._away[part])
+        moved.given_back = sum(piece.free() for piece, _ in self._away[part])
         moved.copied_out += moved.given_back
         return lambda: None
 
@@ -39,16 +40,16 @@ class Naive(OffloadManager):
             moved.num_no_ops += 1
             return lambda: None
         copies = self._away.pop(part)  # the host's memory stays until its copies are done
-        for memory, copy in copies:
-            grow(memory, copy.data.nbytes)
+        for piece, copy in copies:
+            piece.grow()
             self._stream.follow()
-            self._stream.copy(memory, copy.data)
+            self._stream.copy(piece.memory, copy.data)
         self._hold(self._stream.record())
         return lambda: None
 
     def require(self, part, what) -> None:
         if part in self._away:
-            raise is_away(part, what)
+            raise StateError.away(part, what)
 
     def where(self, part):
         return Where.AWAY if part in self._away else Where.HERE
@@ -57,7 +58,7 @@ class Naive(OffloadManager):
         return self._moved[part]
 
     def host(self, part):
-        return {storage_id(memory): copy.data for memory, copy in self._away.get(part, ())}
+        return {storage_id(piece.memory): copy.data for piece, copy in self._away.get(part, ())}
 
     def detach(self) -> None:
         for part in PARTS:
@@ -102,7 +103,7 @@ class Vague(Naive):
 
     def require(self, part, what) -> None:
         if part in self._away:
-            raise is_away("memory", what)
+            raise StateError.away("memory", what)
 
 
 class Twice(Naive):
@@ -126,9 +127,9 @@ class Half(Naive):
 
     def offload(self, part):
         wait = super().offload(part)
-        for memory, copy in self._away[part][::2]:
-            if not memory.untyped_storage().nbytes():
-                grow(memory, copy.data.nbytes)
+        for piece, _ in self._away[part][::2]:
+            if not piece.memory.untyped_storage().nbytes():
+                piece.grow()
         return wait
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from sley_core.api.plan import NonNegative, Table
+from pydantic import NonNegativeInt
+
+from sley_core.api.plan import Table
 
 
 class NarrowConfig(Table):
     """`narrow.reducer`: gradients travel as bfloat16."""
 
-    min_numel: NonNegative = 1024
+    min_numel: NonNegativeInt = 1024
     """Smaller gradients travel as they are: norms and biases are sensitive, and cost nothing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sley_core.api.plan import Positive, PositiveFloat, Table
+from pydantic import PositiveFloat, PositiveInt
+
+from sley_core.api.plan import Table
 
 
 class PowerSGDConfig(Table):
@@ -11,10 +13,10 @@ class PowerSGDConfig(Table):
     bucket_mb: PositiveFloat = 25.0
     """MiB of gradients after which their factors are sent, in one collective."""
 
-    rank: Positive = 4
+    rank: PositiveInt = 4
     """Columns of the two factors that are sent for a matrix; more columns are more accurate and larger."""
 
-    start_step: Positive = 1
+    start_step: PositiveInt = 1
     """The first step to compress, counted from 1 as in `metrics.jsonl`; earlier steps have exact sums."""
 
     error_feedback: bool = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import sqrt
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from sley_core.api.plan import NonNegative, PositiveFloat, Table
+from sley_core.api.plan import Table
 
 
 class TopKConfig(Table):
@@ -16,7 +16,7 @@ class TopKConfig(Table):
     ratio: Annotated[PositiveFloat, Field(le=1.0)] = 0.01
     """Share of a gradient's elements that a rank sends in a step; at least one. With 1.0 sums are exact."""
 
-    min_numel: NonNegative = 1024
+    min_numel: NonNegativeInt = 1024
     """Smaller gradients are summed whole: norms and biases are sensitive, and cost nothing."""
 
 

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 from sley_core.actions.action import (
     DIRECTIONS,
-    SENDS_GRADIENT,
     Action,
     Delivery,
     Direction,
@@ -58,34 +57,33 @@ EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWA
 
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
-    """Raises PlanError "schedule-wrong" unless each list has every action of a step once, in an order possible on its stage."""
+    """Raises PlanError "schedule-wrong" unless each list has every action of a step once, after the actions of the same chunk
+    and micro-batch that it needs.
+    """
     if len(lists) != placement.stages:
         message = f"the schedule has {len(lists)} lists for {placement.stages} stages"
         raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
     for stage, actions in enumerate(lists):
-        seen = _check_order(actions, stage, placement, micros, training)
-        for missing in _missing_actions(seen, placement.chunks, micros, training):
-            raise _schedule_error(f"{missing} is missing from stage {stage}'s list")
-
-
-def _check_order(actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool) -> set[Action]:
-    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first impossible action."""
-    seen: set[Action] = set()
-    for at, action in enumerate(actions):
-        fault = _find_fault(action, seen, stage, placement, micros, training)
+        fault, seen = "", set[Action]()
+        for at, action in enumerate(actions):
+            if fault := _find_fault(action, seen, placement.chunks, micros, training):
+                fault = f"{action} (number {at + 1} of stage {stage}'s list) {fault}"
+                break
+            seen.add(action)
+        else:
+            if missing := next(_missing_actions(seen, placement.chunks, micros, training), None):
+                fault = f"{missing} is missing from stage {stage}'s list"
         if fault:
-            raise _schedule_error(f"{action} (number {at + 1} of stage {stage}'s list) {fault}")
-        seen.add(action)
-    return seen
+            raise PlanError("schedule-wrong", f"the schedule's action {fault}", path=("pipeline", "use"))
 
 
-def _find_fault(action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool) -> str | None:
-    """Returns a description of the fault of `action` after the actions `seen`; None if it is valid."""
+def _find_fault(action: Action, seen: set[Action], chunks: int, micros: int, training: bool) -> str:
+    """Returns a description of the fault of `action` after the actions `seen`; "" if it is valid."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDS:
         return "is not a compute action"
-    if not (0 <= chunk < placement.chunks and 0 <= micro < micros):
-        return f"is outside {placement.chunks} chunks and {micros} micro-batches"
+    if not (0 <= chunk < chunks and 0 <= micro < micros):
+        return f"is outside {chunks} chunks and {micros} micro-batches"
     if action in seen:
         return "is repeated"
     if kind.makes_gradients and not training:
@@ -96,23 +94,7 @@ def _find_fault(action: Action, seen: set[Action], stage: int, placement: Placem
         return f"comes before its {Action(needed, chunk, micro)}"
     if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in seen:
         return f"makes the backward whole and split: there is {Action(EXCLUDES[kind], chunk, micro)} too"
-    return _find_local_fault(action, seen, stage, placement)
-
-
-def _find_local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
-    """Returns a fault if `action` needs a value that another chunk of its stage has not computed yet; None otherwise."""
-    if action.kind is Kind.FORWARD:
-        neighbour, kinds = placement.previous(stage, action.chunk), frozenset({Kind.FORWARD})
-    elif action.kind in SENDS_GRADIENT:
-        neighbour, kinds = placement.next(stage, action.chunk), SENDS_GRADIENT
-    else:
-        return None
-    if neighbour is None or neighbour.stage != stage:
-        return None
-    if any((kind, neighbour.chunk, action.micro) in seen for kind in kinds):
-        return None
-    kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
-    return f"comes before {Action(kind, neighbour.chunk, action.micro)}, which it continues"
+    return ""
 
 
 def _missing_actions(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
@@ -127,10 +109,6 @@ def _missing_actions(seen: set[Action], chunks: int, micros: int, training: bool
                 yield Action(Kind.BACKWARD, chunk, micro)
             elif (Kind.WEIGHT_GRADIENT, chunk, micro) not in seen:
                 yield Action(Kind.WEIGHT_GRADIENT, chunk, micro)
-
-
-def _schedule_error(fault: str) -> PlanError:
-    return PlanError("schedule-wrong", f"the schedule's action {fault}", path=("pipeline", "use"))
 
 
 AHEAD = 4
@@ -159,11 +137,11 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
     neighbour that is about to send.
     """
 
-    def place(delivery: Delivery) -> tuple[float, Flow, int, int]:
+    def key(delivery: Delivery) -> tuple[float, Flow, int, int]:
         position = delivery.position if delivery.flow == "forward" else -delivery.position
         return sent_s[delivery], delivery.flow, position, delivery.micro
 
-    return {delivery: at for at, delivery in enumerate(sorted(sent_s, key=place))}
+    return {delivery: at for at, delivery in enumerate(sorted(sent_s, key=key))}
 
 
 class _Issue(NamedTuple):
@@ -255,19 +233,13 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
         [build_send(action, output, stage, placement) for action, output in zip(*lists_of_stage, strict=True)]
         for stage, lists_of_stage in enumerate(zip(lists, outputs, strict=True))
     ]
-    machine = Machine(list(map(_insert_sends, lists, sends)), placement, Costs.even(placement.num_positions), posted=False)
+    pairs = [zip(*lists_of_stage, strict=True) for lists_of_stage in zip(lists, sends, strict=True)]
+    with_sends = [[step for pair in stage_pairs for step in pair if step is not None] for stage_pairs in pairs]
+    machine = Machine(with_sends, placement, Costs.even(placement.num_positions), posted=False)
     machine.run()
     order = order_transfers(machine.sent_s)
     every = enumerate(zip(lists, outputs, sends, strict=True))
     return [_lower_stage(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in every]
-
-
-def _insert_sends(actions: Sequence[Action], sends: Sequence[Transfer | None]) -> list[Step]:
-    """Returns the actions, each followed by its send in `sends` if there is one."""
-    steps: list[Step] = []
-    for action, send in zip(actions, sends, strict=True):
-        steps += (action,) if send is None else (action, send)
-    return steps
 
 
 def _lower_stage(

@@ -141,6 +141,10 @@ class Peaks:
     num_bytes: int
 
 
+_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
+"""The change in the numbers of graphs and queues by an action of each type."""
+
+
 def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
     """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
     keeps = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
@@ -148,18 +152,20 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
     peak = Peaks(0, 0, 0, 0)
     for step in steps:
         position = placement.position(stage, step.chunk)
+        change, is_forward = 0, False
         if isinstance(step, Transfer):
-            if step.op == "post":
-                receives += 1
-                num_bytes += _boundary_bytes(step.flow == "forward", position, costs)
+            change, is_forward = int(step.op == "post"), step.flow == "forward"
         else:
-            if _takes_received_value(step, stage, position, placement):
-                receives -= 1
-                num_bytes -= _boundary_bytes(step.kind is Kind.FORWARD, position, costs)
-            graph, queue = _count_changes(step.kind) if keeps else (0, 0)
+            delivery = placement.input_of(step, position)
+            if delivery is not None and placement.holder(delivery.origin).stage != stage:
+                change, is_forward = -1, delivery.flow == "forward"
+            graph, queue = _CHANGES.get(step.kind, (0, 0)) if keeps else (0, 0)
             graphs += graph
             queues += queue
             num_bytes += graph * costs.graph_bytes[position] + queue * costs.queued_bytes[position]
+        if change:  # a buffer of a value from the position before or after
+            receives += change
+            num_bytes += change * costs.boundary_bytes[position - 1 if is_forward else position]
         peak = Peaks(
             max(peak.pairs, graphs + queues),
             max(peak.graphs, graphs),
@@ -168,31 +174,6 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
         )
     assert graphs >= 0 <= queues, f"stage {stage} ends with {graphs} graphs and {queues} queues"
     return peak
-
-
-def _count_changes(kind: Kind) -> tuple[int, int]:
-    """Returns the change in the numbers of graphs and queues by an action of this type."""
-    match kind:
-        case Kind.FORWARD:
-            return 1, 0
-        case Kind.BACKWARD:
-            return -1, 0
-        case Kind.INPUT_GRADIENT:
-            return -1, 1
-        case Kind.WEIGHT_GRADIENT:
-            return 0, -1
-        case Kind.CHUNK_DONE:
-            return 0, 0
-
-
-def _takes_received_value(action: Action, stage: int, position: int, placement: Placement) -> bool:
-    delivery = placement.input_of(action, position)
-    return delivery is not None and placement.holder(delivery.origin).stage != stage
-
-
-def _boundary_bytes(forward: bool, position: int, costs: Costs) -> int:
-    """Returns the bytes of a received value: from the position before if `forward`, else from the position after."""
-    return costs.boundary_bytes[position - 1 if forward else position]
 
 
 @dataclass(frozen=True)
@@ -204,13 +185,8 @@ class SimulatedStep:
 
 
 def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> SimulatedStep:
-    """Runs lowered lists in simulated time. Pure: the same arguments give the same result.
-
-    Actions take their time and wait for their inputs. A transfer starts when it is sent and its receive is posted, and
-    takes the time of its link, beside the actions of both stages. From one stage to another, transfers come one after
-    another.
-
-    Raises PlanError "schedule-deadlock" for lists that come to a stop.
+    """Runs lowered lists in simulated time, as the module describes. Pure: the same arguments give the same result. A transfer
+    takes the time of its link, beside the actions of both stages. Raises PlanError "schedule-deadlock" for lists that stop.
     """
     machine = Machine(lists, placement, costs, posted=True)
     machine.run()

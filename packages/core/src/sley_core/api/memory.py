@@ -1,8 +1,5 @@
 """Gives offload managers, pools and activation policies what a run holds, and the means to move it."""
 
-from sley_core.comm.copies import free as free
-from sley_core.comm.copies import grow as grow
-from sley_core.comm.copies import is_host_memory as is_host_memory
 from sley_core.comm.copies import storage_id as storage_id
 from sley_core.engine.weights import Stepped as Stepped
 from sley_core.memory.inventory import MemoryInventory as MemoryInventory
@@ -12,7 +9,6 @@ from sley_core.memory.state import Moved as Moved
 from sley_core.memory.state import OffloadManager as OffloadManager
 from sley_core.memory.state import Part as Part
 from sley_core.memory.state import Where as Where
-from sley_core.memory.state import is_away as is_away
 from sley_core.model.tensors import is_plain as is_plain
 from sley_core.model.tensors import sum_of_bits as sum_of_bits
 from sley_core.model.tensors import version_of as version_of

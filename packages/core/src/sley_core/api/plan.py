@@ -8,13 +8,9 @@ from sley_core.plan.tables import CheckpointConfig as CheckpointConfig
 from sley_core.plan.tables import ModelConfig as ModelConfig
 from sley_core.plan.tables import SequenceConfig as SequenceConfig
 from sley_core.table import Array as Array
-from sley_core.table import NonNegative as NonNegative
-from sley_core.table import NonNegativeFloat as NonNegativeFloat
 from sley_core.table import PartTable as PartTable
 from sley_core.table import PlanPath as PlanPath
 from sley_core.table import PlanPattern as PlanPattern
-from sley_core.table import Positive as Positive
-from sley_core.table import PositiveFloat as PositiveFloat
 from sley_core.table import RecordReference as RecordReference
 from sley_core.table import Table as Table
 from sley_core.table import ValueDescription as ValueDescription

@@ -2,5 +2,4 @@
 
 from sley_core.engine.direct import Asked as Asked
 from sley_core.engine.direct import no_view as no_view
-from sley_core.engine.shards import Shard as Shard
 from sley_core.engine.shards import StandIn as StandIn

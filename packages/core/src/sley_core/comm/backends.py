@@ -28,9 +28,8 @@ _GATHER, _REDUCE = (
 
 
 class CollectiveTransport(Transport):
-    """Exchanges tensors by the collectives of the communicator `channel`.
-
-    name: the name of the channel. log: the exchange log of the group. is_coalesced: whether one call takes several tensors.
+    """Exchanges tensors by the collectives of the communicator `channel`. name: the name of the channel. log: the exchange log
+    of the group. is_coalesced: whether one call takes several tensors.
     """
 
     def __init__(
@@ -85,10 +84,9 @@ class CollectiveTransport(Transport):
 
 
 def can_coalesce(channel: dist.ProcessGroup) -> bool:
-    """Returns whether the backend accepts several tensors in one call on each of its devices.
-
-    gloo does not: its coalesced gather hands a device's addresses to the host, and its coalesced reduce-scatter is one
-    all-reduce per tensor, each of a copy.
+    """Returns whether the backend accepts several tensors in one call on each of its devices. gloo does not: its coalesced
+    gather hands a device's addresses to the host, and its coalesced reduce-scatter is one all-reduce per tensor, each of a
+    copy.
     """
     return bool(dist.get_backend(channel) != "gloo")
 

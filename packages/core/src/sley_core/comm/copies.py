@@ -141,9 +141,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def free(tensor: Tensor) -> int:
-    """Frees the memory of `tensor` and of all its views, which stay valid objects; returns the bytes freed.
-
-    Computing with one of them before `grow` reads missing memory: on a CPU that ends the process.
+    """Frees the memory of `tensor` and of all its views, which stay valid objects; returns the bytes freed. Computing with one
+    of them before `grow` reads missing memory: on a CPU that ends the process.
     """
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
@@ -157,12 +156,6 @@ def grow(tensor: Tensor, num_bytes: int) -> None:
 
 
 _hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
-
-
-def is_host_memory(tensor: Tensor) -> bool:
-    """Returns whether `tensor` lies in a live `HostMemory`: on a CPU, an offloaded tensor."""
-    key = storage_id(tensor)
-    return any(storage_id(memory.data) == key for memory in list(_hosts))
 
 
 class HostMemory:
@@ -179,6 +172,12 @@ class HostMemory:
         self.data: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
         self.is_locked = lock and self._lock(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
         _hosts.add(self)
+
+    @staticmethod
+    def contains(tensor: Tensor) -> bool:
+        """Returns whether `tensor` lies in a live `HostMemory`: on a CPU, an offloaded tensor."""
+        key = storage_id(tensor)
+        return any(storage_id(memory.data) == key for memory in list(_hosts))
 
     def _lock(self, address: int) -> bool:
         """Page-locks the pages at `address` for the life of this object; returns whether that worked, and warns if not."""

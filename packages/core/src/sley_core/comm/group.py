@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.backends import SingleRankTransport
-from sley_core.comm.guard import Turn, begin_message_turn, begin_turn, run_guarded
+from sley_core.comm.guard import Turn, begin_turn, run_guarded
 from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members
 from sley_core.comm.startup import gather_values
@@ -42,10 +43,8 @@ class Pending:
         self._turn = turn
 
     def wait(self) -> None:
-        """Waits for the result; a second call does nothing.
-
-        Raises RunError `collective-failed`, naming operation, group and tensor, after a timeout or if a peer died, and
-        `ranks-differ` if ranks wait for each other.
+        """Waits for the result; a second call does nothing. Raises RunError `collective-failed`, naming operation, group and
+        tensor, after a timeout or if a peer died, and `ranks-differ` if ranks wait for each other.
         """
         if self._work is None or self._turn is None:
             return
@@ -91,9 +90,8 @@ class Imitate(Protocol):
     """Simulates the exchanges of a group whose other members do not exist."""
 
     def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, what: str, /) -> Callable[[], None]:
-        """Simulates an exchange of `tensor` on `channel`, which fills `result`; both may be the same tensor.
-
-        Returns a function to call when the rank waits for it. what: the description of the exchange in errors.
+        """Simulates an exchange of `tensor` on `channel`, which fills `result`, maybe the same tensor. Returns a function to
+        call when the rank waits for it. what: the description of the exchange in errors.
         """
 
 
@@ -128,64 +126,29 @@ class Group(Members):
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, what: str) -> Pending:
         """Starts an all-reduce of `tensor` in place; returns its handle."""
-        return self._start(
-            op,
-            "all-reduce",
-            tensor,
-            tensor,
-            DEFAULT_CHANNEL,
-            what,
-            lambda channel: dist.all_reduce(tensor, OPS[op], channel, True),
-        )
+        return self._start(op, partial(dist.all_reduce, tensor, OPS[op]), tensor, tensor, what)
 
     def broadcast(self, tensor: Tensor, *, what: str) -> Pending:
         """Starts a broadcast of `tensor` in place from the first rank of the group; returns its handle."""
-        return self._start(
-            "broadcast",
-            "broadcast",
-            tensor,
-            tensor,
-            DEFAULT_CHANNEL,
-            what,
-            lambda channel: dist.broadcast(tensor, src=self.ranks[0], group=channel, async_op=True),
-        )
+        return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, what)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, what: str, channel: str = DEFAULT_CHANNEL) -> Pending:
-        """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it.
-
-        Both are of one size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
+        """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it. Both are of one
+        size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
         """
-        return self._start(
-            "all_to_all",
-            "all-to-all",
-            output,
-            tensor,
-            channel,
-            what,
-            lambda channel: dist.all_to_all_single(output, tensor, group=channel, async_op=True),
-        )
+        return self._start("all_to_all", partial(dist.all_to_all_single, output, tensor), output, tensor, what, channel)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, what: str, channel: str = DEFAULT_CHANNEL) -> Pending:
         """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order; returns its handle."""
-        return self._start(
-            "all_gather",
-            "all-gather",
-            output,
-            tensor,
-            channel,
-            what,
-            lambda channel: all_gather_single(output, tensor, group=channel, async_op=True),
-        )
+        return self._start("all_gather", partial(all_gather_single, output, tensor), output, tensor, what, channel)
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, what: str) -> Pending:
-        """Starts to send `tensor` to the member at coordinate `peer`, on `channel`; returns its handle.
-
-        Calls the communicator itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the
-        call.
+        """Starts to send `tensor` to the member at coordinate `peer`, on `channel`; returns its handle. Calls the communicator
+        itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the call.
         """
         if self.imitate is not None:
             return SimulatedPending(self.imitate("send", tensor, tensor, channel, what))
-        turn = begin_message_turn("send", self, what, channel, self.coord, peer, tensor.nbytes)
+        turn = begin_turn("send", self, what, channel, tensor.nbytes, (self.coord, peer))
         message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
         return Pending(run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn), turn)
 
@@ -193,7 +156,7 @@ class Group(Members):
         """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
         if self.imitate is not None:
             return SimulatedPending(self.imitate("receive", tensor, tensor, channel, what))
-        turn = begin_message_turn("receive", self, what, channel, peer, self.coord, tensor.nbytes)
+        turn = begin_turn("receive", self, what, channel, tensor.nbytes, (peer, self.coord))
         if self.needs_host_copy(tensor, channel):
             landed = torch.empty_like(tensor, device="cpu")
             return HostReceive(run_guarded(lambda: self.channel(channel).recv([landed], peer, 0), turn), turn, landed, tensor)
@@ -214,12 +177,11 @@ class Group(Members):
     def _start(
         self,
         kind: Exchange,
-        operation: str,
+        call: Callable[..., Any],
         result: Tensor,
         tensor: Tensor,
-        channel: str,
         what: str,
-        call: Callable[[dist.ProcessGroup], Any],
+        channel: str = DEFAULT_CHANNEL,
     ) -> Pending:
         """Starts the collective `call` of torch, which sends `tensor` and fills `result`; returns its handle."""
         if self.size == 1:
@@ -228,8 +190,9 @@ class Group(Members):
             return Pending()
         if self.imitate is not None:
             return SimulatedPending(self.imitate(kind, result, tensor, channel, what))
+        operation = "all-reduce" if kind in OPS else kind.replace("_", "-")
         turn = begin_turn(operation, self, what, channel, tensor.nbytes)
-        return Pending(run_guarded(lambda: call(self.channel(channel)), turn), turn)
+        return Pending(run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn), turn)
 
     def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
         """Returns whether a message needs a copy in host memory, since gloo reads host addresses only."""

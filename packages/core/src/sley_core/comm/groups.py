@@ -123,9 +123,8 @@ def make_groups(
 
 
 def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of this rank's group of each axis: only `rank` if no line has the axis.
-
-    extra: lines of plugins and ties.
+    """Returns the ranks of this rank's group of each axis: only `rank` if no line has the axis. extra: lines of plugins and
+    ties.
     """
     axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
     ranks = {entry.axis: entry.ranks for entry in lines}
@@ -133,11 +132,7 @@ def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: i
 
 
 def axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
-    """Returns the axes whose exchanges may use cross-memory attach.
-
-    These are the axes of gathered weights, of partial sums of gradients and of sequence slices, and those of `extra` that ask
-    for it.
-    """
+    """Returns the axes whose exchanges may use cross-memory attach, and those of `extra` that ask for it."""
     weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
     sequences = ("sp",) if topology.sp > 1 else ()
     return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.cross_memory))
@@ -222,10 +217,8 @@ class Simulation:
         return nothing
 
     def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
-        """Returns a function (stage, chunk) that describes the output of another stage's chunk.
-
-        Returns None if no steps are run, or there is only one stage. stage: has all layers of the model, on meta, as built.
-        dtype: the parameters' dtype.
+        """Returns a function (stage, chunk) that describes the output of another stage's chunk; None if no steps are run, or
+        there is only one stage. stage: has all layers of the model, on meta, as built. dtype: the parameters' dtype.
         """
         return None
 

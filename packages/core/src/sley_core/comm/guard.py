@@ -1,4 +1,4 @@
-"""Turns torch's errors in collectives into errors that name the operation and group, or the ranks that wait in a circle."""
+"""Turns torch's errors in collectives into errors that name the operation and group, or the ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -53,38 +53,40 @@ class Turn(NamedTuple):
     def wait_error(self, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
         """Returns the error for a failed wait in this exchange: `collective-failed` with `message`, or `ranks-differ`.
 
-        It is `ranks-differ` if the records in the store show ranks that wait for each other in a circle. ran_out_of_time:
-        whether this rank timed out; else a peer has ended or closed its connection. peer: the missing global rank, if known.
-        May block while it waits for the others' records.
+        It is `ranks-differ` if the records in the store show ranks that wait for each other. ran_out_of_time: whether this rank
+        timed out; else a peer has ended or closed its connection. peer: the missing global rank, if known. May block while it
+        waits for the others' records.
         """
         progress = self.members.progress
         progress.fail_wait("late" if ran_out_of_time else "closed", peer)
         if progress.store is None:
             return RunError("collective-failed", message, hint=HINT)
         waits = exchange_waits(self.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
-        if circle := find_circle(waits):
+        if pairs := find_blocked(waits):
+            text = ", ".join(f"rank {wait.rank} waits in {wait.what} for rank {late.rank}" for wait, late in pairs[:MOST_SHOWN])
             hint = f"ranks start the exchanges of a group in one order; {ONE_ORDER}"
-            return RunError("ranks-differ", f"ranks wait for each other: {describe_circle(circle)}", hint=hint)
+            return RunError("ranks-differ", f"ranks wait for each other: {text}", hint=hint)
         details = [f"; rank {wait.rank} waited in {wait.what}" for wait in waits.values() if wait.rank != self.members.rank]
         return RunError("collective-failed", message + "".join(details), hint=HINT)
 
 
-def begin_turn(operation: str, members: Members, what: str, channel: str = DEFAULT_CHANNEL, num_bytes: int = 0) -> Turn:
-    """Counts an exchange of all `members` on `channel` and returns its turn. what: the description of the content, for
-    errors.
-    """
-    return _begin_turn(operation, members, what, f"{members.axis} {channel}", None, num_bytes)
-
-
-def begin_message_turn(
-    operation: str, members: Members, what: str, channel: str, sender: int, receiver: int, num_bytes: int = 0
+def begin_turn(
+    operation: str,
+    members: Members,
+    what: str,
+    channel: str = DEFAULT_CHANNEL,
+    num_bytes: int = 0,
+    ends: tuple[int, int] | None = None,
 ) -> Turn:
-    """Counts a message on `channel` between two coordinates of `members` and returns its turn. Both ends call it."""
-    peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
-    return _begin_turn(operation, members, what, f"{members.axis} {channel} {sender}>{receiver}", peer, num_bytes)
+    """Counts an exchange of `members` on `channel` and returns its turn.
 
-
-def _begin_turn(operation: str, members: Members, what: str, queue: str, peer: int | None, num_bytes: int) -> Turn:
+    what: the description of the content, for errors. ends: the coordinates of a message's sender and receiver, which both call
+    this; None if all members take part.
+    """
+    queue, peer = f"{members.axis} {channel}", None
+    if ends is not None:
+        queue = f"{queue} {ends[0]}>{ends[1]}"
+        peer = members.ranks[ends[1] if members.coord == ends[0] else ends[0]]
     turn = Turn(operation, members, what, queue, members.progress.numbers.get(queue, 0) + 1, peer, num_bytes)
     members.progress.add_turn(turn)
     return turn
@@ -145,39 +147,26 @@ class RankWait(NamedTuple):
         return other.rank in self.ranks and other.numbers.get(self.queue, 0) < self.number
 
 
-def find_circle(waiting: Mapping[int, RankWait]) -> list[RankWait]:
-    """Returns a circle of ranks, in which each waits for the next and the last for the first; [] if there is none.
+MOST_SHOWN = 8
+"""How many blocked ranks an error names."""
 
-    The lowest rank is first, and equal inputs give equal results. waiting: the records by rank.
+
+def find_blocked(waits: Mapping[int, RankWait]) -> list[tuple[RankWait, RankWait]]:
+    """Returns the ranks that can never go on, since each waits for another of them: their waits, by rank, each with that of
+    the lowest rank for which it waits. Empty if there are none. waits: by rank.
     """
-    remaining = dict(waiting)
-    while free := [rank for rank, wait in remaining.items() if not any(map(wait.is_waiting_for, remaining.values()))]:
+    blocked = dict(sorted(waits.items()))
+    while free := [rank for rank, wait in blocked.items() if not any(map(wait.is_waiting_for, blocked.values()))]:
         for rank in free:
-            del remaining[rank]
-    if not remaining:
-        return []
-    # Each remaining rank waits for another remaining rank, so this path must return to a rank on it.
-    path: list[int] = []
-    rank = min(remaining)
-    while rank not in path:
-        path.append(rank)
-        rank = min(other.rank for other in remaining.values() if remaining[rank].is_waiting_for(other))
-    circle = path[path.index(rank) :]
-    first = circle.index(min(circle))
-    return [remaining[rank] for rank in (*circle[first:], *circle[:first])]
-
-
-def describe_circle(circle: list[RankWait]) -> str:
-    """Returns a text that names each rank, its exchange, and the rank for which it waits."""
-    pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
-    return ", ".join(f"rank {wait.rank} waits in {wait.what} for rank {late.rank}" for wait, late in pairs)
+            del blocked[rank]
+    return [(wait, next(filter(wait.is_waiting_for, blocked.values()))) for wait in blocked.values()]
 
 
 def exchange_waits(local: RankWait, store: Store, patience_s: float) -> dict[int, RankWait]:
     """Writes the record `local` into `store`; returns the records of all ranks for which it waits, directly or indirectly.
 
-    The result maps ranks to records and includes `local`; ranks without a record are missing. Returns as soon as there is a
-    circle or all records are read, at the latest shortly after `patience_s`.
+    The result maps ranks to records and includes `local`; ranks without a record are missing. Returns as soon as ranks
+    are blocked or all records are read, at the latest shortly after `patience_s`.
     """
     waits = {local.rank: local}
     deadline = time.monotonic() + patience_s
@@ -186,10 +175,10 @@ def exchange_waits(local: RankWait, store: Store, patience_s: float) -> dict[int
         # If the store fails, as when its host has ended, the other records stay unknown.
         with contextlib.suppress(Exception):
             store.set(_key(local.rank), json.dumps(local))
-            while _read_waits_once(waits, store) and not find_circle(dict(waits)) and time.monotonic() < deadline:
+            while _read_waits_once(waits, store) and not find_blocked(dict(waits)) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 
-    thread = threading.Thread(target=read, name="sley-circles", daemon=True)
+    thread = threading.Thread(target=read, name="sley-waits", daemon=True)
     thread.start()
     thread.join(patience_s + _STORE_TIMEOUT_S)
     return dict(waits)

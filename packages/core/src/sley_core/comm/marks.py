@@ -45,9 +45,8 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-        """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order.
-
-        what: the description, equal on all ranks. contents: a checksum of anything else to compare (`checksum`).
+        """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order. what: the
+        description, equal on all ranks. contents: a checksum of anything else to compare (`checksum`).
         """
         sizes = array("q", (contents,))
         num_bytes = 0

@@ -172,7 +172,6 @@ class SentBytes:
 
     def add(self, whole: Tensor, group: Members, *, passes: int) -> None:
         """Counts an exchange of the full tensor `whole` over `group`: in each pass a rank sends all of it except its own part.
-
         passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
         """
         self._now += whole.nbytes * (group.size - 1) * passes // group.size

@@ -20,6 +20,7 @@ neither on timing nor on the transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,43 +38,32 @@ class Work(Protocol):
 
         start ──> test* ──> wait ──> release ──> wait_sent
 
-    Each call may be left out, repeated or late: `wait_sent` includes the calls before it.
+    Each call may be left out, repeated or late: `wait_sent` includes the calls before it. All but `test` raise RunError
+    `collective-failed`, naming operation, group and tensors, after a timeout or if a peer died, and `ranks-differ` if a peer's
+    exchange differs, or ranks wait for each other.
     """
 
     def test(self) -> bool:
-        """Returns whether `wait` is known to return at once. Never blocks.
-
-        If the exchange progresses only in the ranks' own calls, this call progresses it.
-        """
+        """Returns whether `wait` is known to return at once, without blocking; progresses the exchange if only calls do."""
 
     def wait(self) -> None:
-        """Waits until the result is complete, on CUDA for later work on this stream; a second call does nothing.
-
-        Raises RunError `collective-failed`, naming operation, group and tensors, after a timeout or if a peer died, and
-        `ranks-differ` if a peer's exchange differs, or ranks wait for each other.
-        """
+        """Waits until the result is complete, on CUDA for later work on this stream; a second call does nothing."""
 
     def release(self) -> None:
-        """Drops the result: afterwards nothing writes into its memory, and this handle does not refer to it.
-
-        Waits for the exchange, except for a gather that can be left unread. Raises the same errors as `wait`.
+        """Drops the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
+        exchange, except for a gather that can be left unread.
         """
 
     def wait_sent(self) -> None:
-        """Waits until the peers have this rank's inputs, so that inputs and outputs may be written.
-
-        Raises the same errors as `wait`.
-        """
+        """Waits until the peers have this rank's inputs, so that inputs and outputs may be written."""
 
 
 class Gatherer(Protocol):
     """Gathers full tensors from shards: a transport, or its published shards."""
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        """Starts to gather the ranks' `shards` [n, ...] into `wholes` [size x n, ...], in the order of the group.
-
-        All are contiguous; `shards` may not be written until `wait_sent` has returned. A shard may be a view of its full
-        tensor.
+        """Starts to gather the ranks' `shards` [n, ...] into `wholes` [size x n, ...], in the order of the group. A shard may
+        be a view of its full tensor, and may not be written until `wait_sent` has returned.
         """
 
 
@@ -85,13 +75,14 @@ class Published(Gatherer, Protocol):
 
 
 class Transport(Gatherer, Protocol):
-    """Exchanges tensors with the other members of a group on one channel."""
+    """Exchanges tensors with the other members of a group on one channel. All tensors are contiguous, and may not be used until
+    `wait_sent` has returned. contents: a checksum of further content, compared between ranks.
+    """
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
-        """Publishes the contiguous `shards`, which are constant until `wait_sent` of the result.
-
-        All ranks of the group call this and `wait_sent` in one order with their other exchanges; one publication is open at a
-        time. By default, each gather is an ordinary exchange.
+        """Publishes `shards`, which are constant until `wait_sent` of the result; by default, each gather is an ordinary
+        exchange. All ranks call this and `wait_sent` in one order with their other exchanges; one publication is open at a
+        time.
         """
         return RepeatedGather(self)
 
@@ -100,25 +91,18 @@ class Transport(Gatherer, Protocol):
         return 0
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum.
-
-        scratches: [`num_scratch_rows(n)`, ...] of the same dtype. All are contiguous and may not be used until `wait_sent` has
-        returned, except this rank's rows, which may be written after `wait`. The other ranks' rows of `wholes` are undefined
-        then. contents: a checksum of further content, compared between ranks.
+        """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum, and may
+        be written. The other ranks' rows of `wholes` are undefined then. scratches: [`num_scratch_rows(n)`, ...] of the same
+        dtype.
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        """Starts to send row i of `sent` [size, ...] to the i-th rank, and to receive row i of `received` from it.
-
-        Both are contiguous, of one shape and dtype, and may not be used until `wait_sent` has returned. contents: a checksum of
-        further content, compared between ranks.
+        """Starts to send row i of `sent` [size, ...] to the i-th rank, and to receive row i of `received`, of the same shape
+        and dtype, from it.
         """
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        """Starts to sum the contiguous `tensor` over the group in place; it may not be used until `wait_sent` has returned.
-
-        All ranks get the same bits. contents: a checksum of further content, which only some transports compare between ranks.
-        """
+        """Starts to sum `tensor` over the group in place, to the same bits on all ranks; only some transports compare marks."""
 
 
 def copy_shard(shard: Tensor, target: Tensor) -> None:
@@ -164,26 +148,19 @@ class Headers:
                 raise self._mark.mismatch_error(self._members.rank, peer_mark.what, self._members.ranks[peer])
 
 
+@dataclass(eq=False)
 class GroupWork(Work):
     """An exchange carried by works of a process group.
 
-    received, sent: the works of receives and sends. turn: the exchange, for errors. finish: called once, after the last
-    receive. headers: the peers' headers, to compare.
+    _received, _sent: the works of receives and sends. _turn: the exchange, for errors. _finish: called once, after the last
+    receive. _headers: the peers' headers, to compare.
     """
 
-    def __init__(
-        self,
-        received: Sequence[Any],
-        sent: Sequence[Any],
-        turn: Turn,
-        finish: Callable[[], None] | None = None,
-        headers: Headers | None = None,
-    ) -> None:
-        self._received = received
-        self._sent = sent
-        self._turn = turn
-        self._finish = finish
-        self._headers = headers
+    _received: Sequence[Any]
+    _sent: Sequence[Any]
+    _turn: Turn
+    _finish: Callable[[], None] | None = None
+    _headers: Headers | None = None
 
     def test(self) -> bool:
         headers = [] if self._headers is None else self._headers.works

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
-from pydantic import model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from sley_core.records import Problem
-from sley_core.table import NonNegative, Positive, Table
+from sley_core.table import Table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,7 +193,7 @@ class DataConfig(Table):
     shuffle: bool = True
     """Whether each epoch has a different random order; a stream keeps its own order."""
 
-    samples_per_epoch: Positive | None = None
+    samples_per_epoch: PositiveInt | None = None
     """The number of samples in an epoch. A run writes it into its resolved plan, and rejects data with a different number."""
 
     def include_held_out(self) -> Self:
@@ -222,10 +222,10 @@ class FieldConfig(Table):
     dtype: DType
     """The torch dtype of the field."""
 
-    batch_dim: NonNegative = 0
+    batch_dim: NonNegativeInt = 0
     """The dim of a batch along which samples are stacked."""
 
-    sequence_dim: NonNegative | None = None
+    sequence_dim: NonNegativeInt | None = None
     """The dim of a batch that sequence parallelism may split."""
 
     ids: Literal["token", "label"] | None = None
@@ -246,8 +246,8 @@ class FactoryDataConfig(DataConfig):
     fields: dict[str, FieldConfig] | None = None
     """The fields of a batch; by default those of the dataset's `info`, or else of its first sample."""
 
-    vocab_size: Positive | None = None
+    vocab_size: PositiveInt | None = None
     """The number of token ids."""
 
-    sequence: Positive | None = None
+    sequence: PositiveInt | None = None
     """The number of positions per sample."""

@@ -63,10 +63,9 @@ class Accumulator:
         self.parameter.grad = None
 
     def check_open(self, state: StepState) -> None:
-        """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again.
-
-        Raises RunError `gradient-complete` if the gradient is complete and no step runs: a backward called by the user. Raises
-        `gradient-late` if it was already reported: its reduction would sum only a part of it.
+        """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again. Raises
+        RunError `gradient-complete` if no step runs: a backward called by the user. Raises `gradient-late` if the gradient was
+        already reported: its reduction would sum only a part of it.
         """
         if self.state is State.OPEN:
             return
@@ -106,9 +105,8 @@ class Accumulator:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Accumulates `parameter.grad` of a backward, which is the whole sum if the view was lent.
-
-        Raises RunError `sparse-gradient` if it is sparse.
+        """Accumulates `parameter.grad` of a backward, which is the whole sum if the view was lent. Raises RunError
+        `sparse-gradient`.
         """
         gradient = self.parameter.grad
         assert gradient is not None, self.param

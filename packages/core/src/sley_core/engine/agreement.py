@@ -24,7 +24,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from sley_core.comm.group import Group, Pending
 from sley_core.comm.marks import HINT, ExchangeSummary, checksum
@@ -59,9 +58,8 @@ View = tuple[Any, int]
 
 
 class Agreement:
-    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`.
-
-    store: the gradient store, whose trained parameters are compared, or None. first: called once, after the first passed check.
+    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`. store:
+    the gradient store, whose trained parameters are compared, or None. first: called once, after the first passed check.
     """
 
     def __init__(self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None) -> None:
@@ -151,15 +149,12 @@ class Agreement:
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
-        described = tuple(
-            f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            for part in batch.whole
-            for name, value in sorted(part.items())
-        )
+        values = [item for part in batch.whole for item in sorted(part.items())]
+        described = tuple(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for name, value in values)
         number = checksum(described)
-        for part in batch.whole:
-            for _, value in sorted(part.items()):
-                number = zlib.crc32(_end_bytes(value), number)
+        for _, value in values:
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            number = zlib.crc32(bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy()), number)
         return dict.fromkeys(axes, (described, number))
 
     def _mismatch_error(self) -> RunError:
@@ -199,47 +194,41 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     return f"{differing[0]} is trained on rank {trains} and frozen on rank {freezes}{more}"
 
 
-def _end_bytes(value: Tensor) -> bytes:
-    data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-    return bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy())
-
+Parts = Callable[[], Mapping[str, str]]
 
 MOST_PARTS = 3
 """How many differing parts an error names."""
-
-Parts = Callable[[], Mapping[str, str]]
 
 
 def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
     """Compares `facts` (plan digest, versions, group table) over all ranks; a blocking collective on `control`.
 
-    parts: by name of a fact, a function that returns the pieces that make it up; called and gathered only if ranks differ, to
-    name the piece. Raises RunError `ranks-disagree` on every rank alike, with the fact, the ranks in the minority, and both
-    values.
+    parts: by name of a fact, a function that returns its parts; called and gathered only if ranks differ. Raises RunError
+    `ranks-disagree` on every rank, with the fact, the ranks in the minority, and both values.
     """
     everyone = control.gather_objects(dict(facts), what="the facts that ranks agree on")
     for name in facts:
-        values = [str(theirs.get(name)) for theirs in everyone]
-        most, _ = Counter(values).most_common(1)[0]
-        odd = [(rank, value) for rank, value in zip(control.ranks, values, strict=True) if value != most]
-        if odd:
-            rank, value = odd[0]
-            usual = next(r for r, v in zip(control.ranks, values, strict=True) if v == most)
-            others = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
-            message = f"rank {rank}{others} has {name} {value}, rank {usual} has {most}"
-            if name in parts:
-                # All ranks get here: they have compared the same values.
-                every = control.gather_objects(dict(parts[name]()), what=f"what {name} is made of")
-                of = dict(zip(control.ranks, every, strict=True))
-                if pieces := differing(of[rank], of[usual]):
-                    message = f"rank {rank}{others} has another {name.removeprefix('the ')} than rank {usual}: {pieces}"
-            raise RunError("ranks-disagree", message, hint="install the same versions and give the same plan on every node")
+        values = {rank: str(view.get(name)) for rank, view in zip(control.ranks, everyone, strict=True)}
+        usual_value, _ = Counter(values.values()).most_common(1)[0]
+        odd_ranks = [rank for rank, value in values.items() if value != usual_value]
+        if not odd_ranks:
+            continue
+        odd, usual = odd_ranks[0], next(rank for rank, value in values.items() if value == usual_value)
+        more = f" (and {len(odd_ranks) - 1} more)" if len(odd_ranks) > 1 else ""
+        message = f"rank {odd}{more} has {name} {values[odd]}, rank {usual} has {usual_value}"
+        if name in parts:
+            # All ranks get here: they have compared the same values.
+            every = control.gather_objects(dict(parts[name]()), what=f"what {name} is made of")
+            parts_of = dict(zip(control.ranks, every, strict=True))
+            if differences := describe_differences(parts_of[odd], parts_of[usual]):
+                message = f"rank {odd}{more} has another {name.removeprefix('the ')} than rank {usual}: {differences}"
+        raise RunError("ranks-disagree", message, hint="install the same versions and give the same plan on every node")
 
 
-def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
     """Returns a text that names the differing parts with both values."""
-    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    texts = [f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]]
+    names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
+    texts = [f"`{name}` is {actual.get(name, 'left out')}, not {usual.get(name, 'left out')}" for name in names[:MOST_PARTS]]
     more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
     return "; ".join(texts) + more
 
@@ -267,18 +256,14 @@ def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
-    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group made the same exchanges.
-
-    In each group one rank adds size - 1 times a hash of its number, and the others subtract their hashes.
-    """
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
     noted = ((group, group.log.summary(group.ranks)) for group in groups)
     return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
 
 
 def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunError:
-    """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ.
-
-    A blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
+    """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ. A
+    blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
     """
     views = control.gather_objects(own, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}

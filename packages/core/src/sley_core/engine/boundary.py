@@ -49,10 +49,8 @@ def find_type(name: str) -> Any:
 
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of the container `value`, for `rebuild_container`.
-
-    Returns None unless the type is a named tuple, a return type of torch, a type that torch's pytrees know, or a dataclass that
-    holds only its fields.
+    """Returns the context and the parts of the container `value`, for `rebuild_container`; None unless the type is a named
+    tuple, a return type of torch, a type that torch's pytrees know, or a dataclass that holds only its fields.
     """
     kind = type(value)
     if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
@@ -150,10 +148,9 @@ _FIRST = 4
 
 @dataclass(frozen=True)
 class Leaf:
-    """Describes one tensor: its dtype and shape, and flags that may vary between micro-batches.
-
-    has_gradient: whether the receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor; only
-    that leaf gets a gradient. overlaps: whether the tensor shared memory with another leaf before it was copied.
+    """Describes one tensor: its dtype and shape, and flags that may vary between micro-batches. has_gradient: whether the
+    receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor; only that leaf gets a gradient.
+    overlaps: whether the tensor shared memory with another leaf before it was copied.
     """
 
     dtype: torch.dtype
@@ -206,9 +203,8 @@ class Description:
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
-        """Returns the description with `overlaps` set on each leaf that shares memory with another one in `tensors`.
-
-        For an output that is about to be copied: on the receiving stage the tensors no longer share memory.
+        """Returns the description with `overlaps` set on each leaf that shares memory with another one in `tensors`, an output
+        that is about to be copied.
         """
         spans = {at: _address_range(tensors[at]) for at, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {

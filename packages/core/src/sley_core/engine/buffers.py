@@ -32,13 +32,39 @@ from sley_core.errors import RunError
 from sley_core.sizes import ALIGNMENT_BYTES, round_up
 
 
+class FlatLayout:
+    """The places of tensors with these `shapes` in a flat buffer.
+
+    alignment: of each tensor, in elements. multiple: above 1, the buffer divides into as many aligned parts, each of at least
+    one `alignment`. offsets: of the tensors, in elements. numel: that of the buffer, padding included.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> None:
+        self.offsets: list[int] = []
+        self.numel = 0
+        for shape in shapes:
+            self.offsets.append(self.numel)
+            self.numel += round_up(prod(shape), alignment)
+        if multiple > 1:
+            self.numel = round_up(max(1, self.numel), multiple * alignment)
+        # Strides are computed here since weights are gathered into such buffers many times in a step.
+        strides = (list(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if len(shape) else [] for shape in shapes)
+        self._views = list(zip(map(tuple, shapes), strides, self.offsets, strict=True))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Returns a contiguous view of `flat` [numel] for each of the shapes."""
+        assert flat.numel() == self.numel, f"{flat.numel()} elements for {self.numel}"
+        start = int(flat.storage_offset())
+        # One call, where a slice and its `view` would be two.
+        return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._views]
+
+
 class FlatBuffer:
     """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
 
     data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
     written, so a sum or a norm over `data` is one over the views. memory: becomes `data`, and must be zeroed; left out, it is
-    allocated. alignment: of each view, in elements; left out, ALIGNMENT_BYTES. multiple: `numel` divides into that many aligned
-    parts.
+    allocated. alignment, multiple: as in `FlatLayout`; by default ALIGNMENT_BYTES.
     """
 
     def __init__(
@@ -51,41 +77,14 @@ class FlatBuffer:
         alignment: int | None = None,
         multiple: int = 1,
     ) -> None:
-        alignment = alignment or ALIGNMENT_BYTES // dtype.itemsize
-        self.offsets, numel = offsets(shapes, alignment, multiple)
-        self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
-        assert self.data.shape == (numel,), f"{self.data.shape} for {numel} elements"
-        self.views = views_of(self.data, self.offsets, shapes)
+        layout = FlatLayout(shapes, alignment or ALIGNMENT_BYTES // dtype.itemsize, multiple)
+        self.offsets = layout.offsets
+        self.data: Tensor = torch.zeros(layout.numel, dtype=dtype, device=device) if memory is None else memory
+        self.views = layout.views(self.data)
 
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
-
-
-def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> tuple[list[int], int]:
-    """Returns the offset of each shape, in elements and a multiple of `alignment`, and the number of elements of the buffer.
-    multiple: above 1, the buffer divides into as many aligned parts, each of at least one `alignment`.
-    """
-    starts: list[int] = []
-    end = 0
-    for shape in shapes:
-        starts.append(end)
-        end += round_up(prod(shape), alignment)
-    if multiple > 1:
-        end = round_up(max(1, end), multiple * alignment)
-    return starts, end
-
-
-def views_of(flat: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns a contiguous view of `flat` [numel] for each of `shapes`; `starts` has the index of its first element."""
-    before, numel = int(flat.storage_offset()), flat.numel()
-    views = []
-    for start, shape in zip(starts, shapes, strict=True):
-        assert start + prod(shape) <= numel, f"{shape} at {start} of {numel} elements"
-        strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if len(shape) else []
-        # one call where a slice and its `view` are two, for each weight that is gathered and for each gradient
-        views.append(flat.as_strided(tuple(shape), strides, before + start))
-    return views
 
 
 SHARD_ALIGNMENT = 128
@@ -105,9 +104,8 @@ class ElementRange(NamedTuple):
         return self.last - self.first
 
     def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape that the optimizer steps: `whole` for all elements, else flat with leading dims of size 1.
-
-        The number of dims stays: an optimizer may treat matrices and vectors differently.
+        """Returns the shape that the optimizer steps: `whole` for all elements, else flat with leading dims of size 1, since an
+        optimizer may treat matrices and vectors differently.
         """
         if self.numel == prod(whole):
             return tuple(whole)
@@ -116,9 +114,8 @@ class ElementRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferShard:
-    """Names this rank's part of a buffer: number `index` of `count` equal ones, over the ranks of the group `axis`.
-
-    If that group is only a part of the reduce group, the ranks of other such groups have copies of the part.
+    """Names this rank's part of a buffer: number `index` of `count` equal ones, over the ranks of the group `axis`. The other
+    ranks of a larger reduce group have copies of the part.
     """
 
     axis: str
@@ -139,10 +136,10 @@ WHOLE = BufferShard("", 1, 0)
 class Layout(NamedTuple):
     """The layout of gradients that a reducer needs: the buffers, and the order in which parameters are reported ready.
 
-    buffers: lists of parameters of one family. order: the same parameters; not their concatenation if buffers of several reduce
-    groups are filled side by side. Equal on all ranks of every reduce group. loose: parameters of `order` in no buffer, because
-    nobody reduces them. shards: for each buffer, the part whose sum this rank gets; None, or no list at all, for the whole.
-    is_fixed: whether masters and optimizer states follow it, so that no parameter may be frozen or unfrozen.
+    buffers: lists of parameters of one family. order: the same parameters, maybe in another order; equal on all ranks of every
+    reduce group. loose: parameters of `order` in no buffer, because nobody reduces them. shards: for each buffer, the part
+    whose sum this rank gets; None, or no list at all, for the whole. is_fixed: whether masters and optimizer states follow it,
+    so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Param]]
@@ -259,9 +256,8 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """Holds the memory of all buffers of a layout in one tensor, which the next layout of the same size reuses.
-
-    Freed and newly allocated memory would cause page faults, and malloc would leave a gap.
+    """Holds the memory of all buffers of a layout in one tensor, which the next layout of the same size reuses: freed and newly
+    allocated memory would cause page faults, and malloc would leave a gap.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -287,7 +283,7 @@ class GradientMemory:
         lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
         plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
         sizes = [
-            offsets([param.parameter.shape for param in params], **(_buffer_alignment(shard) or plain))[1]
+            FlatLayout([param.parameter.shape for param in params], **(_buffer_alignment(shard) or plain)).numel
             for params, shard in lists
         ]
         if self._data.numel() == sum(sizes):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -72,20 +73,27 @@ class Recompute(ActivationPolicy):
         if name not in self.names:
             return layer(*args, **fields)
         kept = copied((args, dict(fields)))
-        inputs = _Inputs(name, kept, with_bits=self._num_steps == 1)
+        read_versions = partial(_read_versions, with_bits=self._num_steps == 1)
+        before = read_versions(kept)
         first = [(args, fields)]  # dropped after the first run, which may put its output there: that owns the graph
+
+        def check(kept: Any) -> None:
+            if read_versions(kept) != before:
+                message = f"the input of layer {name!r} is written on, by the layer or by a later one, so it cannot run again"
+                hint = "let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`"
+                raise RunError("recompute-in-place", message, hint=hint)
 
         def run(kept: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
             if first:
                 args, fields = first.pop()
             else:
-                inputs.check(kept)  # a later layer may have written in place
+                check(kept)  # a later layer may have written in place
                 args, fields = copied(kept)
             return layer(*args, **fields)
 
         # In a tuple, whose tensors checkpoint keeps as they are: autograd saves none of torch's inference mode.
         output = checkpoint(run, kept, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
-        inputs.check(kept)
+        check(kept)
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -93,27 +101,10 @@ class Recompute(ActivationPolicy):
         return nullcontext(), nullcontext()
 
 
-class _Inputs:
-    """Holds the versions of a layer's input tensors, but not the tensors. with_bits: whether to compare their bits too."""
-
-    def __init__(self, name: str, inputs: Any, *, with_bits: bool) -> None:
-        self.name = name
-        self.with_bits = with_bits
-        self._before = self._read_versions(inputs)
-
-    def check(self, inputs: Any) -> None:
-        """Raises RunError `recompute-in-place` if any of the tensors was written. Waits for the device if `with_bits`."""
-        if self._read_versions(inputs) != self._before:
-            raise RunError(
-                "recompute-in-place",
-                f"the input of layer {self.name!r} is written on, by the layer or by a later one, so it cannot run again "
-                "from it",
-                hint="let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`",
-            )
-
-    def _read_versions(self, inputs: Any) -> list[tuple[int, int]]:
-        looks = [(version_of(one), sum_of_bits(one) if self.with_bits else None) for one in tensors_in((inputs,))]
-        return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
+def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
+    """Returns the version of each tensor in `inputs`, and with `with_bits` a hash of its values, for which it waits."""
+    looks = [(version_of(one), sum_of_bits(one) if with_bits else None) for one in tensors_in((inputs,))]
+    return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
@@ -134,9 +125,8 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for a fraction of the blocks, the first ones, rounded half up.
-
-    The first and the last layer are no blocks.
+    """Builds `core.recompute` for a fraction of the blocks, the first ones, rounded half up. The first and last layer are no
+    blocks.
     """
     blocks = layer_names[1:-1]
     # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -88,6 +89,7 @@ _OWN = 2
 """References to the storage of a tensor that nobody else has: the tensor's, and that of the storage object that is asked."""
 
 
+@dataclass(eq=False)
 class Handover:
     """The sink of one linear's weight gradient: multiplies at once, or queues while an I is collecting. param: the weight, for
     `on_last`.
@@ -96,11 +98,10 @@ class Handover:
     until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
     """
 
-    def __init__(self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, param: Param | None = None) -> None:
-        self.multiply = multiply
-        self.queue = queue
-        self.param = param
-        self._copies: bool | None = None
+    multiply: Callable[[Tensor, Tensor], None]
+    queue: WeightQueue
+    param: Param | None = None
+    _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
         """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: whether `shares` is true of their gradient."""
@@ -141,8 +142,7 @@ BiasSink = Callable[[Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """Computes `F.linear`. Its backward passes the weight's gradient to `sink` if autograd would add it to `grad`.
-
+    """Computes `F.linear`. Its backward passes the weight's gradient to `sink` if autograd would add it to `grad`;
     `autograd.grad` of the weight still gets it from autograd. bias_sink: the same for the bias; None leaves it to autograd.
     """
 
@@ -234,10 +234,9 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
 
     Linears do so if the plan says so, and weight and store have the same dtype: one call cannot accumulate a bf16 product into
     fp32 on every device. splits: whether backwards are split: then all linears do, and the queue takes the products while an I
-    runs. If the order of sums is fixed, all linears with their biases and all embeddings do, in every layout.
-
-    Skips layers with a sharded parameter (its communicator handles them), and those whose weight is no parameter
-    (`weight_norm`) or whose forward was replaced (autograd handles them).
+    runs. If the order of sums is fixed, all linears with their biases and all embeddings do. Skips layers with a sharded
+    parameter (its communicator handles them), and those whose weight is no parameter (`weight_norm`) or whose forward was
+    replaced.
     """
     store, registry, queue = parts.store, parts.registry, parts.queue
     fixed_order = store.reduction.fixed_order

@@ -32,10 +32,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics of the model's output in an evaluation.
-
-    labels: of the loss, a cross-entropy of token ids, whose next tokens are counted; None for other losses and data. own: the
-    user's function, None without one. whole: gathers whole sequences for it.
+    """The metrics of the model's output in an evaluation. labels: of the loss, a cross-entropy of token ids, whose next tokens
+    are counted; None for other losses and data. own: the user's function, or None. whole: gathers whole sequences for it.
     """
 
     labels: CrossEntropyConfig | None = None
@@ -179,7 +177,6 @@ class EvaluationFeed:
 
 def evaluation_batch_size(num_samples: int, global_size: int, unit: int) -> int:
     """Returns the batch size, a multiple of `unit`, that splits `num_samples` into the fewest batches with the least padding.
-
     global_size: the largest allowed size, a multiple of `unit`.
     """
     num_batches = -(-num_samples // global_size)

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    has_loss: whether this rank holds the model's last chunk. crossing: moves values into chunks and out of them. fields: the
-    data's declaration of each batch field. over_positions: checks the loss if ranks have slices of sequences. whole: gives it
-    whole ones if it needs them. keeps_apart: whether losses are returned one per micro-batch, [micro-batches], in place of
-    their sum. sources: sums losses by source of the samples. left_in_flight: whether a list is running or has failed, so that
-    its messages and gathers may still be in flight until the next list begins.
+    crossing: moves values into chunks and out of them. fields: the data's declaration. over_positions: checks the loss if ranks
+    have slices of sequences. whole: gathers whole sequences for it. keeps_apart: whether losses are returned one per
+    micro-batch, [micro-batches], in place of their sum. sources: sums losses by source of the samples. has_loss: whether this
+    rank holds the model's last chunk. left_in_flight: whether a list is running or has failed, so that its messages and gathers
+    may still be in flight until the next list begins.
     """
 
     chunks: Sequence[Sequence[Layer]]
@@ -90,14 +90,11 @@ class Executor:
         weight: BatchWeight | None,
         outputs: dict[int, Any] | None = None,
     ) -> Tensor:
-        """Runs a training list, with the exchanges in it; gradients go to `store`.
+        """Runs a training list, with the exchanges in it; gradients go to `store`. Returns the sum of the loss over this rank's
+        samples, or one loss per micro-batch (`keeps_apart`): float64 on the device.
 
-        batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, the divisor of every
-        gradient; None on ranks without the loss. outputs: gets a copy of the model's output of each micro-batch, on ranks with
-        the loss.
-
-        Returns the sum of the loss over this rank's samples, or one loss per micro-batch (`keeps_apart`): float64 on the
-        device.
+        batch: this rank's micro-batches, on the host. weight: the divisor of every gradient; None on ranks without the loss.
+        outputs: gets a copy of the model's output of each micro-batch, on ranks with the loss.
         """
         actions = select_actions(steps)
         total = self._begin(batch, Phase.TRAIN, actions, outputs)
@@ -291,10 +288,8 @@ class Executor:
 
 @torch.no_grad()
 def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
-    """Returns the model's output without its graph; a collective that returns full logits if ranks share the classes.
-
-    layer: the name of the model's last layer. copies: whether to copy tensors, since the loss may write in place. Raises
-    RunError `boundary-type` for an unknown container type.
+    """Returns the model's output without its graph; a collective that returns full logits if ranks share the classes. layer:
+    the model's last one. copies: whether to copy tensors, since the loss may write in place. Raises RunError `boundary-type`.
     """
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
@@ -365,10 +360,9 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """Holds the values of one chunk and one micro-batch between forward and backward.
-
-    inputs: the received tensors. description: the description of the inputs; None on the first chunk. loss: the sum over the
-    micro-batch, on the last chunk. edges: the graph edges of outputs with a gradient, on other chunks.
+    """Holds the values of one chunk and one micro-batch between forward and backward. inputs, description: the received tensors
+    and their description, None on the first chunk. loss: the sum over the micro-batch, on the last chunk. edges: the graph
+    edges of outputs with a gradient, on other chunks.
     """
 
     inputs: list[Input] = field(default_factory=list)

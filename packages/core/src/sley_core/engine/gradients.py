@@ -25,12 +25,20 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator, mark_irregular
-from sley_core.engine.buffers import ElementRange, GradientBuffer, GradientMemory, NormGroup, Planner, by_reduce_group
+from sley_core.engine.buffers import (
+    SHARD_ALIGNMENT,
+    ElementRange,
+    GradientBuffer,
+    GradientMemory,
+    NormGroup,
+    Planner,
+    by_reduce_group,
+)
 from sley_core.engine.reduction import Reduction
-from sley_core.engine.registry import Param, ParameterRegistry, TrainedSet
+from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import sharded_read_error
-from sley_core.errors import RunError, run_closed_error
-from sley_core.memory.state import is_away
+from sley_core.errors import RunError, StateError, run_closed_error
+from sley_core.sizes import ALIGNMENT_BYTES, round_up
 
 
 class GradientStore:
@@ -158,6 +166,11 @@ class GradientStore:
             + sum(tensor.nbytes for tensor in self.reduction.partial_sums())
         )
 
+    def aligned_bytes(self, param: Param, *, is_sharded: bool = False) -> int:
+        """Returns the bytes of the gradient of `param` in a buffer, alignment included."""
+        alignment = SHARD_ALIGNMENT if is_sharded else ALIGNMENT_BYTES // self.dtype.itemsize
+        return round_up(param.numel, alignment) * self.dtype.itemsize
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and view of each gradient, even without memory, and each partial sum."""
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
@@ -247,7 +260,7 @@ class GradientStore:
             )
         self._order = list(self._accumulators.values())
         self._loose = [self._accumulators[param] for param in layout.loose]
-        self._trained = TrainedSet(self.registry)
+        self._trained = [(param.name, param.parameter, param.trainable) for param in self.registry]
         self.num_layouts += 1
         self._learned = self._learned and self._accumulators.keys() <= known.keys()
         if self._is_watching:
@@ -291,10 +304,10 @@ class GradientStore:
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._is_built:
-            raise is_away("gradients", "a step")
+            raise StateError.away("gradients", "a step")
         self._are_freed = False
         self.refusal = None
-        if name := self._trained.first_change():
+        if name := next((name for name, parameter, was in self._trained if parameter.requires_grad != was), ""):
             if self._is_fixed:
                 self.refusal = RunError(
                     "shards-fixed",
@@ -387,9 +400,8 @@ class GradientStore:
         self._count_pass(accumulator)
 
     def _accumulate_assigned(self, accumulator: Accumulator) -> None:
-        """Accumulates a gradient that a backward assigned without a hook call, as for a weight outside the graph.
-
-        Raises RunError `gradient-assigned` if it comes too late, or if sums have a fixed order.
+        """Accumulates a gradient that a backward assigned without a hook call, as for a weight outside the graph. Raises
+        RunError `gradient-assigned` if it comes too late, or if sums have a fixed order.
         """
         if not accumulator.is_assigned:
             return

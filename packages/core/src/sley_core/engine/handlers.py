@@ -81,9 +81,8 @@ class Each(GradientHandler):
 
 
 class GradientNorms(GradientHandler):
-    """Adds `gradient_norm/NAME` to each row, for each parameter that is trained when the run starts; 0 while it is frozen.
-
-    The 2-norm of the whole parameter's gradient, the same in every layout: unscaled, before clipping, fp64.
+    """Adds `gradient_norm/NAME` to each row for each parameter that is trained when the run starts, 0 while it is frozen: the
+    2-norm of the whole parameter's gradient, the same in every layout: unscaled, before clipping, fp64.
     """
 
     def __init__(self, config: GradientNormsConfig) -> None:

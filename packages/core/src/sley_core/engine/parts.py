@@ -89,13 +89,12 @@ class StepNumbers:
         self._is_agreed = False
 
     def add(self, name: str, share: Share, of: Of = "sum") -> None:
-        """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks.
+        """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks. Raises
+        RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
 
-        name: with a slash, `plugin/number`, so that it differs from core's. share: returns this rank's part of the number, a
-        float or a scalar on the device; called once per step, when gradients are reduced, unscaled and not yet clipped. Ranks
-        that have not added the name contribute 0. of: the row gets the "sum" over all ranks or the square "root" of it.
-
-        Raises RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
+        name: `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device; called once per
+        step, when gradients are reduced, unscaled and not yet clipped. Ranks that have not added the name contribute 0. of:
+        whether the row gets the sum over all ranks or the square root of it.
         """
         if self._is_agreed:
             raise RunError("number-late", f"the number {name!r} comes after plugins are attached", hint="add it in `attach`")

@@ -99,33 +99,40 @@ class PositionAdditivity:
         """
         if self._is_checked or type(output) is not Tensor:
             return
-        known = (
-            (field.sequence_dim, batch[name].shape[field.sequence_dim])
-            for name, field in self.fields.items()
-            if field.sequence_dim is not None and name in batch
-        )
-        dim, length = next(known, (0, 0))
+        fields = [name for name, field in self.fields.items() if field.sequence_dim is not None and name in batch]
+        dim, length = dim_and_size(batch, self.fields, "sequence_dim") if fields else (0, 0)
         size = min(WINDOW, length) // 2 * 2
         if size < 2 or output.ndim <= dim or output.shape[dim] != length:
             return
-        results = [
-            self._check_window(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})
-        ]
+        starts = sorted({0, (length - size) // 2, length - size})
+        results = [self._check_window(output, batch, dim, start, size) for start in starts]  # all of them
         self._is_checked = any(results)
 
     def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
         """Compares the loss of a window with the sum over its halves; returns whether no further check is needed."""
         half = size // 2
-        spans = (start, size), (start, half), (start + half, half)
-        devices = [output.device] if output.device.type == "cuda" else []
+        spans = (start, size), (start, half), (start + half, half), (start, size)
+
+        def window_loss(start: int, size: int) -> Tensor:
+            """Returns the loss of some positions, computed in fp64 if the loss can be."""
+            part = {}
+            for name, value in batch.items():
+                along = self.fields[name].sequence_dim
+                part[name] = value if along is None else value.narrow(along, start, size)
+            window = output.narrow(dim, start, size)
+            try:
+                return loss.loss(window.double(), part)
+            except RuntimeError:  # it has tensors of the model's type
+                return loss.loss(window, part)
+
         try:
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng([output.device] if output.device.type == "cuda" else []):
                 # Called on a copy: a loss may have state, such as a count of its calls.
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
-                losses = [self._window_loss(loss, output, batch, dim, *span) for span in (*spans, spans[0])]
+                losses = [window_loss(*span) for span in spans]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
             return True  # it cannot be checked, and is not tried again in every forward
-        whole, left, right, again = (float(one) for one in losses)
+        whole, left, right, again = map(float, losses)
         scale = max(abs(whole), abs(left), abs(right))
         limit = 1e-6 if all(one.dtype == torch.float64 for one in losses) else _OF_HALF
         if not 0 < scale < float("inf"):
@@ -140,17 +147,6 @@ class PositionAdditivity:
             hint="let a loss be a sum over positions, of labels that the data shifts; for one that compares or averages "
             'positions write sequence = "whole" in [loss]',
         )
-
-    def _window_loss(self, loss: Loss, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> Tensor:
-        """Returns the loss of a window, computed in fp64 if the loss can be."""
-        window, part = output.narrow(dim, start, size), {}
-        for name, value in batch.items():
-            along = self.fields[name].sequence_dim
-            part[name] = value if along is None else value.narrow(along, start, size)
-        try:
-            return loss.loss(window.double(), part)
-        except RuntimeError:  # it has tensors of the model's type
-            return loss.loss(window, part)
 
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]

@@ -55,9 +55,8 @@ class Sums(Protocol):
 
 
 class Totals:
-    """Computes loss and norm of a step from this rank's gradients. Its construction may be a collective over all ranks.
-
-    loss: this rank's, float64 of any shape. kind: the p of the p-norm; math.inf for the largest element.
+    """Computes loss and norm of a step from this rank's gradients. Its construction may be a collective over all ranks. loss:
+    this rank's, float64 of any shape. kind: the p of the p-norm; math.inf for the largest element.
     """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
@@ -90,9 +89,8 @@ class Totals:
 class Reduction:
     """Adds terms in their order of arrival.
 
-    fixed_order: whether the order is the same in every layout. Then losses and their weights are kept apart by micro-batch, and
-    code that adds gradients names the layer and the micro-batch. micro_axes: the axes whose ranks run as many micro-batches as
-    each other.
+    fixed_order: whether the order is the same in every layout. Then losses and their weights are kept by micro-batch, and code
+    that adds gradients names the layer and the micro-batch. micro_axes: the axes whose ranks run equally many micro-batches.
     """
 
     fixed_order = False
@@ -130,9 +128,7 @@ class Reduction:
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the sums over ranks that a reducer must use; None if any order is right. channel: the channel of the
-        groups.
-        """
+        """Returns the sums over ranks that a reducer must use; None if any order is right. channel: that of the groups."""
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:

@@ -39,12 +39,9 @@ class Param:
 
     name: its name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
     another stage. shape: of the full parameter, in every layout. aliases: its other names on this rank (ties). stages: those
-    that hold it; more than one is a tie across stages.
-
-    decays: whether weight decay applies (to matrices; not to norms, biases and other vectors).
-
-    reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: the part of it that this rank
-    holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many partial
+    that hold it; more than one is a tie across stages. decays: whether weight decay applies (to matrices; not to norms, biases
+    and other vectors). reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: this rank's
+    part; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many partial
     sums of its gradient exist until it is reduced; if their order is fixed, one for each of `layers`.
     """
 
@@ -92,6 +89,13 @@ class Param:
     def tie_group(self) -> str | None:
         """Axis of the group over which a tie's gradients are summed; None if only one stage holds it."""
         return tie_axis(self.stages) if len(self.stages) > 1 else None
+
+    @property
+    def row_shard(self) -> Shard:
+        """This rank's shard of a parameter that is sharded along dim 0."""
+        assert self.shard is not None, f"{self.name} is not sharded"
+        assert self.shard.dim == 0, f"{self.name} is sharded along dim {self.shard.dim}"
+        return self.shard
 
     @property
     def chunks(self) -> frozenset[int]:
@@ -179,17 +183,6 @@ class ParameterRegistry:
     def num_parameters(self) -> int:
         """Number of elements on this rank, without padding; a tied weight counts once."""
         return sum(param.numel - (param.shard.padding if param.shard else 0) for param in self.params)
-
-
-class TrainedSet:
-    """A snapshot of the trained parameters of `registry`."""
-
-    def __init__(self, registry: ParameterRegistry) -> None:
-        self._parameters = [(param.name, param.parameter, param.trainable) for param in registry]
-
-    def first_change(self) -> str:
-        """Returns the name of the first parameter that was frozen or unfrozen since the snapshot; "" without a change."""
-        return next((name for name, parameter, then in self._parameters if parameter.requires_grad != then), "")
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -37,12 +37,6 @@ AXIS = "wp"
 REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
 
-FEW = 0.01
-"""The share of a model's parameters that may stay unsharded without a note. Norms and biases stay below it."""
-
-NAMED = 3
-"""The number of unsharded module types that the note names."""
-
 Place = tuple[nn.Module, str]
 
 
@@ -113,35 +107,6 @@ def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], 
     }
 
 
-def describe_unsharded(layers: Iterable[Layer], shards: Shards) -> list[str]:
-    """Returns one line of text that names the modules with unsharded parameters, the largest first; no line if they are few.
-
-    layers: of the full model, on meta. Modules of one class and kind are named together, as `blocks.*.experts (Experts, 12)`.
-    """
-    sizes = {
-        id(one): (name, type(module).__name__, one.numel())
-        for layer in layers
-        for name, module in layer.module.named_modules(prefix=layer.name)
-        for one in module.parameters(recurse=False)
-    }
-    total = sum(numel for _, _, numel in sizes.values())
-    whole: dict[tuple[str, str], int] = {}
-    modules: dict[tuple[str, str], set[str]] = {}
-    for key, (name, kind, numel) in sizes.items():
-        if key not in shards:
-            alike = ".".join("*" if part.isdigit() else part for part in name.split(".")), kind
-            whole[alike] = whole.get(alike, 0) + numel
-            modules.setdefault(alike, set()).add(name)
-    left = sum(whole.values())
-    if not shards or left <= FEW * total:
-        return []
-    largest = sorted(whole, key=lambda alike: -whole[alike])
-    names = [f"{name} ({kind}, {len(modules[name, kind])})" for name, kind in largest[:NAMED]]
-    more = f", and {len(largest) - NAMED} more" if len(largest) > NAMED else ""
-    share = 100 * (total - left) / total
-    return [f"`{AXIS}` shards {share:.0f} % of this model's parameters; not sharded: {', '.join(names)}{more}"]
-
-
 def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
     """Replaces the parameters of `layers` with their shards on meta, for a fake world."""
     cut: dict[int, nn.Parameter] = {}
@@ -155,9 +120,8 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
-    """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned.
-
-    Communicates: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
+    """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned. A
+    collective: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
     """
     whole = {param: own.detach().clone() for param, own in parts.items() if param.shard is None}
     sharded = {param: own.detach() for param, own in parts.items() if param.shard is not None}

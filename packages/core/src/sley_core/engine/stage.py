@@ -33,7 +33,6 @@ Generate = Callable[[int], Sequence[Sequence[Action]]]
 
 class Lists:
     """Generates, lowers and caches the lists; every stage lowers those of all stages, so that each detects a wrong schedule.
-
     computing: returns the compute actions of all stages, which are not lowered: much cheaper, and not kept.
     """
 
@@ -90,11 +89,13 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its gradients.
     """
     number = topology.coordinates(rank).stage
-    lists = build_lists(plan, topology, number)
-    if plan.pipeline is None:
+    if plan.pipeline is None:  # forward and backward of one micro-batch after the other
+        lists = Lists(lambda micros: [sequential(micros)], loop(1), 0)
         return Stage(lists, [(0, model.layers)], [model.layers])
     assert plan.partition is not None, "a pipeline has a partition"
-    placement = lists.placement
+    schedule = plan.pipeline.build()
+    placement = schedule.placement(topology.pp)
+    lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, number)
     try:
         boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:
@@ -110,15 +111,6 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
         hint = f"add [[gradient_handlers]] with {known} behind the reducer"
         raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return stage
-
-
-def build_lists(plan: Plan, topology: Topology, stage: int) -> Lists:
-    """Returns the lists of stage `stage`; a plan without a pipeline has one stage."""
-    if plan.pipeline is None:  # forward and backward of one micro-batch after the other
-        return Lists(lambda micros: [sequential(micros)], loop(1), 0)
-    schedule = plan.pipeline.build()
-    placement = schedule.placement(topology.pp)
-    return Lists(lambda micros: schedule.lists(topology.pp, micros), placement, stage)
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:

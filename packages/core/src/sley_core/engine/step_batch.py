@@ -107,10 +107,9 @@ class StepBatch:
     """This rank's samples of one step or one evaluation, on the host.
 
     micros: {field: tensor} of each micro-batch, fields in the declared order, with this rank's slice of each sequence. whole:
-    the same samples with whole sequences, in the pieces in which they were given. weights: of the pieces (of the micro-batches,
-    if sums are canonical), this rank's share of the loss weight of the global batch; empty on ranks without the model's last
-    chunk. counts: of this rank's samples, which the ranks of a pipeline and of a sequence share. num_counted: how many of the
-    micros count, all if None; the others run so that all ranks run as many.
+    the same samples with whole sequences, in the pieces that were passed. weights: this rank's share of the loss weight of the
+    global batch, by piece, or by micro-batch if sums are canonical; empty without the model's last chunk. counts: of this
+    rank's samples. num_counted: how many of the micros count, all if None; the others run so that all ranks run as many.
     """
 
     micros: Sequence[Batch]
@@ -118,10 +117,6 @@ class StepBatch:
     weights: Sequence[float] = ()
     counts: BatchCounts = NO_COUNTS
     num_counted: int | None = None
-
-    @property
-    def weight(self) -> float:
-        return sum(self.weights)
 
     @property
     def num_micros(self) -> int:
@@ -152,10 +147,9 @@ class BatchSplitter:
         self._additive = None if self.loss is None else WeightAdditivity(self.loss, fields)
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
-        """Checks and splits the samples that a program passes to a step.
-
-        Raises RunError "batch-fields" for anything but a batch or a list of them, and for fields other than the declared
-        ones, "batch-size" if samples are not whole micro-batches, "token-out-of-range", and the errors of `split_feed`.
+        """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" for anything but a
+        batch or a list of them with the declared fields, "batch-size" if samples are not whole micro-batches,
+        "token-out-of-range", and the errors of `split_feed`.
         """
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
@@ -244,8 +238,7 @@ class ModelOutputs:
     by_micro: dict[int, Any] = field(default_factory=dict)
 
     def to_input_form(self, given: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
-        """Returns the outputs in the form of `split_input`, None for a batch of the plan's data; None if there are none.
-
+        """Returns the outputs in the form of `split_input`, None if there are none. given: None for a batch of the plan's data.
         fields: the data's declaration. join: whether to gather whole sequences over `sp`, whose ranks then all call it. Raises
         RunError "outputs-apart" for a tensor without the dim along which it would be joined.
         """
@@ -290,7 +283,7 @@ class _Gathered(torch.autograd.Function):
         return gradient.narrow(ctx.dim, ctx.first, ctx.length), None, None, None
 
 
-def dim_and_size(micro: Batch, fields: Mapping[str, Field], which: str) -> Spot:
+def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], which: str) -> Spot:
     """Returns the dim of samples or positions, and its size, from the first field of the batch that has it."""
     dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)

@@ -36,9 +36,9 @@ class StepState:
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step.
-    first_micro: the global number of its first one. after_first: called once, after the first action. done: chunks whose last
-    gradient action is over. step_progress: the position for failure reports.
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the global number of its
+    first one. after_first: called once, after the first action. done: chunks whose last gradient action is over. step_progress:
+    the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:

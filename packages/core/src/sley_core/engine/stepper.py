@@ -51,11 +51,9 @@ class Stepper:
     """Takes steps, and runs the model forward only. `handlers` are called in the plan's order, so that their collectives have
     the same order on all ranks.
 
-    undo: closed with the stepper; detaches handlers and everything else from the model, in reverse order. compare: compares
-    copies of weights and buffers, before the first step and then every `LOOK_EVERY`. events: other calls in a step.
-
-    left_in_flight: whether a step failed before handlers were done, so that their exchanges may still be in flight until the
-    next one.
+    undo: closed with the stepper; detaches everything from the model, in reverse order. compare: compares copies of weights and
+    buffers, before the first step and then every `LOOK_EVERY`. events: other calls in a step. left_in_flight: whether a step
+    failed before handlers were done, so that their exchanges may still be in flight until the next one.
     """
 
     executor: Executor
@@ -82,11 +80,11 @@ class Stepper:
     def step(
         self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, outputs: dict[int, Any] | None = None
     ) -> PendingTotals:
-        """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
+        """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates. On CUDA it returns
+        before the device is done; `read` of the result waits. After an exception the next call starts clean.
 
-        step: counts from 0. votes: this rank's. outputs: gets a copy of the model's output of each micro-batch, on ranks
-        with its last layer. On CUDA it returns before the device is done; `read` of the result
-        waits. After an exception the next call starts clean.
+        step: counts from 0. votes: this rank's. outputs: gets a copy of the model's output of each micro-batch, on ranks with
+        its last layer.
         """
         if self.is_closed:
             raise run_closed_error("stepper")

@@ -56,11 +56,10 @@ USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
 class StepTotals:
     """The sums over all ranks at the end of a step.
 
-    values: float64 [6 or more] on the device, the same on all ranks: the loss over the global batch, the gradient norm, the
-    batch's weight, the numbers of ranks that ask to stop and for a checkpoint, and 0 if all ranks' unmarked exchanges were the
-    same; then, in fp16, the number of ranks with a gradient that is not finite; then the numbers that plugins add; then the
-    terms of `SourceSums`. own_loss, own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a
-    failure. loss_scale: only in fp16.
+    values: float64 [6 or more] on the device, the same on all ranks: loss, gradient norm and weight of the global batch, the
+    numbers of ranks that ask to stop and for a checkpoint, 0 if all ranks' unmarked exchanges were the same; then, in fp16, the
+    number of ranks with a non-finite gradient; then the plugins' numbers and the terms of `SourceSums`. own_loss,
+    own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a failure. loss_scale: only in fp16.
     """
 
     values: Tensor
@@ -236,11 +235,8 @@ def refusal(
     it.
 
     "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so there is no
-    mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": ranks exchanged other weights or
-    gradients.
-
-    samples: this rank's in that step, empty if a program brought them. is_latest: whether the store has its gradients.
-    num_skipped: how many steps just before it were skipped.
+    mean. "ranks-differ": ranks exchanged other weights or gradients. samples: this rank's in that step, empty if a program
+    passed them. is_latest: whether the store has its gradients. num_skipped: how many steps just before it were skipped.
     """
     if is_latest:
         parts.store.state.was_taken = False

@@ -58,10 +58,9 @@ class Update:
     """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
 
     parameter_groups: makes torch.optim's groups, for parameters that are unfrozen later. factor: returns the learning rate's
-    factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm, math.inf for the
-    largest element. scale: the loss scale, in fp16. skips: counts steps that are not finite, if the plan allows them. traits:
-    how the optimizer behaves. sources: losses by source of the samples. seed: the run's, for optimizers that draw. begun: the
-    attributes with which the optimizer began. was_taken: whether the last step was taken, as far as the host knows.
+    factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm. scale: the loss
+    scale, in fp16. skips: counts non-finite steps, if the plan allows them. traits: the optimizer's behaviour. sources: losses
+    by source. seed: the run's, for optimizers that draw. was_taken: whether the last step was taken, as far as the host knows.
     """
 
     store: GradientStore
@@ -99,11 +98,11 @@ class Update:
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks call it:
-        it all-reduces the totals.
+        """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks. All ranks call it: it
+        all-reduces the totals. The learning rate counts only the steps that were taken.
 
         loss: this rank's sum, float64 on the device: a scalar, or one per micro-batch if the order of sums is fixed. weight:
-        this rank's share of the batch's; both are 0 without the loss. The learning rate counts only the steps that were taken.
+        this rank's share of the batch's; both are 0 without the loss.
         """
         num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
         self.was_taken = False

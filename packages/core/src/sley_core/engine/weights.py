@@ -35,11 +35,11 @@ from sley_core.model.tensors import keeps_fp32, parameter_format
 
 
 class WeightBuffer(FlatBuffer):
-    """Holds the working weights of `params`, side by side; the buffer divides into `num_parts` equal parts.
+    """Holds the working weights of `params`, side by side; the buffer divides into `num_parts` equal parts. Each parameter has
+    the same offset as its gradient in a gradient buffer of as many shards.
 
-    Each parameter has the same offset as its gradient in a gradient buffer of as many shards. It has no memory until `build`,
-    which the store calls for the first value that moves in: so one buffer at a time is there beside the values as they were
-    made. A read or write before that ends the process (`comm.copies.free`).
+    It has no memory until `build`, so that one buffer at a time exists beside the first values. A read or write before that
+    ends the process (`comm.copies.free`).
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
@@ -175,10 +175,9 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """The tensor that the optimizer steps for one parameter; its gradient is the store's `part`.
-
-    original: the working weight that the parameter's modules hold; the same object if it is stepped itself. elements: those
-    that are stepped here, if other ranks step the others; `parameter` has their shape then.
+    """The tensor that the optimizer steps for one parameter; its gradient is the store's `part`. original: the working weight
+    of the modules, maybe the same object. elements: those that are stepped here, if other ranks step the others; `parameter`
+    has their shape then.
     """
 
     param: Param
@@ -225,13 +224,11 @@ class _Master:
 class Masters:
     """Holds the tensors that the optimizer steps, in the order of `add` calls.
 
-    weights: the store of the working weights, with their dtype. store: says which elements this rank steps. wide: dtype of what
-    is stepped. If it is that of the weights, the parameters themselves, or views of them, are stepped. Else parameters are
-    narrowed to that of the weights, and their former values kept as masters: in one flat buffer for each call of `add`, and one
-    for this rank's part of each cut buffer.
-
-    home: the device on which masters lie and are stepped; None for that of the parameters. With a home there are always
-    masters, and whoever steps them copies gradients there and weights back.
+    weights: the store of the working weights, with their dtype. store: knows which elements this rank steps. wide: the dtype of
+    stepped tensors. If it is that of the weights, the parameters or views of them are stepped. Else parameters are narrowed,
+    and their former values kept as masters: in one flat buffer for each call of `add`, and one for this rank's part of each
+    sharded buffer. home: the device of the masters; None for that of the parameters. With a home there are always masters, and
+    the code that steps them copies gradients there and weights back.
     """
 
     weights: WeightStore
@@ -290,9 +287,9 @@ class Masters:
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Copies masters, rounded, into the working weights; drops references to gradients. Weights of which other ranks step
-        parts may be incomplete until `weights.settle`. are_sent: whether they are there already, as with a `home`, by default,
-        where whoever steps sends them.
+        """Copies masters, rounded, into the working weights; drops references to gradients. Parts that other ranks step may be
+        incomplete until `weights.settle`. are_sent: whether the working weights have the values already; by default with a
+        `home`.
         """
         self._copy_back()
         if every := list(self._masters.values()):

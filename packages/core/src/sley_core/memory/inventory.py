@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from sley_core.comm.copies import storage_id
+from sley_core.comm.copies import free, grow, storage_id
 from sley_core.memory.state import PARTS, Part
 
 if TYPE_CHECKING:
@@ -26,6 +26,16 @@ class StorageEntry(NamedTuple):
 
     memory: Tensor
     tensors: dict[str, Tensor]
+
+    def free(self) -> int:
+        """Frees the memory, whose tensors stay valid objects; returns the bytes freed. Before `grow` nothing may compute with
+        the tensors: on a CPU that ends the process.
+        """
+        return free(self.memory)
+
+    def grow(self) -> None:
+        """Allocates the freed memory again; its contents are undefined."""
+        grow(self.memory, self.memory.numel())
 
 
 @dataclass(eq=False)

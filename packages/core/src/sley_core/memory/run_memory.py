@@ -11,7 +11,7 @@ from sley_core.comm.copies import storage_id
 from sley_core.comm.device import Device, on_stream
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.inventory import MemoryInventory, view_in_copy
-from sley_core.memory.state import COPIED, PARTS, Moved, OffloadManager, Part, Where, is_away
+from sley_core.memory.state import COPIED, PARTS, Moved, OffloadManager, Part, Where
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +192,7 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise is_away(part, "reading on the host")
+        raise StateError.away(part, "reading on the host")
     return tensor if copy is None else view_in_copy(tensor, copy)
 
 

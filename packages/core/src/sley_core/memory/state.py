@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
-from sley_core.errors import StateError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,13 +34,6 @@ class Where(Enum):
     LEAVING = "leaving"
     AWAY = "away"
     COMING = "coming"
-
-
-def is_away(part: str, what: str) -> StateError:
-    """Returns the StateError `memory-away`. what: what was asked, as "a step"."""
-    message = f"{what} needs the run's {part.replace('_', ' ')}, which are away"
-    hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
-    return StateError("memory-away", message, hint=hint)
 
 
 @dataclass

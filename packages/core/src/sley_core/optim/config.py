@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from sley_core.records import OptimizerRecord, Record, Scope
-from sley_core.table import Array, FactoryPath, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Table
+from sley_core.table import Array, FactoryPath, Fraction, Table
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -105,7 +105,7 @@ class FactoryOptimizerConfig(OptimizerConfig):
 class LearningRateConfig(Table):
     """What core's learning-rate tables have in common."""
 
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the rate rises to its full value; the first of them has 1/warmup_steps of it, not 0."""
 
 
@@ -119,7 +119,7 @@ class DecayConfig(LearningRateConfig):
     min_ratio: Fraction = 0.1
     """The last step's share of the full rate; at 0 the last step changes nothing."""
 
-    decay_steps: Positive | None = None
+    decay_steps: PositiveInt | None = None
     """Steps below the full rate; left out, all after the warm-up."""
 
 
@@ -134,7 +134,7 @@ class CosineConfig(DecayConfig):
 class WarmupStableDecayConfig(DecayConfig):
     """Holds the full rate and falls over the last `decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
 
-    decay_steps: Positive | None = None
+    decay_steps: PositiveInt | None = None
     """Steps of the fall at the end of the run; left out, a tenth of the run."""
 
     shape: Literal["linear", "cosine", "sqrt"] = "linear"

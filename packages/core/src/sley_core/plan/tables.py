@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from sley_core.table import Array, FactoryPath, PlanFolder, Positive, PositiveFloat, Table, ValueDescription
+from sley_core.table import Array, FactoryPath, PlanFolder, Table, ValueDescription
 
 FORMAT = 1
 """The format of plans that this core reads."""
@@ -40,7 +40,7 @@ class RunTable(Table):
     name: RunName
     """The name of the run and of its folder."""
 
-    steps: Positive
+    steps: PositiveInt
     """The number of optimizer steps."""
 
     seed: Seed = 0
@@ -57,7 +57,7 @@ class RunTable(Table):
     datasheet's value for known GPUs; other devices then have no `mfu`.
     """
 
-    log_every: Positive = 10
+    log_every: PositiveInt = 10
     """The number of steps between two lines of progress, if no progress bar can be drawn."""
 
     on_nan: Literal["stop", "skip"] = "stop"
@@ -70,7 +70,7 @@ class RunTable(Table):
     they set no time limit. Other signals have the system's effect.
     """
 
-    max_skips: Positive | None = Field(default_factory=_default_max_skips)
+    max_skips: PositiveInt | None = Field(default_factory=_default_max_skips)
     """The number of consecutive steps that may be skipped before the run ends. Requires `on_nan = "skip"`; by default 10."""
 
     final_weights: Literal["working", "full", "none"] = "working"
@@ -83,10 +83,10 @@ class RunTable(Table):
 class BatchTable(Table):
     """The number of samples per step: `global_size = dp x micro_size x accumulation`."""
 
-    global_size: Positive
+    global_size: PositiveInt
     """Samples per optimizer step, over all ranks."""
 
-    micro_size: Positive
+    micro_size: PositiveInt
     """Samples per forward on one rank."""
 
 
@@ -102,7 +102,7 @@ class LossScaleTable(Table):
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The factor of the scale after a step with an overflow, which is skipped."""
 
-    growth_interval: Positive = 2000
+    growth_interval: PositiveInt = 2000
     """The number of consecutive steps without overflow after which the scale grows."""
 
     min_scale: PositiveFloat = 1.0
@@ -144,16 +144,16 @@ class PrecisionTable(Table):
 class ParallelTable(Table):
     """The number of ranks per axis: `world = pp x dp x sp` and `wdp = dp x sp / wp`."""
 
-    dp: Positive | Literal["auto"] = "auto"
+    dp: PositiveInt | Literal["auto"] = "auto"
     """The number of ranks that split the samples. `"auto"` uses all ranks of the world; a number determines the world size."""
 
-    pp: Positive = 1
+    pp: PositiveInt = 1
     """The number of pipeline stages."""
 
-    sp: Positive = 1
+    sp: PositiveInt = 1
     """The number of ranks that split each sequence."""
 
-    wp: Positive = 1
+    wp: PositiveInt = 1
     """The number of ranks that shard each weight."""
 
     reduction: Literal["fast", "canonical"] = "fast"
@@ -234,7 +234,7 @@ class SetTable(Table):
     split: Literal["all", "held_out"] = "all"
     """Which samples are evaluated: all, or those that training on this table would hold out."""
 
-    steps: Positive | None = None
+    steps: PositiveInt | None = None
     """The largest number of batches of `global_size` samples; by default all samples are evaluated. Required for a stream."""
 
 
@@ -243,10 +243,10 @@ class EvaluationTable(Table):
     never.
     """
 
-    every: Positive
+    every: PositiveInt
     """The number of optimizer steps between two evaluations."""
 
-    steps: Positive = 10
+    steps: PositiveInt = 10
     """The number of batches of `global_size` samples in an evaluation of the held-out split of `[data]`."""
 
     held_out: bool = True
@@ -266,7 +266,7 @@ class EvaluationTable(Table):
     metrics.
     """
 
-    patience: Positive | None = None
+    patience: PositiveInt | None = None
     """The run ends after this number of consecutive evaluations in which `keep_best` has not improved; by default never."""
 
     @model_validator(mode="after")
@@ -288,7 +288,7 @@ class EvaluationTable(Table):
 class ProfileTable(Table):
     """Records a Chrome trace on each rank, with each action of a step; by default none."""
 
-    steps: Annotated[Array[Positive], Field(min_length=2, max_length=2)]
+    steps: Annotated[Array[PositiveInt], Field(min_length=2, max_length=2)]
     """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sley_core.api.plan import CheckpointConfig, Positive
+from pydantic import PositiveInt
+
+from sley_core.api.plan import CheckpointConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.records import CheckpointerRecord
 
@@ -10,7 +12,7 @@ from sley_core.records import CheckpointerRecord
 class PicklesConfig(CheckpointConfig):
     """Pickles that a run of any layout resumes from."""
 
-    every_steps: Positive = 100
+    every_steps: PositiveInt = 100
     """Optimizer steps from one checkpoint to the next."""
 
 

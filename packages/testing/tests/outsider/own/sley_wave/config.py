@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from sley_core.api.plan import Positive, Table
+from pydantic import PositiveInt
+
+from sley_core.api.plan import Table
 
 
 class HanayoConfig(Table):
     """Samples go up all stages and down again, in waves."""
 
-    waves: Positive = 1
+    waves: PositiveInt = 1
     """How often; each wave adds two parts of the model per stage."""
 
 
