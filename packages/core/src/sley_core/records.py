@@ -63,13 +63,23 @@ class ModelRecord(Record):
     uses_layer_names: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
 class AdaptersRecord(Record):
     """`build(config, layer_names) -> Callable[[nn.Module, str], None]`: adds adapters to a layer's module, in place.
 
     The result is called with the module and the name of each layer, after its base values are set, with generators that are
     seeded for this layer. The parameters of the base are frozen before. New parameters are trained, and so is whatever the
     function unfreezes. It is called on meta too.
+
+    merge: `"module:attribute"` of `merge(plan, source) -> api.files.TensorReader`, which returns the weights in `source` with
+        the adapters merged in, under the names of the model without adapters; None if that is not possible.
+    export: `"module:attribute"` of `export(plan, source, names, base, out)`, which writes the adapters in `source` for peft
+        into the new folder `out`. names: transformers' name of each weight, by its name in the model without adapters. base:
+        the folder from which the run started, or None. None if peft has no such adapters.
     """
+
+    merge: str | None = None
+    export: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ A linear keeps its weight, now `q_proj.base_layer.weight`, which is frozen, and 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -34,13 +33,11 @@ def adapters(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Mod
         raise PluginError("plugin-import", f"`hf.lora` needs peft: {error}", path=("adapters",), hint=hint) from error
 
     def adapt(layer: nn.Module, name: str) -> None:
-        trained = [parameter for path, parameter in layer.named_parameters(name) if _matches(path, config.train)]
+        trained = [parameter for path, parameter in layer.named_parameters(name) if matches(path, config.train)]
         trained += [parameter for parameter in layer.parameters() if parameter.requires_grad]  # by a tied layer
         targets = target_modules(config, layer, name, is_head=name == layer_names[-1])
         if targets:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sets it where a module needs it
-                peft.inject_adapter_in_model(peft_config(config, targets), layer, ADAPTER)
+            peft.inject_adapter_in_model(peft_config(config, targets, layer.modules()), layer, ADAPTER)
         for parameter in trained:
             parameter.requires_grad_(True)
 
@@ -57,7 +54,7 @@ def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: 
         return [] if is_head else [path for path in linears if path]
     targets = []
     for path, module in layer.named_modules():
-        if path and _matches(f"{name}.{path}", config.targets):
+        if path and matches(f"{name}.{path}", config.targets):
             if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
                 message = f"`{name}.{path}` is a {type(module).__name__}, which cannot have an adapter"
                 hint = "name linears and embeddings"
@@ -66,8 +63,8 @@ def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: 
     return targets
 
 
-def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftConfig:
-    """Returns the config of peft with these `target_modules`."""
+def peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> PeftConfig:
+    """Returns the config of peft with these `target_modules`, which are among `modules`."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -77,9 +74,10 @@ def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftConfig:
         use_rslora=config.rslora,
         use_dora=config.dora,
         target_modules=list(targets),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules),
     )
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
+def matches(path: str, patterns: Sequence[str]) -> bool:
     """Returns whether a pattern matches `path`: a name that it ends with, or a pattern of the whole path."""
     return any(path == pattern or path.endswith(f".{pattern}") or fnmatchcase(path, pattern) for pattern in patterns)

@@ -24,7 +24,13 @@ def sley_records() -> list[Record]:
             compare="sley_hf.compare:compare_with_transformers",
             uses_layer_names=True,
         ),
-        AdaptersRecord(name="lora", config=LoraConfig, build="sley_hf.lora:adapters"),
+        AdaptersRecord(
+            name="lora",
+            config=LoraConfig,
+            build="sley_hf.lora:adapters",
+            merge="sley_hf.peft_export:MergedWeights",
+            export="sley_hf.peft_export:export_adapter",
+        ),
     ]
 
 

@@ -8,6 +8,7 @@ the model is the one whose `load_state_dict` accepts the exported names.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
@@ -20,7 +21,8 @@ import typer
 
 from sley_core.attempt import PLAN
 from sley_core.errors import RunError, UsageError
-from sley_core.records import ModelRecord
+from sley_core.records import AdaptersRecord, ModelRecord
+from sley_core.table import expand_path
 from train_cli.console import say
 from train_cli.options import BestOption
 from train_cli.saved import files_of, is_remote, newest_weights, plan_of_run
@@ -39,6 +41,7 @@ class ExportFormat(StrEnum):
 
     safetensors = "safetensors"
     huggingface = "huggingface"
+    peft = "peft"
 
 
 def export(
@@ -52,9 +55,12 @@ def export(
     form: Annotated[
         ExportFormat,
         typer.Option(
-            "--format", help="safetensors: any model, with its state-dict names. huggingface: hf.decoder and models.llama."
+            "--format",
+            help="safetensors: any model, with its state-dict names. huggingface: hf.decoder and models.llama. peft: the "
+            "adapters of these.",
         ),
     ] = ExportFormat.safetensors,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters of the run into its weights.")] = False,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Load a huggingface export with transformers, and compare its logits.")
     ] = True,
@@ -66,6 +72,18 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
     to = out.absolute()
+    if merge and form is ExportFormat.peft:
+        message = "`--merge` leaves no adapters for `--format peft`"
+        raise UsageError("export-adapters", message, hint="use one of them")
+    if merge:
+        source = merged_weights(plan, source)
+    elif plan.adapters is not None and form is ExportFormat.huggingface:
+        hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
+        raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
+    if form is ExportFormat.peft:
+        _export_adapters(plan, source, Path(run), to)
+        say(f"the adapters for peft: {out}")
+        return
     if form is ExportFormat.huggingface:
         files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
     else:
@@ -122,6 +140,38 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     import_module("sley_hf.export").check_export(plan, model, source, out)
     say("transformers computes the run's logits")
     return files
+
+
+def merged_weights(plan: Plan, source: TensorReader) -> TensorReader:
+    """Returns the weights in `source` with the run's adapters merged in. Raises UsageError "export-adapters" if it has none."""
+    record = None if plan.adapters is None else plan.adapters.record
+    if not isinstance(record, AdaptersRecord) or record.merge is None:
+        raise _no_adapters("be merged")
+    reader: TensorReader = record.load(record.merge)(plan, source)
+    return reader
+
+
+def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> None:
+    """Writes the adapters in `source` for peft into the new folder `out`.
+
+    Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft cannot have, and
+    RunError "export-differs".
+    """
+    from sley_core.run_state.tensors import SavedWeights
+
+    record = None if plan.adapters is None else plan.adapters.record
+    model = hugging_face_model(plan, merged_weights(plan, source))
+    if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
+        raise _no_adapters("be exported for peft")
+    text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN).read_text("utf-8")
+    tables = tomllib.loads(text)  # the plan of a run folder names copies, without weights
+    weights = tables["model"].get("weights")
+    base = None if weights is None else Path(tables.get("source_folder", "."), expand_path(weights))
+    record.load(record.export)(plan, source, model.names, base, out)
+
+
+def _no_adapters(verb: str) -> UsageError:
+    return UsageError("export-adapters", f"the run has no adapters that could {verb}", hint="use `--format safetensors`")
 
 
 def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:

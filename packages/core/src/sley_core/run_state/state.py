@@ -21,7 +21,7 @@ from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
 from sley_core.records import CheckpointerRecord
 from sley_core.run_state.best import Best
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
-from sley_core.run_state.tensors import BASE, Restoring, RunTensors, generators, restore_generators
+from sley_core.run_state.tensors import BASE, Restoring, RunTensors, base_error, generators, restore_generators
 
 if TYPE_CHECKING:
     from sley_core.attempt import RunAttempt
@@ -212,9 +212,7 @@ class TrainingState:
             hint = "use `run.load_weights(..., strict=False)` to load only the weights that the model has"
             raise RunError("checkpoint-mismatch", message, hint=hint)
         if changed_base := next((names[0] for _, _, _, names in reports if names), ""):
-            message = f"{saved.place} was trained on a different base model: {changed_base!r} has other values"
-            hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
-            raise RunError("adapters-base", message, hint=hint)
+            raise base_error(saved.place, changed_base)
         if data_change := next((text for _, _, text, _ in reports if text), ""):
             assert self._feed is not None, data_change
             if self._feed.is_digest_exact:

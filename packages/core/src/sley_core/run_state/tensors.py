@@ -9,8 +9,9 @@ ranks/<rank>/extra/<name>        the extra states of the rank's modules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.attempt import use_copied_files
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
 from sley_core.engine.save import extra_state, modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
+from sley_core.model.build import build_on_meta
+from sley_core.model.tensors import checksum
+from sley_core.model.values import HostModel
 from sley_core.optim.shared import (
     Shared,
     attributes_of,
@@ -36,6 +42,7 @@ from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
 from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, TensorPiece, region_of
+from sley_core.weight_files.read import TensorKind
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
 if TYPE_CHECKING:
@@ -46,7 +53,6 @@ if TYPE_CHECKING:
     from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Stateful
-    from sley_core.weight_files.read import TensorKind
 
 OPTIONS = "options/"
 """The name prefix of a parameter's options in the optimizer's groups."""
@@ -430,13 +436,19 @@ def _names_by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tu
 class SavedWeights:
     """The weights and buffers of a checkpoint by their names in the registry. Weights are the master weights, or those after
     the optimizer's `eval()`.
+
+    plan: of the run. base: reads the frozen parameters of a model with adapters, which are not in the checkpoint.
     """
 
-    def __init__(self, saved: CheckpointReader, plan: Plan) -> None:
+    def __init__(self, saved: CheckpointReader, plan: Plan, base: Callable[[], BaseWeights]) -> None:
         self.saved = saved
         self._plan = plan
+        self._base = cache(base)
         self._saved_names = extra_states(saved) | {
-            name.removeprefix(prefix): name for prefix in (WEIGHTS, BUFFERS) for name in saved.names if name.startswith(prefix)
+            name.removeprefix(prefix): name
+            for prefix in (WEIGHTS, BUFFERS, BASE)
+            for name in (*saved.names, *saved.description.values)
+            if name.startswith(prefix)
         }
 
     @property
@@ -444,9 +456,17 @@ class SavedWeights:
         return list(self._saved_names)
 
     def kind(self, name: str) -> TensorKind:
+        if self._saved_names[name].startswith(BASE):
+            return self._base().kind(name)
         return self.saved.kind(self._saved_names[name])
 
     def tensor(self, name: str) -> Tensor:
+        """Returns a weight or buffer. Raises RunError "adapters-base" for a base with other values than the checkpoint's."""
+        if self._saved_names[name].startswith(BASE):
+            value = self._base().tensor(name)
+            if checksum(value) != self.saved.description.values[BASE + name]:
+                raise base_error(self.saved.place, name)
+            return value
         value = self.saved.tensor(self._saved_names[name])
         if not self.saved.description.state["has_modes"] or not self._saved_names[name].startswith(WEIGHTS):
             return value
@@ -459,6 +479,32 @@ class SavedWeights:
         return parameter.detach()
 
 
+class BaseWeights:
+    """The first values of the model of `plan`, one layer in memory at a time."""
+
+    def __init__(self, plan: Plan) -> None:
+        info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
+        self._host = HostModel(build_on_meta(plan.model, info, plan.run.seed, plan.adapters))
+        self._layer: tuple[str, nn.Module] = ("", nn.Module())
+
+    def kind(self, name: str) -> TensorKind:
+        value = self.tensor(name)
+        return TensorKind(DTYPES[value.dtype], tuple(value.shape))
+
+    def tensor(self, name: str) -> Tensor:
+        layer = next(layer for layer in self._host.model.layers if name.startswith(f"{layer.name}."))
+        if self._layer[0] != layer.name:
+            self._layer = layer.name, self._host.build_module(layer)
+        return self._layer[1].get_parameter(name.removeprefix(f"{layer.name}.")).detach()
+
+
+def base_error(place: str, name: str) -> RunError:
+    """Returns the error of a checkpoint whose base had other values of the parameter `name`."""
+    hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
+    message = f"{place} was trained on a different base model: {name!r} has other values"
+    return RunError("adapters-base", message, hint=hint)
+
+
 def plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
     """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
 
@@ -466,4 +512,5 @@ def plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
     """
     document = read_text(saved.description.plan, saved.place, Path())
     plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), Loader())
-    return plan, SavedWeights(saved, plan)
+    # the copies are without weights
+    return plan, SavedWeights(saved, plan, lambda: BaseWeights(resolve_plan(document, Loader())))

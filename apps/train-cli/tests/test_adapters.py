@@ -1,0 +1,141 @@
+"""A run with `[adapters]` leaves as a folder of peft and as a merged model, and is evaluated and sampled."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sley_core.assemble import assemble
+from sley_core.attempt import PLAN
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_testing.plans import Tables, small_plan
+from train_cli.saved import keep_files
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+Trained = Callable[..., tuple[Path, torch.Tensor]]
+CASES: dict[str, tuple[str, str, Tables]] = {
+    "llama": ("hf.decoder", "llama", {}),
+    "models.llama, rsLoRA": ("models.llama", "llama", {"rslora": True, "targets": ["query", "blocks.1.*.down"]}),
+    "gpt2, tied, DoRA": ("hf.decoder", "gpt2", {"dora": True}),
+    "head and norms": ("hf.decoder", "llama", {"train": ["head.*", "blocks.*_layernorm.weight"]}),
+    "embedding": ("hf.decoder", "llama", {"targets": ["embed_tokens", "q_proj"]}),
+}
+
+
+def save_model(folder: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES, **NO_DROPOUT)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def trained(texts: Path, folder: Path) -> Trained:
+    """`trained(use, family, adapters)`: the folder of a run of two steps, its logits; it has a checkpoint, `run/saved/2`."""
+
+    def train(use: str, family: str, adapters: Tables) -> tuple[Path, torch.Tensor]:
+        tables = small_plan(
+            data__sequence=16,
+            optimizer={"use": "core.adamw", "lr": 1e-2},
+            precision__compute="fp32",
+            model={"use": use, "weights": str(save_model(folder / "base", family))},
+            adapters={"use": "hf.lora", "rank": 4, "alpha": 8.0, **adapters},
+        )
+        to = folder / "run"
+        to.mkdir()
+        loaded = plan_from_dict(tables, texts)
+        keep_files(loaded, to)
+        with assemble(loaded, World.alone("cpu")) as run:
+            run.step()
+            run.step()
+            run.save_weights(to / "weights")
+            run.save_checkpoint(to / "saved" / "2")
+            (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
+            output: Any = TOKENS
+            with torch.no_grad():
+                for layer in run.layers:
+                    output = layer.module(output)
+        return to, output
+
+    return train
+
+
+def succeed(cli: Any, *arguments: Any) -> str:
+    result = cli(*arguments)
+    assert result.code == 0, result.err
+    return str(result.out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
+    run, expected = trained(*CASES[case])
+    succeed(cli, "export", run, "--format", "peft", "--out", folder / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = peft.PeftModel.from_pretrained(base, str(folder / "adapter"))
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size < 60_000
+    for source, out in ((run, "merged"), (run / "saved" / "2", "from a checkpoint")):
+        succeed(cli, "export", source, "--format", "huggingface", "--merge", "--out", folder / out)
+        with torch.no_grad():
+            logits = transformers.AutoModelForCausalLM.from_pretrained(folder / out)(TOKENS).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_changed_base_is_refused_by_exports(cli: Any, trained: Trained, folder: Path) -> None:
+    run, _ = trained(*CASES["llama"])
+    file = folder / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.1
+    save_file(tensors, file, {"format": "pt"})
+    result = cli("export", run, "--format", "peft", "--out", folder / "adapter")
+    assert "export-differs" in result.err
+    assert "up_proj" in result.err
+    assert not (folder / "adapter").exists()
+    result = cli("export", run / "saved" / "2", "--format", "safetensors", "--out", folder / "whole")
+    assert "adapters-base" in result.err
+
+
+def test_a_run_is_evaluated_and_sampled_without_its_base(cli: Any, trained: Trained, folder: Path) -> None:
+    run, _ = trained(*CASES["llama"])
+    shutil.rmtree(folder / "base")
+    assert "held-out loss" in succeed(cli, "eval", run)
+    assert succeed(cli, "sample", run, "--prompt", "the sley", "--tokens", "5")
+
+
+def test_exports_of_runs_without_adapters_are_refused(cli: Any, trained: Trained, folder: Path) -> None:
+    run, _ = trained(*CASES["llama"])
+    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
+    assert "export-adapters" in result.err
+    text = (run / PLAN).read_text("utf-8")
+    before, _, rest = text.partition("[adapters]")
+    (run / PLAN).write_text(before + rest[rest.index("\n[") :], "utf-8")
+    for options in (["--format", "peft"], ["--merge"]):
+        result = cli("export", run, *options, "--out", folder / "hf")
+        assert "export-adapters" in result.err
