@@ -115,7 +115,7 @@ def test_a_layer_does_not_wait_for_a_stuck_data_set_for_ever(alone, tables, monk
     monkeypatch.setattr(own_data.Rows, "__getitem__", stuck)
     drawing = {"factory": "own_draws:DrawingRows"}
     with alone(tables("numpy", data=drawing, run__steps=6, limits={"data_timeout_s": 0.3})) as run:
-        with pytest.raises(RunError, match=r"data-timeout.*dataset"):
+        with pytest.raises(RunError, match=r"data-timeout.*data ?set"):
             run.train()
         goes_on.set()
 
