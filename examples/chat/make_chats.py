@@ -3,10 +3,10 @@ r"""Writes chats.jsonl, questions about the standard library and answers from it
     python make_chats.py                     # in this folder, some seconds
     train-cli data show plan.toml --sample 0
     train-cli run plan.toml                  # about two minutes on two cores
-    train-cli sample runs/chat --temperature 0 \
-        --prompt $'<|im_start|>user\nWhat does math.hypot do?<|im_end|>\n<|im_start|>assistant\n'
+    train-cli chat runs/chat --temperature 0      # ask: What does math.hypot do?
+    train-cli export runs/chat --format huggingface --out chat-model
 
-It needs `pip install -e "packages/data[chat]"`.
+It needs `pip install -e "packages/data[chat]" -e packages/hf`.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ SECTIONS = {
         "report": "Write an HTML page about runs, with curves and tables.",
         "eval": "Print the held-out loss of a run's weights.",
         "sample": "Generate text from a run's weights.",
+        "chat": "Talk to a trained model.",
         "export": "Write a run's weights for other programs.",
         "env": "Print versions and devices for a bug report.",
     },

@@ -1,25 +1,29 @@
 """`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss.
 
-Sampling has no KV cache: each token recomputes the whole window.
+Models that transformers has are sampled with its `generate` and a KV cache. Any other model, and a text with more
+tokens than the model has positions, has no cache: each token recomputes the whole window.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sley_core.attempt import PLAN
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError, UsageError
 from sley_core.plan.tables import row_name
-from sley_core.records import DatasetRecord
+from sley_core.records import DatasetRecord, ModelRecord
+from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
 from train_cli.console import say
 from train_cli.one_process import open_trained_run, plan_with_data
 from train_cli.options import BestOption
@@ -35,8 +39,10 @@ if TYPE_CHECKING:
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: runs/NAME.")],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, runs/NAME; a checkpoint, or an exported folder of transformers.")
+    ],
+    prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="The text to continue. Repeatable.")],
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum number of tokens.")] = 200,
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="T", min=0.0, help="1 samples the model's distribution; 0 is greedy.")
@@ -45,45 +51,84 @@ def sample(
         int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample only from the K most likely tokens.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the sampling.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take the prompt as a user's message, by the chat template, and print the answer.")
+    ] = False,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, if the plan has none.")
     ] = None,
     best: BestOption = False,
 ) -> None:
     """Generate text after a prompt from a run's weights, and print it token by token."""
-    if not prompt:
+    if not all(prompt):
         raise UsageError("empty-prompt", "the prompt is empty", hint="use a `--prompt` of at least one letter")
-    plan = plan_with_data(run)
-    import torch
+    options = {"temperature": temperature, "top_k": top_k}
+    plan = plan_with_data(Path(run)) if (Path(run) / PLAN).is_file() else None
+    has_windows = plan is not None and len(prompt) == 1 and not chat
+    if plan is not None and has_windows and not _has_cache(plan):
+        _sample_windows(Path(run), plan, prompt[0], tokens, tokenizer, seed, best, options)
+        return
+    if plan is not None:
+        text_ids_of(plan, tokenizer)  # refuses data without a vocabulary before weights are read
+    generator, text_ids = open_generator(run, best=best, tokenizer=tokenizer, feature="`train-cli sample`")
+    if chat:
+        ids = [generator.encode_chat([{"role": "user", "content": text}]) for text in prompt]
+        shown: list[list[int]] = [[] for _ in prompt]
+    else:
+        ids = [_encode(text_ids, text) for text in prompt]
+        shown = [row[text_ids.num_before :] for row in ids]
+    length = max(map(len, ids))
+    if plan is not None and has_windows and length + tokens > (generator.max_length or math.inf):
+        _sample_windows(Path(run), plan, prompt[0], tokens, tokenizer, seed, best, options)
+        return
+    limit = limit_tokens(generator, length, tokens)
+    steps = generator.generate(ids, tokens=limit, seed=seed, **options)
+    if len(ids) == 1:
+        _print(text_ids, chain(shown[0], (row[0] for row in steps if row[0] is not None)))
+    else:
+        for context, *answer in zip(shown, *steps, strict=True):
+            _print(text_ids, chain(context, (token for token in answer if token is not None)))
+    if limit < tokens:
+        say(f"the model has {generator.max_length} positions")
 
-    text_ids = _text_ids(plan, tokenizer)
+
+def _has_cache(plan: Plan) -> bool:
+    """Returns whether transformers can generate with the plan's model."""
+    record = plan.model.record
+    return isinstance(record, ModelRecord) and record.hugging_face is not None and find_spec("sley_hf") is not None
+
+
+def _encode(text_ids: TextIds, prompt: str) -> list[int]:
+    """Returns the ids of a prompt. Raises UsageError "empty-prompt" if it has none."""
     ids = text_ids.encode(prompt)
     if len(ids) == text_ids.num_before:
         raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
-    with open_trained_run(run, plan, best=best) as (model, description):
-        say(description)
-        generator = torch.Generator().manual_seed(seed)
-        tokens_drawn = generate(model, ids, text_ids.size, temperature=temperature, top_k=top_k, generator=generator)
-        answer = takewhile(lambda token: token != text_ids.end, islice(tokens_drawn, tokens))
-        # The decoder may need the prompt's ids as context.
-        for text in text_ids.decode(chain(ids[text_ids.num_before :], answer)):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+    return ids
+
+
+def _print(text_ids: TextIds, ids: Iterable[int]) -> None:
+    """Prints the text of ids as they come."""
+    for text in text_ids.decode(ids):
+        sys.stdout.write(text)
+        sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _text_ids(plan: Plan, tokenizer: Path | None) -> TextIds:
-    """Returns the mapping between text and ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
+def _sample_windows(
+    run: Path, plan: Plan, prompt: str, tokens: int, tokenizer: Path | None, seed: int, best: bool, options: Mapping[str, Any]
+) -> None:
+    """Prints text after a prompt with the run's own layers, which compute the whole window for each token."""
+    import torch
 
-    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is needed and not
-    installed.
-    """
-    record = plan.data.record if tokenizer is None else plan.loader.record("datasets", "data.text")
-    if not isinstance(record, DatasetRecord) or record.text_ids is None:
-        hint = "use `--tokenizer PATH` with the tokenizer that made its token ids"
-        raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
-    ids: TextIds = record.load(record.text_ids)(plan.data.config, tokenizer)
-    return ids
+    text_ids = text_ids_of(plan, tokenizer)
+    ids = _encode(text_ids, prompt)
+    with open_trained_run(run, plan, best=best) as (model, description):
+        say(description)
+        generator = torch.Generator().manual_seed(seed)
+        tokens_drawn = generate(model, ids, text_ids.size, generator=generator, **options)
+        answer = takewhile(lambda token: token != text_ids.end, islice(tokens_drawn, tokens))
+        # The decoder may need the prompt's ids as context.
+        _print(text_ids, chain(ids[text_ids.num_before :], answer))
 
 
 def generate(

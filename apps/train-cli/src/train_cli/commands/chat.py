@@ -1,0 +1,161 @@
+"""`train-cli chat RUN`: a conversation with a trained model in the terminal; opens models for `train-cli sample`, too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sley_core.attempt import PLAN
+from sley_core.discovery import install_hint
+from sley_core.errors import PluginError, UsageError
+from sley_core.hugging_face import CONFIG, write_other_files
+from sley_core.plan.loader import Loader
+from sley_core.records import DatasetRecord
+from train_cli.commands.export import hugging_face_model, open_weights
+from train_cli.console import say
+from train_cli.options import BestOption
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import TextIds
+    from sley_core.plan.plan import Plan
+
+HELP = "Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer."
+
+
+def chat(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a folder of `export --format huggingface`.")
+    ],
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum length of an answer.")] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="1 samples the model's distribution; 0 is greedy.")
+    ] = 0.7,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample only from the K most likely tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the sampling.")] = 0,
+    best: BestOption = False,
+) -> None:
+    """Talk to a trained model in the terminal."""
+    generator, text_ids = open_generator(run, best=best, feature="`train-cli chat`")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(first)
+    generator.encode_chat([*first, {"role": "user", "content": "?"}])  # refuses a model without a template at once
+    say(HELP)
+    for line in _lines():
+        if line == "/quit":
+            return
+        if line == "/reset":
+            messages = list(first)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            ids = _encode_recent(generator, messages, len(first))
+            num_tokens = limit_tokens(generator, len(ids), tokens)
+            steps = generator.generate([ids], tokens=num_tokens, temperature=temperature, top_k=top_k, seed=seed)
+            messages.append({"role": "assistant", "content": _print_answer(text_ids, steps)})
+
+
+def _lines() -> Iterator[str]:
+    """Yields the lines that the user types, until the end of stdin."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stdout.write("> ")
+            sys.stdout.flush()
+        if not (line := sys.stdin.readline()):
+            return
+        yield line.strip()
+
+
+def _print_answer(text_ids: TextIds, steps: Any) -> str:
+    """Prints an answer as it is generated, until Ctrl-C; returns what was printed. steps: lists of one id."""
+    text = ""
+    try:
+        with closing(steps):
+            for part in text_ids.decode(row[0] for row in steps if row[0] is not None):
+                text += part
+                sys.stdout.write(part)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return text
+
+
+def _encode_recent(generator: Any, messages: list[dict[str, str]], num_first: int) -> list[int]:
+    """Returns the ids of the conversation, from which the oldest turns are removed while it fills the model's positions."""
+    while True:
+        ids: list[int] = generator.encode_chat(messages)
+        if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_first + 1:
+            return ids
+        del messages[num_first : num_first + 2]
+        say("the conversation is too long for the model, which forgets its first turn")
+
+
+def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
+    """Returns the number of new tokens for which the model has positions, at most `tokens`.
+
+    num_ids: the number of tokens of the prompt. Raises UsageError "prompt-long" if there is no position left.
+    """
+    if generator.max_length is None or num_ids + tokens <= generator.max_length:
+        return tokens
+    if num_ids >= generator.max_length:
+        message = f"the prompt has {num_ids} tokens, and the model has {generator.max_length} positions"
+        raise UsageError("prompt-long", message, hint="use a shorter prompt")
+    return int(generator.max_length - num_ids)
+
+
+def is_exported(run: str) -> bool:
+    """Returns whether `run` is a folder with a model of transformers."""
+    return (Path(run) / CONFIG).is_file() and not (Path(run) / PLAN).is_file()
+
+
+def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
+    """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
+    between text and token ids. feature: the command, for errors.
+
+    Raises PluginError "command-missing" without sley-hf, and UsageError "no-chat" if transformers has no such model.
+    """
+    if find_spec("sley_hf") is None:
+        raise PluginError("command-missing", f"{feature} needs sley-hf, which is not installed", hint=install_hint("hf"))
+    generate = import_module("sley_hf.generate")
+    if is_exported(run):
+        text_ids = text_ids_of(None, tokenizer or Path(run))
+        return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
+    plan, source = open_weights(run, best=best)
+    text_ids = text_ids_of(plan, tokenizer)
+    model = hugging_face_model(plan, source)
+    if model is None:
+        hint = "use `hf.decoder` or `models.llama`"
+        raise UsageError("no-chat", f"{feature} needs a model of transformers, unlike `{plan.model.name}`", hint=hint)
+    with TemporaryDirectory() as folder:
+        write_other_files(plan, model, Path(folder))
+        state = {hf_name: source.tensor(name) for name, hf_name in model.names.items()}
+        return generate.Generator(Path(folder), state, () if text_ids.end is None else (text_ids.end,)), text_ids
+
+
+def text_ids_of(plan: Plan | None, tokenizer: Path | None) -> TextIds:
+    """Returns the mapping between text and ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
+
+    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is needed and not
+    installed.
+    """
+    if plan is None or tokenizer is not None:
+        record: Any = (Loader() if plan is None else plan.loader).record("datasets", "data.text")
+    else:
+        record = plan.data.record
+    if not isinstance(record, DatasetRecord) or record.text_ids is None:
+        assert plan is not None, tokenizer
+        hint = "use `--tokenizer PATH` with the tokenizer that made its token ids"
+        raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
+    ids: TextIds = record.load(record.text_ids)(None if plan is None else plan.data.config, tokenizer)
+    return ids

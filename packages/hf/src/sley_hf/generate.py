@@ -1,0 +1,147 @@
+"""Generates text with transformers' `generate` and its KV cache, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from sley_core.errors import UsageError
+
+
+class Generator:
+    """A model of transformers, which continues prompts.
+
+    folder: has `config.json` and a tokenizer, as `train-cli export` writes them. state: the weights by transformers' names; if
+    None, they are read from the folder. stop: ids that end a text, beside those of the model and the tokenizer.
+    """
+
+    def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None, stop: Sequence[int] = ()) -> None:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        config = AutoConfig.from_pretrained(folder)
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = model_class.from_pretrained(
+            folder if state is None else None,
+            config=config,
+            dtype=config.dtype,
+            **({} if state is None else {"state_dict": dict(state)}),
+        )
+        self.model.to(device).eval()
+        ends: Any = config.eos_token_id
+        if (folder / "generation_config.json").is_file():
+            ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        self.model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # no sampling options of the files
+        self.tokenizer: Any = None
+        if (
+            folder / "tokenizer.json"
+        ).is_file():  # AutoTokenizer may choose a class by the model, which splits text in its own way
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        elif (folder / "tokenizer_config.json").is_file():
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        every = [*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None), *stop]
+        self.stop = sorted({token for token in every if token is not None})
+        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Returns the ids of a conversation and the beginning of the next answer, by the tokenizer's chat template.
+
+        Raises UsageError "chat-template" if there is no template, or if it refuses the messages.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            hint = "use a run of `data.chat`, or a model whose tokenizer has a template"
+            raise UsageError("chat-template", "the model has no chat template", hint=hint)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise UsageError("chat-template", f"the chat template refuses the messages: {error}") from None
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float, top_k: int | None, seed: int
+    ) -> Iterator[list[int | None]]:
+        """Yields the next id of each prompt, or None after an end token, until all have ended or have `tokens` new ids.
+
+        temperature: 0 takes the most likely id. top_k: samples from this number of most likely ids. Closing the iterator stops
+        the generation.
+        """
+        length = max(map(len, prompts))
+        ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options: dict[str, Any] = {"do_sample": temperature > 0, "repetition_penalty": 1.0, "max_new_tokens": tokens}
+        if temperature > 0:
+            options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
+        if self.stop:
+            options |= {"eos_token_id": self.stop}
+        queue: SimpleQueue[Any] = SimpleQueue()
+        cancelled = Event()
+
+        def run() -> None:
+            try:
+                torch.manual_seed(seed)
+                self.model.generate(
+                    input_ids=ids.to(self.model.device),
+                    attention_mask=mask.to(self.model.device),
+                    pad_token_id=self.stop[0] if self.stop else 0,
+                    streamer=_Streamer(queue),
+                    stopping_criteria=[_Cancellation(cancelled)],
+                    **options,
+                )
+            except BaseException as error:
+                queue.put(error)
+            queue.put(None)
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        ended = [False] * len(prompts)
+        try:
+            while (item := queue.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                ended = [was or token in self.stop for was, token in zip(ended, item, strict=True)]
+                yield [None if has_ended else token for has_ended, token in zip(ended, item, strict=True)]
+        finally:
+            cancelled.set()
+            thread.join()
+
+
+class _Streamer(BaseStreamer):
+    """Puts the ids of each step into a queue; the first ids are the prompts, and are dropped."""
+
+    def __init__(self, queue: SimpleQueue[Any]) -> None:
+        self._queue = queue
+        self._has_prompts = False
+
+    def put(self, value: Tensor) -> None:
+        if self._has_prompts:
+            self._queue.put(value.flatten().tolist())
+        self._has_prompts = True
+
+    def end(self) -> None:
+        pass
+
+
+class _Cancellation(StoppingCriteria):
+    """Ends a generation when an event is set."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), self._event.is_set(), device=input_ids.device)
