@@ -293,7 +293,7 @@ def test_export_and_sample_take_the_newest_weights_and_say_which(cli: Cli, plan:
     (folder / "corpus.txt").unlink()
     sampled = cli("sample", "moved/small", "--prompt", "the", "--tokens", "2")
     assert sampled.code == 0, sampled.err
-    assert f"the checkpoint of step 8 in {folder / 'moved/small/checkpoints'}" in sampled.err
+    assert f"after step 8 of 8 of the run 'small', from {folder / 'moved/small/checkpoints'}" in sampled.err
     back = cli("run", plan, "--resume", "moved/small/checkpoints/step-00000002", changes=[*more, "run.folder='moved'"])
     assert back.code != 0, "its corpus is gone"
     assert "after step 8 of" in cli("sample", "moved/small", "--prompt", "the", "--tokens", "2").err
