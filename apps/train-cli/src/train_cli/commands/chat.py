@@ -19,7 +19,7 @@ from sley_core.errors import PluginError, UsageError
 from sley_core.hugging_face import CONFIG, write_other_files
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
-from train_cli.commands.export import hugging_face_model, open_weights
+from train_cli.commands.export import hugging_face_model, merged_weights, open_weights
 from train_cli.console import say
 from train_cli.options import BestOption
 
@@ -133,6 +133,8 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
         return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
     plan, source = open_weights(run, best=best)
     text_ids = text_ids_of(plan, tokenizer)
+    if plan.adapters is not None:
+        source = merged_weights(plan, source)
     model = hugging_face_model(plan, source)
     if model is None:
         hint = "use `hf.decoder` or `models.llama`"
