@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sley_core.assemble import assemble
 from sley_core.attempt import PLAN
 from sley_core.comm.world import World
-from sley_core.errors import RunError
+from sley_core.errors import PlanError, RunError
 from sley_core.hugging_face import write_other_files
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
@@ -208,15 +208,26 @@ def test_another_models_weights_are_refused(cli: Any, trained: Trained, folder: 
     assert json.loads((run / "start" / "config.json").read_text())["model_type"] == "llama"
 
 
-@pytest.mark.parametrize("use", ["hf.decoder"])
-def test_a_run_starts_from_the_weights_of_another_and_is_exported(cli: Any, trained: Trained, folder: Path, use: str) -> None:
-    first = trained(plan({"use": use, "weights": str(save_model(folder / "start", "llama"))}), "first")
+@pytest.mark.parametrize(("use", "is_new"), [("hf.decoder", False), ("models.llama", False), ("models.llama", True)])
+def test_a_run_starts_from_the_weights_of_another_and_is_exported(
+    cli: Any, trained: Trained, folder: Path, use: str, is_new: bool
+) -> None:
+    """is_new: whether the first run started from random weights."""
+    start = save_model(folder / "start", "llama")
+    model = {"num_layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1} if is_new else {"weights": str(start)}
+    first = trained(plan({"use": use, **model}), "first")
     second = trained(plan({"use": use, "weights": str(first)}, optimizer__lr=1e-9), "second")
     weights, expected = WeightFiles(second / "weights"), WeightFiles(first / "weights")
     assert weights.names == expected.names
     for name in weights.names:
         torch.testing.assert_close(weights.tensor(name), expected.tensor(name))
     shutil.rmtree(first)
-    shutil.rmtree(folder / "start")
+    shutil.rmtree(start)
     exported(cli, second, folder / "hf")
-    assert exported_model(folder / "hf").generation_config.eos_token_id == 255
+    assert exported_model(folder / "hf").generation_config.eos_token_id == (None if is_new else 255)
+
+
+def test_weights_of_another_kind_of_run_are_refused(trained: Trained, folder: Path) -> None:
+    run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
+    with pytest.raises(PlanError, match=r"has the model 'hf.decoder' and not 'models.llama'"):
+        plan_from_dict(plan({"use": "models.llama", "weights": str(run)}), folder)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from sley_core.api.plan import ModelConfig, PlanPath, Table
-from sley_models.hf_config import CONFIG, read_config
+from sley_models.hf_config import config_path, read_config
 
 FFN_MULTIPLE = 64
 
@@ -72,7 +72,9 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """
 
     weights: PlanPath | None = None
-    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files."""
+    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files,
+    or the folder of a run of this model, such as `runs/x`.
+    """
 
     num_layers: PositiveInt
     """The number of decoder blocks."""
@@ -127,7 +129,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
         if not isinstance(values, dict) or not isinstance(values.get("weights"), str | Path):
             return values
         folder = Path((info.context or {}).get("folder") or "", values["weights"])
-        if not (folder / CONFIG).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
+        if not config_path(folder).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
             return values
         sizes = read_config(folder).keys
         return {**{key: value for key, value in sizes.items() if value is not None}, **values}
@@ -137,13 +139,13 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     def _check_against_weights(cls, value: Any, info: ValidationInfo) -> Any:
         """Raises ValueError if the value of a key differs from that in the `config.json` of `weights`."""
         folder, key = info.data.get("weights"), info.field_name or ""
-        if folder is None or not (folder / CONFIG).exists():
+        if folder is None or not config_path(folder).exists():
             return value
         hf_config = read_config(folder)
         if key in hf_config.keys and key in hf_config.names:
             plain_value = value.model_dump() if isinstance(value, Table) else value
             if plain_value != hf_config.keys[key]:
-                source = f"`{folder / CONFIG}` has {hf_config.names[key]} = {hf_config.source_value(key)}"
+                source = f"`{config_path(folder)}` has {hf_config.names[key]} = {hf_config.source_value(key)}"
                 raise ValueError(f"{plain_value} does not fit the weights, since {source}")
         return value
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from sley_core.api.files import WeightFiles, read_tensor
+from sley_core.api.files import WeightFiles, read_tensor, weights_folder
 from sley_core.errors import PlanError, RunError
 from sley_models import hf
 from sley_models.hf import PATH, check_files
@@ -25,17 +25,13 @@ class FileInitializer:
     def __init__(self, config: LlamaConfig) -> None:
         assert config.weights is not None, config
         try:
-            files = WeightFiles(config.weights)
+            files = WeightFiles(weights_folder(config.weights))
         except RunError as error:
             raise _weights_error(error.diagnostics[0].message, error.diagnostics[0].hint) from None
         if problems := check_files(files, config):
             raise _weights_error(problems[0])
         _check_tied_head(files, config)
-        self._sources = {
-            name: (files.stored[hf_name].file, hf_name)
-            for name, hf_name in hf.name_pairs(config)
-            if name != hf.HEAD or not config.tie_embeddings
-        }
+        self._sources = {name: (files.stored[stored].file, stored) for name, stored in hf.stored_pairs(config)}
 
     def __call__(self, module: nn.Module, name: str) -> None:
         """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""

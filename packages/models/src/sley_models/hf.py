@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import KeyPath, RunError
 from sley_core.records import Problem
 from sley_models.config import LlamaConfig
+from sley_models.hf_config import PLAN
 
 if TYPE_CHECKING:
     from sley_core.api.files import WeightFiles
@@ -51,6 +52,14 @@ def name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
         for name, hf_name in block_names.items():
             yield f"blocks.{block}.{name}", f"model.layers.{block}.{hf_name}"
     yield HEAD, _OUTER["embed.tokens.weight" if config.tie_embeddings else HEAD]
+
+
+def stored_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
+    """Yields every parameter's name with its name in the files of `weights`, which are the same for a run."""
+    is_run = config.weights is not None and (config.weights / PLAN).is_file()
+    for name, hf_name in name_pairs(config):
+        if name != HEAD or not config.tie_embeddings:
+            yield name, name if is_run else hf_name
 
 
 def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -109,12 +118,12 @@ def check_model(plan: Plan) -> Iterable[Problem]:
     config = plan.model.config
     if not isinstance(config, LlamaConfig) or config.weights is None:
         return
-    from sley_core.api.files import WeightFiles  # other plans do not need the library
+    from sley_core.api.files import WeightFiles, weights_folder  # other plans do not need the library
     from sley_models.hf_config import read_config
 
     try:
         read_config(config.weights)
-        files = WeightFiles(config.weights)
+        files = WeightFiles(weights_folder(config.weights))
     except ValueError as error:
         yield Problem(PATH, str(error), "use a folder that `save_pretrained` wrote", "model-weights")
     except RunError as error:
@@ -129,7 +138,8 @@ def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
     from sley_core.api.files import FLOATS
 
     assert config.vocab_size is not None, "`weights` sets the size of the vocabulary"
-    expected = shapes(config, config.vocab_size)
+    hf_shapes, hf_names = shapes(config, config.vocab_size), dict(name_pairs(config))
+    expected = {stored: hf_shapes[hf_names[name]] for name, stored in stored_pairs(config)}
     optional = {HF_HEAD} if config.tie_embeddings else set()
     problems = [f"{name!r} is missing" for name in expected if name not in files.stored]
     for name, tensor in files.stored.items():

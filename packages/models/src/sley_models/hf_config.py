@@ -6,16 +6,21 @@ Refuses options that `models.llama` does not support, so that no model is traine
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.errors import RunError
+
 if TYPE_CHECKING:
     from sley_models.config import LlamaConfig
 
 CONFIG = "config.json"
+PLAN = "plan.toml"
+"""The plan in the folder of a run, which `[model] weights` may name, too."""
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _MAX_BYTES = 1 << 22
@@ -47,13 +52,40 @@ class HFConfig:
 
 def read_config(folder: Path) -> HFConfig:
     """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read or `models.llama` does not support it."""
-    path = folder / CONFIG
+    path = config_path(folder)
+    if path.name == PLAN:
+        return _read_run(folder)
     try:
         state = path.stat()
     except OSError as error:
         message = f"{error.strerror} (`weights` must be a local folder, since no model is downloaded from a hub)"
         raise ValueError(f"cannot read `{path}`: {message}") from None
     return _read_file(path, state.st_mtime_ns, state.st_size)
+
+
+def config_path(folder: Path) -> Path:
+    """Returns the path of the file with the model's sizes: `config.json`, or in the folder of a run its plan."""
+    return folder / (PLAN if (folder / PLAN).is_file() else CONFIG)
+
+
+def _read_run(folder: Path) -> HFConfig:
+    """Reads the sizes of the model of the run in `folder`. Raises ValueError unless it is a `models.llama`."""
+    from sley_core.api.files import WeightFiles, weights_folder
+
+    try:
+        table = tomllib.loads((folder / PLAN).read_text("utf-8"))["model"]
+        use = table.pop("use", None)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"cannot read `{folder / PLAN}`: {error}") from None
+    if use != "models.llama":
+        raise ValueError(f"the run in `{folder}` has the model {use!r} and not 'models.llama'")
+    keys = {key: value for key, value in table.items() if key not in ("weights", "compile")}
+    if "vocab_size" not in keys:
+        try:
+            keys["vocab_size"] = WeightFiles(weights_folder(folder)).kind("embed.tokens.weight").shape[0]
+        except (RunError, KeyError) as error:
+            raise ValueError(f"the run in `{folder}` has no final weights: {error}") from None
+    return HFConfig(keys, {key: key for key in keys if key != "init_std"}, {})
 
 
 @lru_cache(maxsize=8)

@@ -11,7 +11,6 @@ from sley_core.weight_files.read import RANDOM_SETTINGS as RANDOM_SETTINGS
 from sley_core.weight_files.read import TensorKind as TensorKind
 from sley_core.weight_files.read import TensorReader as TensorReader
 from sley_core.weight_files.read import WeightFiles as WeightFiles
-from sley_core.weight_files.read import disable_settings as disable_settings
 from sley_core.weight_files.read import read_tensor as read_tensor
 from sley_core.whole_files import replace_atomically as replace_atomically
 from sley_core.whole_files import sync_names as sync_names
