@@ -17,7 +17,7 @@ from sley_hf.structure import find_structure
 from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import assert_parity_of_parts, record, record_reference
+from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
@@ -44,6 +44,7 @@ LAYOUTS: dict[str, Tables] = {
     "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
     "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all"}},
     "recompute": {"parallel": {"dp": 2}, "activations": {"use": "core.recompute", "fraction": 1.0}},
+    "host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}, "offload": [{"use": "memory.everything"}]},
 }
 
 
@@ -114,29 +115,45 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
     assert_close_gradients(weights, {name: recorded.weights[name] for name in weights}, 1e-10)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_one_process(layout: str, base: Path, texts: Path, ranks: Any) -> None:
+def record_all(plans: list[Tables], folder: Path) -> list[Recorded]:
+    """Records several plans one after another on the same ranks."""
+    return [record(tables, STEPS, folder=folder) for tables in plans]
+
+
+def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any) -> None:
     tables = plan(base)
-    recorded = ranks(2, 180)(record, changed(tables, **LAYOUTS[layout]), STEPS, folder=texts)
-    assert_parity_of_parts(record_reference(tables, STEPS, folder=texts), recorded, "fp64")
+    recorded = ranks(2, 400)(record_all, [changed(tables, **layout) for layout in LAYOUTS.values()], texts)
+    for layout, results in zip(LAYOUTS, zip(*recorded, strict=True), strict=True):
+        print(layout)
+        assert_parity_of_parts(record_reference(tables, STEPS, folder=texts), results, "fp64")
 
 
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
-def test_stages_without_trainable_parameters(schedule: str, base: Path, texts: Path, ranks: Any) -> None:
+def test_stages_without_trainable_parameters(base: Path, texts: Path, ranks: Any) -> None:
     tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
-    layout = {"parallel": {"pp": 4, "dp": 1}, "pipeline": {"use": schedule}}
-    recorded = ranks(4, 180)(record, changed(tables, **layout), STEPS, folder=texts)
-    assert [len(each.gradients[0]) for each in recorded] == [0, 0, 2, 0]
-    assert_parity_of_parts(record_reference(tables, STEPS, folder=texts), recorded, "fp64")
+    layout = {"parallel": {"pp": 4, "dp": 1}}
+    plans = [changed(tables, **layout, pipeline={"use": use}) for use in ("pp.one_f_one_b", "pp.zero_bubble_h1")]
+    for results in zip(*ranks(4, 400)(record_all, plans, texts), strict=True):
+        assert [len(result.gradients[0]) for result in results] == [0, 0, 2, 0]
+        assert_parity_of_parts(record_reference(tables, STEPS, folder=texts), results, "fp64")
+
+
+def test_a_tied_head_may_have_adapters_or_be_trained(base: Path, texts: Path, ranks: Any) -> None:
+    for table, count in (({"targets": ["lm_head", "q_proj"]}, 6), ({"train": ["head.*"]}, 2 * 7 * 2 + 2)):
+        tables = plan(base, adapters=LORA | table)
+        reference = record_reference(tables, STEPS, folder=texts)
+        assert len(reference.gradients[0]) == count
+        plans = [changed(tables, **LAYOUTS[layout]) for layout in ("1f1b", "wp")]
+        for results in zip(*ranks(2, 400)(record_all, plans, texts), strict=True):
+            assert_parity_of_parts(reference, results, "fp64")
 
 
 def test_models_llama_takes_adapters(texts: Path, ranks: Any) -> None:
     tables = small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]})
     reference = record_reference(tables, STEPS, folder=texts)
     assert len(reference.gradients[0]) == 2 * 2 * 2 + 1
-    for layout in ("dp sharded", "1f1b"):
-        recorded = ranks(2, 180)(record, changed(tables, **LAYOUTS[layout]), STEPS, folder=texts)
-        assert_parity_of_parts(reference, recorded, "fp64")
+    plans = [changed(tables, **LAYOUTS[layout]) for layout in ("dp sharded", "1f1b")]
+    for results in zip(*ranks(2, 400)(record_all, plans, texts), strict=True):
+        assert_parity_of_parts(reference, results, "fp64")
 
 
 def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
