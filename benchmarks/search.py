@@ -23,7 +23,7 @@ from sley_estimate.commands.search import BUDGET_S
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search.find import search_layouts
 from sley_estimate.search.layouts import Layouts, list_choices
-from train_cli.surroundings import num_cores
+from train_cli.environment import num_cores
 
 GIB = 1 << 30
 TARGET_S = 180.0

@@ -19,7 +19,7 @@ from sley_data.chat_template import text_ids
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, weights
 from train_cli.main import main
-from train_cli.saved import keep_files, plan_of_run
+from train_cli.saved import copy_run_files, load_run_plan
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "chat"
 NUM_STEPS = 2
@@ -115,9 +115,9 @@ def test_a_run_keeps_its_template(folder: Path, tmp_path: Path, change: str) -> 
     template.write_text(TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "utf-8")
     resolved = load_plan(folder / "plan.toml", [change])
     (tmp_path / PLAN).write_text(resolved.to_toml(), "utf-8")
-    keep_files(resolved, tmp_path)
+    copy_run_files(resolved, tmp_path)
     template.unlink()
-    config: Any = plan_of_run(tmp_path).data.config
+    config: Any = load_run_plan(tmp_path).data.config
     ids = text_ids(config.sources[0].component.config if "mixture" in change else config, None)
     assert "".join(ids.decode([ids.end])) == "<|im_start|>"
 

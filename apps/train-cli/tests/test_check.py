@@ -213,8 +213,8 @@ def test_a_weight_that_stages_share_and_nobody_sums(cli: Cli, own_model: Own, mo
     unsummed = (*PIPELINE, "gradient_handlers=[]")
     monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
     plain = cli("check", path, changes=unsummed)
-    assert (plain.code, "use --model to see whether there are any" in plain.err) == (0, True)
-    assert "use --model to see" not in cli("check", path, changes=PIPELINE).err
+    assert (plain.code, "use --model to check whether there are such weights" in plain.err) == (0, True)
+    assert "use --model to check" not in cli("check", path, changes=PIPELINE).err
     for arguments in (("check", path, "--model"), ("run", path)):
         result = cli(*arguments, changes=unsummed)
         assert (result.code, result.err.count("error[handler-missing]")) == (3, 1), result.err

@@ -31,7 +31,7 @@ from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.ranks import RankError, Ranks
 from train_cli.main import main
-from train_cli.saved import newest_weights, plan_of_run
+from train_cli.saved import load_run_plan, newest_weights
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -254,7 +254,7 @@ def _weights(run: Path) -> Iterator[tuple[str, int]]:
     """Yields digest and step of the newest weights of a run, and of each checkpoint from which it would resume."""
     attempt = read_attempt(run)
     with contextlib.suppress(SleyError):
-        plan = plan_of_run(run)
+        plan = load_run_plan(run)
         path, step = newest_weights(run, plan)
         found = WeightFiles(path) if isinstance(path, Path) else None
         assert step is not None

@@ -120,7 +120,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     for rank, one in enumerate(real):
         estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), recipes)
         errors.append((estimated.peak - estimated.batch - one.peak) / one.peak)
-        print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank} of {len(real)}, at {estimated.place}: {tables}", flush=True)
+        print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank} of {len(real)}, at {estimated.position}: {tables}", flush=True)
         if estimated.states != one.states:
             print(f"estimated {estimated.states}, but there are {one.states}")
             return math.inf
@@ -225,7 +225,7 @@ def without_scratch(patch: pytest.MonkeyPatch) -> None:
 
 def without_one_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """One fewer is in flight than the schedule says."""
-    patch.setattr(steps, "peak_preserving_micros", lambda *_: 1)
+    patch.setattr(steps, "min_equivalent_micro_batches", lambda *_: 1)
 
 
 OF_SHARDS: dict[str, Patch] = {"tie": without_ties, "padding": without_padding}
@@ -351,7 +351,7 @@ def waiting() -> None:
 
 def test_a_process_that_does_not_end_is_ended() -> None:
     began, before = time.monotonic(), set(multiprocessing.active_children())
-    with pytest.raises(RunError, match=r"estimate-late.*not done after 0.3 s"):
+    with pytest.raises(RunError, match=r"estimate-late.*not complete after 0.3 s"):
         list(run_forked([int, waiting], 2, limit_s=0.3))
     assert time.monotonic() - began < 20
     assert set(multiprocessing.active_children()) <= before

@@ -26,7 +26,7 @@ from sley_estimate.layers.variants import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_seconds
 from sley_testing.runs import running
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 pytestmark = pytest.mark.timeout(180)
 MANY = (1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3)

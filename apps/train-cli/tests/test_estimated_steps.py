@@ -63,7 +63,7 @@ def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
     assert f"all {len(found.layers)} layers were computed from their operators (even)" in sources
     drawn = "\n".join(draw_text(found.step.timeline, 100).splitlines()[:2])
     for stage, line in enumerate((first, last)):
-        share = found.step.idle(stage)
+        share = found.step.timeline.idle(stage)
         assert f"idle {share:.1%}" in line
         assert f"{share:4.0%} idle" in drawn, "the drawing left out what comes behind the list"
 

@@ -15,7 +15,7 @@ import pytest
 
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
 from train_cli.console import Settings, render, show
-from train_cli.faults import _OWN, Fault, blame, read_report, write_late_report, write_report
+from train_cli.faults import _SLEY_MODULES, Fault, find_cause, read_report, write_late_report, write_report
 from train_cli.options import MessageFormat
 
 
@@ -62,7 +62,7 @@ def late(code: str) -> Failure:
         pytest.param({0: reported(CLOSED, 10.0), 1: Failure(KILLED, 4000)}, {}, "rank 1 of 4 was killed by SIGKILL"),
         pytest.param({0: reported(CLOSED, 10.0), 1: reported(BAD, 4000.0)}, {}, "rank 1 of 4: token 999"),
         pytest.param({1: Failure(7, 1), 0: Failure(143, 2)}, {}, "rank 1 of 4 exited with code 7 and left no report"),
-        pytest.param({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, {}, "rank 1 of 4 was interrupted alone"),
+        pytest.param({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, {}, "only rank 1 of 4 was interrupted"),
         pytest.param({0: reported(BAD, 5.0), 1: Failure(KILLED, 20)}, {1: ""}, "rank 0 of 4: token 999", id="hung, no cause"),
         pytest.param(
             {0: reported(LATE, 5.0), 1: reported(LATE, 6.0), 3: Failure(KILLED, 20)},
@@ -79,20 +79,20 @@ def late(code: str) -> Failure:
     ],
 )
 def test_one_failure_is_blamed(failures: dict[int, Failure], silent: dict[int, str], message: str) -> None:
-    fault = blame(failures, 4, silent)
+    fault = find_cause(failures, 4, silent)
     assert [each.message for each in fault.diagnostics] == [message]
     assert fault.exit_code == 1
 
 
 def test_what_all_ranks_say_is_said_once() -> None:
     wrong = PlanError("model-init", "no first value")
-    fault = blame({0: reported(wrong, 1.0, 3), 1: reported(wrong, 1.1, 3)}, 2)
+    fault = find_cause({0: reported(wrong, 1.0, 3), 1: reported(wrong, 1.1, 3)}, 2)
     assert ([each.message for each in fault.diagnostics], fault.exit_code) == (["no first value"], 3)
 
 
 def test_ranks_that_obeyed_a_signal_are_quiet() -> None:
-    assert blame({0: Failure(130, 1), 1: Failure(130, 1)}, 2) == Fault((), 130)
-    assert blame({1: Failure(-signal.SIGTERM, 1)}, 2) == Fault((), 143)
+    assert find_cause({0: Failure(130, 1), 1: Failure(130, 1)}, 2) == Fault((), 130)
+    assert find_cause({1: Failure(-signal.SIGTERM, 1)}, 2) == Fault((), 143)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_late_rank_says_where_it_is(report: Path) -> None:
 
 def test_every_package_of_this_repository_is_our_own() -> None:
     folders = (Path(__file__).parents[3] / "packages").glob("*/src/*/__init__.py")
-    assert {file.parent.name for file in folders} <= _OWN
+    assert {file.parent.name for file in folders} <= _SLEY_MODULES
 
 
 # -- forms of diagnostics ----------------------------------------------------------------------------------------------

@@ -17,15 +17,15 @@ from torch.distributed.elastic.utils.store import barrier
 from sley_core.comm.startup import STORE
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
-from train_cli import surroundings
-from train_cli.local_launch import FileRendezvous, _scratch_folder, variables_of_ranks
-from train_cli.run_folder import FolderLock, TakenError, check_run_folder, is_restart, lock, locked_run_folder
+from train_cli import environment
+from train_cli.local_launch import FileRendezvous, _scratch_folder, rank_variables
+from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_restart, lock, locked_run_folder
 
 
 def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "num_cores", lambda: 8)
-    assert [variables_of_ranks(size, {})["OMP_NUM_THREADS"] for size in (2, 16)] == ["4", "1"]
-    added = variables_of_ranks(2, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
+    monkeypatch.setattr(environment, "num_cores", lambda: 8)
+    assert [rank_variables(size, {})["OMP_NUM_THREADS"] for size in (2, 16)] == ["4", "1"]
+    added = rank_variables(2, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
     assert "OMP_NUM_THREADS" not in added, "what the user set stays"
     assert added["GLOO_SOCKET_IFNAME"].startswith("lo")
 
@@ -51,12 +51,12 @@ def test_the_time_that_a_cgroup_may_take_is_counted_in_cores(tmp_path: Path, kin
     for name, text in {"proc/self/cgroup": lines, **{f"sys/fs/cgroup/{key}": text for key, text in files.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, "utf-8")
-    assert surroundings.cgroup_cores(tmp_path) == cores
+    assert environment.cgroup_cores(tmp_path) == cores
 
 
 def test_a_share_of_a_core_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "cgroup_cores", lambda _: 0.5)
-    assert surroundings.num_cores() == 1
+    monkeypatch.setattr(environment, "cgroup_cores", lambda _: 0.5)
+    assert environment.num_cores() == 1
 
 
 def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_folder_is_of_one_run_at_a_time(plan: Path, folder: Path) -> None:
         for overwrite in (False, True):
             with pytest.raises(PlanError, match=f"is used by an active run, process {os.getpid()}"):
                 check_run_folder(resolved, overwrite=overwrite)
-        with pytest.raises(TakenError):
+        with pytest.raises(FolderInUseError):
             FolderLock(made)
         assert (made / "plan.toml").exists()
         (made / "metrics.jsonl").write_text("{}\n", "utf-8")

@@ -14,7 +14,7 @@ import pytest
 import tomli
 
 from sley_core.errors import RunError
-from train_cli.main import COMMANDS, foreign
+from train_cli.main import COMMANDS, foreign_commands
 
 Cli = Callable[..., Any]
 Install = Callable[..., None]
@@ -23,9 +23,9 @@ CLONE = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def _fresh_commands() -> Iterator[None]:
-    foreign.cache_clear()
+    foreign_commands.cache_clear()
     yield
-    foreign.cache_clear()
+    foreign_commands.cache_clear()
 
 
 def test_help_lists_every_command_and_exit_code(cli: Cli, install: Install) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sley_core.errors import UsageError
-from train_cli.commands.plugins import OURS, PluginKind, package_files
+from train_cli.commands.plugins import SLEY_PLUGINS, PluginKind, package_files
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
@@ -64,7 +64,7 @@ def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
             assert all(name.startswith(PUBLIC) for name in ours), (path, ours)
 
 
-@pytest.mark.parametrize("name", ["9lives", "TopK", "class", "../out", "step", min(OURS)])
+@pytest.mark.parametrize("name", ["9lives", "TopK", "class", "../out", "step", min(SLEY_PLUGINS)])
 def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folder: Path, name: str) -> None:
     before = set(folder.iterdir())
     result = cli("new", "handler", name)

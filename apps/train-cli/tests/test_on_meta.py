@@ -16,7 +16,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
-from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
+from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
 
 class Rows:

@@ -16,7 +16,7 @@ from sley_core.plan.tables import BestTable
 from sley_core.run_state.best import Best
 from train_cli.progress import (
     Reporter,
-    RunFacts,
+    RunInfo,
     RunTotals,
     UnsavedNote,
     closing,
@@ -29,7 +29,7 @@ from train_cli.progress import (
 )
 
 SIZES = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352, "tokens_per_sample": 256}
-FACTS = RunFacts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, **SIZES)
+FACTS = RunInfo("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, **SIZES)
 
 
 class Terminal(io.StringIO):
@@ -96,13 +96,13 @@ def test_a_stream_that_takes_no_more_ends_nothing(line: bool) -> None:
         reporter(row(1))
         stream.close()
         reporter(row(3))
-    assert reporter.lost is not None
-    assert reporter.lost.startswith("progress was not shown from step ")
+    assert reporter.write_error is not None
+    assert reporter.write_error.startswith("progress was not shown after step ")
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("SLEY_NO_PROGRESS", "1"), ("TERM", "dumb")])
 def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    assert (draws_line(Terminal()), draws_line(io.StringIO()), draws_line(Terminal(), wanted=False)) == (True, False, False)
+    assert (draws_line(Terminal()), draws_line(io.StringIO()), draws_line(Terminal(), is_allowed=False)) == (True, False, False)
     monkeypatch.setenv(name, value)
     assert not draws_line(Terminal())
 
@@ -125,7 +125,7 @@ def test_the_opening_says_how_large_the_run_is() -> None:
         "memory below is the peak of rank 0's whole process, libraries included",
         "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]
-    unknown = RunFacts("small", "NVIDIA H100", 1, parameters=9, trained=8, samples_per_step=16)
+    unknown = RunInfo("small", "NVIDIA H100", 1, parameters=9, trained=8, samples_per_step=16)
     assert opening(unknown, plan, held).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 

@@ -79,7 +79,7 @@ def errors_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def arrive(port: int, rank: int, size: int, timeout_s: float = 5, **more: str) -> Rendezvous:
-    at = Rendezvous.at(environ(port, rank, size, **more), timeout_s=timeout_s)
+    at = Rendezvous.join(environ(port, rank, size, **more), timeout_s=timeout_s)
     at.host = f"host{rank}"
     held.append(at)
     return at
@@ -231,7 +231,7 @@ def test_an_address_that_leads_nowhere(port: int, more: dict[str, str], words: s
     """The last is a second host whose MASTER_ADDR is itself: nobody will come, whatever the time limit."""
     begun = time.monotonic()
     with pytest.raises(RunError, match="preflight") as caught:
-        Rendezvous.at(environ(port, 1, 2, **more), timeout_s=600)
+        Rendezvous.join(environ(port, 1, 2, **more), timeout_s=600)
     assert words in str(caught.value)
     assert time.monotonic() - begun < 20
 
@@ -253,9 +253,9 @@ def test_a_listener_that_closes_connections_is_waited_for(port: int) -> None:
 
 
 def test_a_store_that_ends_with_its_process(port: int) -> None:
-    first, second = (Rendezvous.at(environ(port, rank, 2), timeout_s=5) for rank in range(2))
+    first, second = (Rendezvous.join(environ(port, rank, 2), timeout_s=5) for rank in range(2))
     del first
-    with pytest.raises(RunError, match=r"preflight.*rank 1 has lost the others"):
+    with pytest.raises(RunError, match=r"preflight.*rank 1 has lost the connection"):
         second.agree(FACTS, PARTS)
     second.give_up("there is no `plan.toml`", None)  # nobody hears it, and that is no error of its own
 
@@ -296,9 +296,9 @@ def test_a_rank_that_is_killed_while_others_build_is_named_with_its_limit(port: 
 )
 def test_processes_that_know_of_no_ranks_are_refused(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        preflight.refuse_lone_worlds(environ)
+        preflight.refuse_single_process_worlds(environ)
     for complete in ({}, {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2", "RANK": "0"}):
-        preflight.refuse_lone_worlds(complete)
+        preflight.refuse_single_process_worlds(complete)
 
 
 @pytest.mark.parametrize(

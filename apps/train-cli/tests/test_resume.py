@@ -135,7 +135,7 @@ def test_a_path_that_is_none_leads_to_the_checkpoints_near_it(cli: Cli, plan: Pa
     of_run = cli("run", plan, "--resume", "runs/small", changes=other)
     assert "use `runs/small/checkpoints`, the checkpoints of that run" in of_run.err
     gone = cli("run", plan, "--resume", "runs/small/checkpoints/step-00000003", changes=other)
-    assert "the parent folder has `step-00000006`, `step-00000004`" in gone.err
+    assert "use a checkpoint of the parent folder: `step-00000006`, `step-00000004`" in gone.err
     assert (of_run.code, gone.code) == (2, 2)
 
 

@@ -95,7 +95,9 @@ def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli
     came = r"all ranks finished step 2, \d s ago\n"
     assert re.search("the run is still running; " + came, cli("doctor", made).out)
     lock.release()
-    not_known = "no process on this host holds the run's lock: it may be running on another host, or was killed (ask again in"
+    not_known = (
+        "no process on this host holds the run's lock: it may be running on another host, or was killed (repeat this command in"
+    )
     assert re.search(f"{re.escape(not_known)} .*; {came}", cli("doctor", made).out)
     long_ago(made)
     killed = "no process on this host holds the run's lock: it was killed; all ranks finished step 2, 16 min ago, and none"

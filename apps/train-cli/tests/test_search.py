@@ -23,7 +23,7 @@ from sley_estimate.search.layouts import Layout, Layouts, list_choices
 from sley_estimate.search.roofline import Roofline
 from sley_estimate.testing import small_machine
 from sley_testing.plans import changed, small_plan
-from train_cli.surroundings import num_cores
+from train_cli.environment import num_cores
 
 
 @pytest.fixture(autouse=True)
@@ -100,13 +100,13 @@ def test_a_layout_that_does_not_fit_by_its_own_steps_is_dropped(searched: Callab
     between = f"{(float(little) + float(much)) / 2 * 1024:.0f}B"
     tight = searched(*options, "--memory", between)
     assert tight.code == 1
-    assert "1 that seemed to fit do not, as `estimate` says" in tight.out
+    assert "1 fit by the formula, but not by `estimate`" in tight.out
 
 
 def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1
-    assert "nothing fits into 1 B: the smallest layout found needs" in done.out
+    assert "no layout fits into 1 B: the smallest layout needs" in done.out
 
 
 def test_without_a_machine_it_says_what_writes_one(cli: Callable[..., Any], given: Path) -> None:
@@ -120,7 +120,7 @@ def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(searched:
     kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
     options = ("--world", "1", "--top", "1", "--rough", *kept)
     done = searched(*options, "--memory", "600KiB")
-    assert "left out: machine-host: the machine file has no `[host]`" in done.out
+    assert "excluded: machine-host: the machine file has no `[host]`" in done.out
     machine = small_machine(host={"to_host": 1e9, "to_device": 1e9, "memory_bandwidth": 1e10})
     (given / "machine.toml").write_text(tomli_w.dumps(machine), "utf-8")
     plan = given / "best.toml"

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from sley_doctor.reports.work_record import read_records
+from sley_doctor.slow.describe import describe_cause, describe_work
 from sley_doctor.slow.judge import Cause, Judgement, judge
-from sley_doctor.slow.words import describe_cause, describe_work
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -97,7 +97,7 @@ def is_named(case: Case, causes: tuple[Cause, ...]) -> bool:
         case "memory":  # to fill it takes time too
             return first.kind == "memory" and all(one.ranks == (case.rank,) for one in causes)
         case _:
-            is_there = first.ranks == (case.rank,) and first.place == PLACES[case.kind]
+            is_there = first.ranks == (case.rank,) and first.location == PLACES[case.kind]
             has_layer = case.kind in ("data", "optimizer") or first.layer in ("", f"blocks.{case.layer}")
             return first.kind == "work" and is_there and has_layer and bool(first.faults) == (case.kind == "faults")
 

@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 
 from sley_testing.processes import assert_none_left, descendants
-from train_cli.stopping import HEARD, Stopping
+from train_cli.stopping import STOP_MESSAGE, Stopping
 
 BEGIN = """
 import multiprocessing, os, signal, sys, time
@@ -39,7 +39,7 @@ with Stopping(said.append) as stop:
 """
 
 HANGS = """
-with Stopping(said.append, late=lambda: print("late")) as stop:
+with Stopping(said.append, report_stuck=lambda: print("late")) as stop:
     stop.working(ask)
     print("ready")
     time.sleep(3600)
@@ -75,7 +75,7 @@ with Stopping() as stop:  # says nothing, as a rank, whose launcher does
 """
 
 HURRIES = """
-stopping.HURRY_S, stopping.TOGETHER_S = 0.2, {together}
+stopping.SECOND_TERM_S, stopping.TOGETHER_S = 0.2, {together}
 with Stopping(terminated_s=1.0) as stop:
     stop.working(ask)
     stopping._kill_workers = lambda: print(time.monotonic() - asked[0] < 0.9)
@@ -135,9 +135,9 @@ def run(body: str, *signals: int) -> tuple[int, str]:
     return process.returncode, first + out
 
 
-SAID = f"['{HEARD}']\n"
+SAID = f"['{STOP_MESSAGE}']\n"
 SLOW = ASKED.replace("while not asked", "while len(said) < 4").replace("print(said)", "print(said[1])")
-STILL = "still in this step after 0 s; Ctrl-C again stops at once\n"
+REMIND_MESSAGE = "still in this step after 0 s; Ctrl-C again stops at once\n"
 IGNORES = "\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
 
 
@@ -148,7 +148,7 @@ IGNORES = "\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         pytest.param(ASKED, [SIGTERM], 143, SAID, id="so does SIGTERM"),
         pytest.param(ASKED, [SIGHUP], 129, SAID, id="and a closed terminal"),
         pytest.param(IGNORES + ASKED, [SIGHUP, SIGTERM], 143, SAID, id="but not under nohup"),
-        pytest.param(SLOW, [SIGINT], 130, STILL, id="a step that does not end is said to"),
+        pytest.param(SLOW, [SIGINT], 130, REMIND_MESSAGE, id="a step that does not end is said to"),
         pytest.param(HANGS, [SIGINT, SIGINT], 130, "", id="the second ends at once"),
         pytest.param(HANGS, [SIGINT, SIGTERM], 130, "late\n", id="SIGTERM has a limit"),
         pytest.param(HANGS, [SIGTERM], 143, "late\n", id="and says when it is over"),

@@ -20,8 +20,8 @@ from acting_model import FIRST_LINE, doing
 
 from sley_testing.processes import assert_none_left, processes_with
 from train_cli import rank
-from train_cli.local_launch import _Signals
-from train_cli.stopping import codes
+from train_cli.local_launch import _SignalForwarder
+from train_cli.stopping import exit_codes
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -39,7 +39,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-# -- who is to blame ---------------------------------------------------------------------------------------------------
+# -- who is to find_cause ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sample(1)
@@ -151,11 +151,11 @@ def test_a_run_whose_temporary_files_were_tidied_away_ends_after_its_last_step(
 
 def test_a_launcher_says_from_time_to_time_that_a_step_has_not_ended() -> None:
     said: list[str] = []
-    signals = _Signals(said.append, codes())
+    signals = _SignalForwarder(said.append, exit_codes())
     signals.remind()
     assert said == [], "nobody asked"
     signals.first = signal.SIGINT
-    signals._heard = signals._reminded = time.monotonic() - 11
+    signals._first_signal_s = signals._last_reminder_s = time.monotonic() - 11
     signals.remind()
     signals.remind()
     assert said == ["still in this step after 11 s; Ctrl-C again stops at once"]

@@ -27,8 +27,8 @@ from sley_doctor.reports.work_record import (
     read_records,
 )
 from sley_doctor.slow.blocks import MAX_BLOCKS, build_blocks
+from sley_doctor.slow.describe import describe_cause, describe_no_cause, describe_work, longest_waits, remedy
 from sley_doctor.slow.judge import Cause, judge
-from sley_doctor.slow.words import describe_cause, describe_no_cause, describe_work, longest_waits, remedy
 from train_cli.run_folder import WORK
 
 BLOCK = "Block Linearx2 4096"
@@ -55,7 +55,7 @@ def window(number: int, work: Mapping[str, float], waits: Mapping[str, float], *
         private_mb=more.get("private_mb", 300.0),
         device_mb=more.get("device_mb", 0.0),
         sent=more.get("sent", {}),
-        taken=more.get("taken", {}),
+        received=more.get("received", {}),
     )
 
 
@@ -91,7 +91,7 @@ def stages(*layers: Mapping[str, float], way_s: float = 0.0, num_windows: int = 
         taken = [MessageRecord(one.step, one.number, one.time_s + way_s + 0.0002, way_s + 0.01) for one in sent]
         if rank == 0:
             return {"sent": {"pp up 0>1": sent}, "queues": {}}
-        return {"taken": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue((0, 1), 0, 1.0, 1e4)}}
+        return {"received": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue((0, 1), 0, 1.0, 1e4)}}
 
     return [
         record(
@@ -127,11 +127,11 @@ def only(causes: tuple[Cause, ...]) -> Cause:
 def test_the_rank_that_works_longer_is_named_with_its_place_and_never_its_victims(place: str, slow: int) -> None:
     works = [{**USUAL, place: USUAL[place] + 0.06 * (rank == slow)} for rank in range(3)]
     cause = only(judge(replicas(*works)).causes)
-    assert (cause.kind, cause.ranks, cause.place) == ("work", (slow,), place)
+    assert (cause.kind, cause.ranks, cause.location) == ("work", (slow,), place)
     assert cause.seconds == pytest.approx(0.06)
     assert cause.usual_s == pytest.approx(USUAL[place])
-    assert f"rank {slow} makes others wait" in describe_cause(cause)
-    assert "takes 60 ms longer than others' in a step of" in describe_cause(cause)
+    assert f"rank {slow} makes other ranks wait" in describe_cause(cause)
+    assert "takes 60 ms longer than on other ranks in a step of" in describe_cause(cause)
     assert remedy(cause)
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_has_become_slow_lately_is_named_with_the_steps() -> None:
     quick, slow = replicas(USUAL, USUAL, num_windows=9), replicas(USUAL, {**USUAL, "F0": 0.1}, num_windows=9)
     later = [replace(one, windows=[*one.windows[:6], *other.windows[6:]]) for one, other in zip(quick, slow, strict=True)]
     cause = only(judge(later).causes)
-    assert (cause.kind, cause.ranks, cause.place) == ("work", (1,), "F0")
+    assert (cause.kind, cause.ranks, cause.location) == ("work", (1,), "F0")
     assert cause.first > 60
 
 
@@ -184,7 +184,7 @@ def test_a_rank_without_likes_is_compared_with_itself_before() -> None:
 
     ranks = [record(rank, windows(rank), 2, rank) for rank in range(2)]
     cause = only(judge(ranks).causes)
-    assert (cause.kind, cause.ranks, cause.place) == ("change", (1,), "W0")
+    assert (cause.kind, cause.ranks, cause.location) == ("change", (1,), "W0")
     assert cause.first > 60
     assert "rank 1 has become slower: its backward for weights of chunk 0 (W0) takes" in describe_cause(cause)
 
@@ -197,13 +197,13 @@ def test_a_layer_is_named_where_most_of_the_excess_is() -> None:
     quick = replace(quick, windows=[replace(one, **layers(0.0)) for one in quick.windows])
     slow = replace(slow, windows=[replace(one, **layers(0.08)) for one in slow.windows])
     cause = only(judge([quick, slow]).causes)
-    assert (cause.place, cause.layer) == ("B0", "blocks.1")
+    assert (cause.location, cause.layer) == ("B0", "blocks.1")
     assert "in layer `blocks.1`" in describe_cause(cause)
 
 
 def test_a_stage_of_one_rank_is_compared_with_layers_that_are_alike() -> None:
     cause = only(judge(stages({"blocks.0": 0.01, "blocks.1": 0.06}, {"blocks.2": 0.01, "head": 0.02})).causes)
-    assert (cause.ranks, cause.place, cause.layer) == ((0,), "F0", "blocks.1")
+    assert (cause.ranks, cause.location, cause.layer) == ((0,), "F0", "blocks.1")
 
 
 def test_a_stage_with_other_layers_is_not_slow_for_that() -> None:
@@ -220,7 +220,7 @@ def test_a_slow_replica_of_one_stage_is_named_and_not_the_stages_that_wait_for_i
         for rank, work in enumerate(works)
     ]
     cause = only(judge(ranks).causes)
-    assert (cause.ranks, cause.place) == ((3,), "B0")
+    assert (cause.ranks, cause.location) == ((3,), "B0")
 
 
 def on_cuda(*works: Mapping[str, float], control: Sequence[float] = ()) -> list[WorkRecord]:
@@ -237,7 +237,7 @@ def on_cuda(*works: Mapping[str, float], control: Sequence[float] = ()) -> list[
 def test_a_host_that_comes_late_to_a_step_is_named_where_the_hosts_of_others_wait_for_it() -> None:
     ranks = on_cuda({**USUAL, DEVICE: 0.004}, {**USUAL, DATA: 0.1, DEVICE: 0.004}, control=[0.1, 0.0005])
     cause = only(judge(ranks).causes)
-    assert (cause.ranks, cause.place) == ((1,), DATA)
+    assert (cause.ranks, cause.location) == ((1,), DATA)
     assert "waits 100 ms in `control main`" in next(iter(describe_work(judge(ranks))))
 
 
@@ -249,7 +249,7 @@ def test_a_host_with_time_left_is_not_named_although_others_wait_for_it_elsewher
 def test_a_message_that_is_long_on_its_way_names_the_link_and_not_the_rank_that_waits() -> None:
     even = ({"blocks.0": 0.01, "blocks.1": 0.01}, {"blocks.2": 0.01, "blocks.3": 0.01})
     cause = only(judge(stages(*even, way_s=0.05)).causes)
-    assert (cause.kind, cause.ranks, cause.place) == ("link", (0, 1), "pp up 0>1")
+    assert (cause.kind, cause.ranks, cause.location) == ("link", (0, 1), "pp up 0>1")
     assert "between ranks 0, 1" in describe_cause(cause)
     assert not judge(stages(*even)).causes, "the wait of a pipeline for its first micro-batch is no link's"
 
@@ -276,7 +276,7 @@ def test_memory_that_grows_without_an_end_is_told(where: str) -> None:
     ranks = [record(0, growing([300.0] * 8)), record(1, growing(held, where))]
     cause = only(judge(ranks).causes)
     assert (cause.kind, cause.ranks, cause.megabytes) == ("memory", (1,), 240)
-    assert ("device" if where == "device_mb" else "host") == cause.place
+    assert ("device" if where == "device_mb" else "host") == cause.location
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float
     usage = Usage(0.1, system_s, faults)
     slow = replace(slow, windows=[replace(one, usage=usage) for one in slow.windows])
     cause = only(judge([quick, slow]).causes)
-    assert (cause.ranks, cause.place, cause.faults > 0) == ((1,), "F0", are_why)
+    assert (cause.ranks, cause.location, cause.faults > 0) == ((1,), "F0", are_why)
     assert ("page faults" in describe_cause(cause)) is are_why
 
 

@@ -43,7 +43,7 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
     assert (told.kind, told.ranks) == ("left out", ())
     assert [one.what for one in told.exchanges] == ["b", "c"]
     assert "the 2nd of that queue" in told.cause
-    assert "one has left it out, or the other makes it once too often" in told.cause
+    assert "one rank has skipped it, or the other rank makes it once too often" in told.cause
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sley_doctor.reports import work_file
-from sley_doctor.reports.work_file import MAX_LINES, MAX_MESSAGES, WorkFile, merge_windows, shorten_windows
+from sley_doctor.reports.work_file import MAX_LINES, MAX_MESSAGES, WorkFile, merge_old_windows, merge_windows
 from sley_doctor.reports.work_record import (
     MessageRecord,
     Queue,
@@ -89,7 +89,7 @@ def test_a_file_that_somebody_else_empties_ends_the_record_and_not_the_run(tmp_p
     for number in range(20):
         file.add(format_line(window(number)))
     file.close()
-    assert notes == [f"who is slow is not recorded: cannot write `{path}`: the start that this rank wrote is missing"]
+    assert notes == [f"slow ranks are not recorded: cannot write `{path}`: the start that this rank wrote is missing"]
 
 
 def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_window_of_many_says_what_they_said() -> None:
 
 def test_older_windows_get_alike_in_steps() -> None:
     """Those of a run's first seconds have few, and long ones that were made before have many."""
-    found = shorten_windows([*(window(number) for number in range(60)), *(window(number) for number in range(60, 90))], 30)
+    found = merge_old_windows([*(window(number) for number in range(60)), *(window(number) for number in range(60, 90))], 30)
     assert len(found) <= 30
     assert [one.num_steps for one in found[-3:]] == [STEPS] * 3
     assert {one.num_steps for one in found[:-3]} <= {3 * STEPS, 4 * STEPS}

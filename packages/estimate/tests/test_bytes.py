@@ -17,12 +17,12 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import FakeTransport
-from sley_estimate.bytes.ledger import Ledger, StepPlace
+from sley_estimate.bytes.ledger import Ledger, StepPosition
 from sley_estimate.bytes.rank import rank_bytes, time_limit
 from sley_testing.live_bytes import real_bytes
 from sley_testing.plans import changed, small_plan
 
-NOWHERE = StepPlace(1, "F0.0", "")
+NOWHERE = StepPosition(1, "F0.0", "")
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_what_was_alive_at_the_peak_is_the_peak(texts):
     found = rank_bytes(plan_from_dict(PLAN, texts), 0, 1)
     assert sum(found.alive.values()) == found.peak
     assert max(num_bytes for _, num_bytes in found.curve) == found.peak
-    assert (found.place.entry, found.peak) in found.curve
+    assert (found.position.entry, found.peak) in found.curve
     assert found.alive["weights"] == found.states["weights"]
     assert found.alive["activations"] > 0
 
@@ -178,7 +178,7 @@ def test_a_layer_that_waits_is_interrupted(own_layers):
         folder=own_layers,
     )
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"estimate-late.*not done after 2 s") as caught:
+    with pytest.raises(RunError, match=r"estimate-late.*not complete after 2 s") as caught:
         rank_bytes(plan, 0, 1)
     assert time.monotonic() - began < FOR_EVER_S / 2
     assert "[limits] estimate_timeout_s" in caught.value.diagnostics[0].hint

@@ -26,7 +26,7 @@ from sley_estimate.calibrate.layers import (
     measure_layers,
     measure_machine,
     measure_variants,
-    micro_sizes_to_measure,
+    other_micro_sizes,
     unmeasured_variants,
 )
 from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, measure_links
@@ -36,7 +36,7 @@ from sley_estimate.step.links import collective_cost, message_cost
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import small_plan
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 SMALL = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
 BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}
@@ -122,7 +122,7 @@ def variants_of(plan: Plan) -> list[tuple[str, int]]:
     ("own", "most", "sizes"), [(1, 64, [4, 16]), (2, 8, [8, 1]), (3, 64, [8, 1, 32]), (16, 64, [64, 4]), (1, 1, [])]
 )
 def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, most: int, sizes: list[int]) -> None:
-    assert micro_sizes_to_measure(own, most) == sizes
+    assert other_micro_sizes(own, most) == sizes
 
 
 def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:

@@ -22,7 +22,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
-from sley_estimate.bytes.ledger import Ledger, StepPlace
+from sley_estimate.bytes.ledger import Ledger, StepPosition
 from sley_estimate.bytes.rank import RankBytes, rank_bytes
 from sley_estimate.calibrate import bench as benches
 from sley_estimate.calibrate import device as devices
@@ -62,9 +62,9 @@ def test_it_is_what_the_allocator_says(operate: Callable[..., Tensor], dtypes: l
     given = [torch.ones(SIZE, dtype=dtype) for dtype in dtypes]
     with memory_profile() as profile:
         operate(*given)
-    ledger = Ledger(lambda: StepPlace(0, "", ""))
+    ledger = Ledger(lambda: StepPosition(0, "", ""))
     tensors = FakeTensors(ledger, OpResultCache())
-    fakes = [tensors.from_values(one) for one in given]
+    fakes = [tensors.keep_values(one) for one in given]
     for fake in fakes:
         fake.constant = None  # of no values, as activations are
     for _ in range(2):  # asked, and remembered
@@ -89,7 +89,7 @@ def estimated(texts: Any, **changes: Any) -> RankBytes:
 def kept_by_a_block(texts: Any, **changes: Any) -> int:
     """How much more activations a model of one block more has at its peak."""
     few, many = (estimated(texts, model__num_layers=number, **changes) for number in (3, 4))
-    assert few.place.layer == many.place.layer == "head"
+    assert few.position.layer == many.position.layer == "head"
     return many.alive["activations"] - few.alive["activations"]
 
 
@@ -118,7 +118,7 @@ def test_documents_take_no_pairs_of_positions(texts):
 
 def kept(layer: Any, *given: torch.Tensor) -> int:
     """Bytes that a layer keeps beside what it was given and returns."""
-    ledger = Ledger(lambda: StepPlace(0, "", ""))
+    ledger = Ledger(lambda: StepPosition(0, "", ""))
     with FakeTensors(ledger) as mode, imitate_cuda():
         tensors = [mode.from_tensor(one).requires_grad_() for one in given]
         for one in tensors:
@@ -139,7 +139,7 @@ def test_dropout_keeps_a_byte_for_each_element_and_a_norm_a_number_for_each_row(
 
 def test_dropout_is_one_kernel_forward_and_one_backward():
     """Each reads one tensor and writes one, and the byte of each element."""
-    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))) as mode, imitate_cuda(seen.record):
+    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPosition(0, "", ""))) as mode, imitate_cuda(seen.record):
         x = mode.from_tensor(torch.empty(6, 32, dtype=torch.bfloat16)).requires_grad_()
         dropped = F.dropout(input=x, p=0.1)
         dropped.backward(torch.empty_like(dropped))
@@ -154,7 +154,7 @@ def test_a_norm_whose_weight_has_another_type_is_its_formula():
 
 def test_attention_over_documents_multiplies_as_with_their_mask():
     """All pairs of positions, forward, and two and a half times that in its backward."""
-    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPlace(0, "", ""))), imitate_cuda():
+    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPosition(0, "", ""))), imitate_cuda():
         q, k = (torch.empty(2, 16, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
         bounds = torch.empty(2, 3, dtype=torch.int64)
         Attention()(q, k, k, bounds).sum().backward()

@@ -30,7 +30,7 @@ from sley_estimate.search.roofline import Roofline
 from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.testing import small_machine, timed_layers
 from sley_testing.plans import changed, small_plan
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 WIDTH, BATCH = 32, 4
 
@@ -102,7 +102,7 @@ def test_what_layers_share_of_a_micro_batch_is_no_layers_work_nor_kept_by_one() 
     assert first == second
     alone = work_of(Plainest())
     assert sum(one.num_bytes for one in first.forward) < 2 * sum(one.num_bytes for one in alone.forward)
-    assert first.kept_bytes == alone.kept_bytes, "the backward needs the mask, and nothing else that it did not"
+    assert first.saved_bytes == alone.saved_bytes, "the backward needs the mask, and nothing else that it did not"
 
 
 def test_attention_is_one_kernel_that_multiplies_half_of_a_causal_square() -> None:
@@ -228,7 +228,7 @@ def test_a_weight_is_read_whole_for_a_share_of_a_sample(samples: float) -> None:
     assert by_name["mm"].flops == 500 * samples
     assert by_name["attention"].num_bytes == 80 * samples
     assert by_name["clone"].num_bytes == 20 * samples
-    assert found.kept_bytes == 40 * samples
+    assert found.saved_bytes == 40 * samples
 
 
 def test_a_swapped_attention_copies_what_it_reads_and_writes_there_and_back() -> None:

@@ -115,7 +115,7 @@ def test_sizes_divide_the_world_and_the_batch():
     for one in found:
         dp = 8 // one.pp
         assert 24 % (dp * one.micro_size) == 0
-        assert one.num_micros(plan, 8) * one.micro_size * dp == 24
+        assert one.num_micro_batches(plan, 8) * one.micro_size * dp == 24
 
 
 def test_an_axis_that_is_kept_has_the_plans_value():

@@ -21,17 +21,16 @@ from sley_core.plan.plan import Plan
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeCopies
-from sley_estimate.bytes.ledger import Ledger, StepPlace
+from sley_estimate.bytes.ledger import Ledger, StepPosition
 from sley_estimate.bytes.stages import build_first_draft
 from sley_estimate.calibrate import engine
 from sley_estimate.calibrate.device import measure_host
-from sley_estimate.calibrate.engine import MICRO_COUNTS, WEIGHT_COUNTS, measure_engine, solve_engine_table
+from sley_estimate.calibrate.engine import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, measure_engine, solve_engine_table
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.machine import EngineTable, LinksTable, MachineFile, machine_from_dict
 from sley_estimate.search.find import seconds_parts
 from sley_estimate.step.estimate import estimate_seconds
-from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, Lanes, StepSeconds
 from sley_estimate.step.links import (
     NOTHING,
     Cost,
@@ -45,6 +44,7 @@ from sley_estimate.step.links import (
     slowest_message_cost,
 )
 from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
+from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, ProgramSimulator, StepSeconds
 from sley_estimate.testing import plain_step, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import random_action_lists
@@ -104,7 +104,7 @@ def exchange(key, rank, links, work=2.0, latency=0.0):
 
 
 def run(*programs):
-    lanes = Lanes(programs)
+    lanes = ProgramSimulator(programs)
     lanes.run()
     return lanes.ends_s
 
@@ -126,7 +126,7 @@ def test_an_exchange_waits_for_its_lane_and_for_all_members():
 def test_what_does_not_overlap_is_work_of_each_member_that_waits(computing, end):
     """Two seconds of three run beside computing; who does not wait does not work for it."""
     shared = Exchange("x", "lane", (0, 1), *Cost(0.0, 3.0).split_overlap(2 / 3))
-    lanes = Lanes([[Begin(shared), Compute(computing), Await("x")], [Begin(shared)]])
+    lanes = ProgramSimulator([[Begin(shared), Compute(computing), Await("x")], [Begin(shared)]])
     lanes.run()
     assert lanes.ends_s == pytest.approx([end, 0.0])
     (waits,) = lanes.exposed
@@ -160,7 +160,7 @@ def test_what_the_host_loses_in_narrow_layers_it_catches_up_in_wide_ones(
     assert found.devices_s == pytest.approx(3 * device_s)
     assert found.host_s == (pytest.approx(3 * host_s),)
     assert found.seconds == pytest.approx(3 * max(device_s, host_s))
-    assert found.idle(0) == pytest.approx(1 - 3 * device_s / found.seconds)
+    assert found.timeline.idle(0) == pytest.approx(1 - 3 * device_s / found.seconds)
 
 
 def test_parts_of_a_step_that_waits_for_its_host_sum_to_it() -> None:
@@ -221,11 +221,11 @@ def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
     seconds = {
         (count, micros): known.step_s + known.parameter_s * count + micros * (known.micro_s + known.gradient_s * count)
         for count in WEIGHT_COUNTS
-        for micros in MICRO_COUNTS
+        for micros in MICRO_BATCH_COUNTS
     }
     assert solve_engine_table(seconds).model_dump() == pytest.approx(ENGINE)
-    assert EngineTable(**ENGINE).seconds(WEIGHT_COUNTS[0], MICRO_COUNTS[1]) == pytest.approx(
-        seconds[WEIGHT_COUNTS[0], MICRO_COUNTS[1]]
+    assert EngineTable(**ENGINE).seconds(WEIGHT_COUNTS[0], MICRO_BATCH_COUNTS[1]) == pytest.approx(
+        seconds[WEIGHT_COUNTS[0], MICRO_BATCH_COUNTS[1]]
     )
     flat = solve_engine_table(dict.fromkeys(seconds, 1.0))
     assert flat.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
@@ -258,7 +258,7 @@ class Heard:
 
 @pytest.fixture
 def fake():
-    tensors = FakeTensors(Ledger(lambda: StepPlace(1, "", "")))
+    tensors = FakeTensors(Ledger(lambda: StepPosition(1, "", "")))
 
     def made(*, runs_ahead):
         copies = FakeCopies(tensors, runs_ahead=runs_ahead)
@@ -302,10 +302,10 @@ def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:
     """On another lane, begun at once; and where that has ended before."""
     out = Exchange("out", "to_host", (0,), 0.0, 2.0)
     into = Exchange("in", "to_device", (0,), 0.0, 3.0, after="out")
-    lanes = Lanes([[Begin(out), Begin(into), Await("in"), Compute(1.0)]])
+    lanes = ProgramSimulator([[Begin(out), Begin(into), Await("in"), Compute(1.0)]])
     lanes.run()
     assert lanes.ends_s == [6.0]
-    late = Lanes([[Begin(out), Await("out"), Begin(into), Await("in")]])
+    late = ProgramSimulator([[Begin(out), Await("out"), Begin(into), Await("in")]])
     late.run()
     assert late.ends_s == [5.0]
 

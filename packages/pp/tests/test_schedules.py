@@ -186,8 +186,8 @@ def test_rounds_have_at_least_one_micro_batch_per_stage_and_similar_sizes(stages
 def test_weight_gradients_run_at_the_memory_limit():
     kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT)
     alternating = [Action(kind, 0, micro) for micro in range(4) for kind in kinds]
-    (roomy,) = insert_weight_gradients([alternating], loop(1), max_held=9)
-    (narrow,) = insert_weight_gradients([alternating], loop(1), max_held=2)
+    (roomy,) = insert_weight_gradients([alternating], loop(1), max_inputs=9)
+    (narrow,) = insert_weight_gradients([alternating], loop(1), max_inputs=2)
     assert "".join(action.kind.value for action in roomy) == "FIFIFIFIWWWW"
     assert "".join(action.kind.value for action in narrow) == "FIFIWFIWFIWW"
 

@@ -57,48 +57,48 @@ def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: boo
     if form is MessageFormat.json:
         return "".join(f"{json.dumps(_fields(problem), ensure_ascii=False)}\n" for problem in problems)
     if form is MessageFormat.short:
-        parts = [_short(problem) for problem in problems]
+        texts = [_short_line(problem) for problem in problems]
     else:
-        parts = ["\n".join(_picture(problem, color)) + "\n" for problem in problems]
-    if len(parts) > 1:
-        parts.append(f"found {len(parts)} errors")
-    return "".join(f"{part}\n" for part in parts)
+        texts = ["\n".join(_full_lines(problem, color)) + "\n" for problem in problems]
+    if len(texts) > 1:
+        texts.append(f"found {len(texts)} errors")
+    return "".join(f"{part}\n" for part in texts)
 
 
 def _fields(diagnostic: Diagnostic) -> dict[str, object]:
-    place = diagnostic.place
+    location = diagnostic.place
     return {
         "code": diagnostic.code,
-        "file": place.file if place else None,
-        "line": place.line or None if place else None,
-        "column": place.column or None if place else None,
+        "file": location.file if location else None,
+        "line": location.line or None if location else None,
+        "column": location.column or None if location else None,
         "path": format_path(diagnostic.path) or None,
         "message": diagnostic.message,
         "hint": diagnostic.hint,
     }
 
 
-def _short(diagnostic: Diagnostic) -> str:
+def _short_line(diagnostic: Diagnostic) -> str:
     location = f"{diagnostic.place}: " if diagnostic.place else ""
     hint = f" (hint: {diagnostic.hint})" if diagnostic.hint else ""
     return _printable(" ".join(f"{location}error[{diagnostic.code}]: {diagnostic.message}{hint}".split("\n")))
 
 
-def _picture(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
+def _full_lines(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
     """Yields the lines of one diagnostic in the style of rustc and ruff: the error, the source line with a caret, the hint."""
 
     def paint(text: str, fg: str) -> str:
         return typer.style(text, fg=fg, bold=True) if color else text
 
     yield f"{paint(f'error[{diagnostic.code}]', 'red')}: {_printable(diagnostic.message)}"
-    place = diagnostic.place
-    if place is not None:
-        number = str(place.line) if place.line else ""
+    location = diagnostic.place
+    if location is not None:
+        number = str(location.line) if location.line else ""
         margin, bar = " " * len(number), paint("|", "blue")
-        yield f"{margin}{paint('-->', 'blue')} {place}"
-        if diagnostic.source_line is not None and place.column:
-            line, start = _printable(diagnostic.source_line.rstrip("\r\n")), place.column - 1
-            culprit = line[start : start + max(1, place.length)]
+        yield f"{margin}{paint('-->', 'blue')} {location}"
+        if diagnostic.source_line is not None and location.column:
+            line, start = _printable(diagnostic.source_line.rstrip("\r\n")), location.column - 1
+            culprit = line[start : start + max(1, location.length)]
             blank = "".join("\t" if char == "\t" else " " * _width(char) for char in line[:start])
             yield f"{margin} {bar}"
             yield f"{paint(number, 'blue')} {bar} {line}"

@@ -1,12 +1,12 @@
-"""Explains errors as diagnostics; passes a rank's fault to its launcher; and finds which rank of a world failed first.
+"""Explains errors as diagnostics, passes the fault of a rank to its launcher, and finds the rank that failed first.
 
-When a rank dies, its peers see their connections close and fail too, and the agent terminates those left. Only the first
-failure is worth showing. `blame` tries these candidates in turn:
+When a rank dies, its peers see their connections close and fail too, and the agent terminates the remaining ranks. Only the
+first failure is shown. `find_cause` tries these candidates in turn:
 
-    a rank died of a signal, left without a word, or reported what is no consequence of another's end      the first of them
+    a rank died of a signal, exited without a report, or reported an error of its own                     the first of them
     a rank was aborted by C++: the cause, if only its connections failed elsewhere
     a rank raised KeyboardInterrupt without a signal to the job
-    a rank did not answer when it was asked to end, while others waited for it in vain
+    a rank did not answer when it was asked to end, while other ranks waited for it
     a wait for others failed                                                                               the first of them
 """
 
@@ -34,15 +34,15 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED,
 from sley_core.whole_files import write_atomically
 from train_cli.stopping import WARNINGS
 
-_OWN = frozenset(
+_SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
     | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_pp", "sley_testing", "train_cli"}
 )
-_BELOW = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
-_ABOVE = frozenset({"typer", "rich", "click", "__main__"})
+_LIBRARIES = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
+_CALLERS = frozenset({"typer", "rich", "click", "__main__"})
 """An error that arises in these, or in Python's own library, is reported at the caller."""
 
-_FULL = {
+_DISK_HINTS = {
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
     errno.EDQUOT: "your quota is used up: free some space, or choose another `run.folder`",
     errno.EFBIG: "files may not be larger here (see `ulimit -f`)",
@@ -80,19 +80,19 @@ def _explain(error: Exception) -> Diagnostic:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or is_host_memory:
         hint = 'use a smaller `batch.micro_size`, or `[activations] use = "core.recompute"`'
         return Diagnostic("out-of-memory", message.splitlines()[0], hint=hint)
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in _DISK_HINTS:
         path = f"`{error.filename}`" if error.filename is not None else "a file"
-        return Diagnostic("cannot-write", f"cannot write {path}: {os.strerror(error.errno)}", hint=_FULL[error.errno])
+        return Diagnostic("cannot-write", f"cannot write {path}: {os.strerror(error.errno)}", hint=_DISK_HINTS[error.errno])
     steps = [*traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ImportError):
         names = {str(frame.f_globals.get("__name__", "")) for frame, _ in steps}
         if (error.name or "").partition(".")[0] == "torch" or "torch" in names:
             hint = "reinstall torch (https://pytorch.org/get-started); `python -c 'import torch'` must work"
             return Diagnostic("torch-broken", f"torch cannot be imported: {error}", hint=hint)
-    place, source = _place_of([frame for frame, _ in steps], [line for _, line in steps])
+    place, source = _user_code_location([frame for frame, _ in steps], [line for _, line in steps])
     if place is not None:
         hint = "the error is in your code; use `--traceback` to see the calls"
-        last = next(each for each in reversed(traceback.extract_tb(error.__traceback__)) if each.filename == place.file)
+        last = next(call for call in reversed(traceback.extract_tb(error.__traceback__)) if call.filename == place.file)
         place = Place(place.file, place.line, (last.colno or 0) + 1, _length(last))
         return Diagnostic("own-code", message, place=place, source_line=source, hint=hint)
     if is_foreign(error):
@@ -109,15 +109,15 @@ def _length(frame: traceback.FrameSummary) -> int:
     return max(1, frame.end_colno - frame.colno)
 
 
-def _place_of(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
+def _user_code_location(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
     """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin; None if there
     is none. frames: the outermost first. lines: the line number of each frame.
     """
     for frame, line in reversed([*zip(frames, lines, strict=True)]):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        known = package in _OWN | _BELOW | _ABOVE or package in sys.stdlib_module_names
+        is_known = package in _SLEY_MODULES | _LIBRARIES | _CALLERS or package in sys.stdlib_module_names
         file = frame.f_code.co_filename
-        if not known and Path(file).is_file():
+        if not is_known and Path(file).is_file():
             return Place(file, line), linecache.getline(file, line).rstrip("\n") or None
     return None, None
 
@@ -125,15 +125,15 @@ def _place_of(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place 
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "sley"
 
-_AFTERMATH = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
+_PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
 """The error codes that ranks report when a peer has ended."""
 
-_AFTERMATH_S = 10
+_PEER_FAILURE_S = 10
 """Seconds added to the time of such a report, for torchrun: it shows the rank that failed first, by whole seconds, and notices
 a death only after the dead rank's peers have reported.
 """
 
-_LATE, _WAITING = "rank-late", "rank-waiting"
+_BUSY, _WAITING = "rank-late", "rank-waiting"
 
 
 def write_report(fault: Fault) -> None:
@@ -146,14 +146,14 @@ def write_report(fault: Fault) -> None:
     name = os.environ.get(_FILE)
     if not name or Path(name).exists():
         return
-    now = time.time()
+    time_s = time.time()
     message = "\n".join(str(diagnostic) for diagnostic in fault.diagnostics)
     # torchrun shows the call stack, and the message only if there is no call stack.
     stack = fault.trace if fault.unexpected else message
-    at = int(now) + (_AFTERMATH_S if _is_aftermath(fault) else 0)
+    timestamp = int(time_s) + (_PEER_FAILURE_S if _reports_peer_failure(fault) else 0)
     content = {
-        "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(at)}},
-        _KEY: {"fault": asdict(fault), "time": now},
+        "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(timestamp)}},
+        _KEY: {"fault": asdict(fault), "time": time_s},
     }
     with suppress(OSError):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -164,19 +164,19 @@ def write_late_report() -> Diagnostic:
     """Writes and returns the report of a rank that was asked to end and cannot. It names the main thread's place."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     trace = "".join(traceback.format_stack(frame)) if frame else ""
-    frames = [each for each, _ in traceback.walk_stack(frame)][::-1] if frame else []
-    modules = [name for each in frames if (name := each.f_globals.get("__name__", "")).startswith("sley_core.")]
+    frames = [outer_frame for outer_frame, _ in traceback.walk_stack(frame)][::-1] if frame else []
+    modules = [name for call in frames if (name := call.f_globals.get("__name__", "")).startswith("sley_core.")]
     waits = bool(modules) and modules[-1].startswith("sley_core.comm.")  # the innermost module
-    place, line = _place_of(frames, [each.f_lineno for each in frames])
+    place, line = _user_code_location(frames, [call.f_lineno for call in frames])
     message = f"it was at {place.file}:{place.line}" if place else "it was busy"
-    diagnostic = Diagnostic(_WAITING if waits else _LATE, message, place=place, source_line=line)
+    diagnostic = Diagnostic(_WAITING if waits else _BUSY, message, place=place, source_line=line)
     write_report(Fault((diagnostic,), EXIT_RUN_FAILED, trace))
     return diagnostic
 
 
-def _is_aftermath(fault: Fault) -> bool:
+def _reports_peer_failure(fault: Fault) -> bool:
     """Returns whether a rank's fault only reports that peers have ended."""
-    return any(each.code in _AFTERMATH for each in fault.diagnostics)
+    return any(diagnostic.code in _PEER_FAILURE_CODES for diagnostic in fault.diagnostics)
 
 
 def read_report(content: Mapping[str, Any]) -> tuple[Fault, float] | None:
@@ -189,19 +189,21 @@ def read_report(content: Mapping[str, Any]) -> tuple[Fault, float] | None:
     return TypeAdapter(Fault).validate_python(report["fault"]), report["time"]
 
 
-_QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT})
+_SIGNAL_CODES = frozenset(
+    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
+)
 
 _SLACK_S = 2.0
 """Seconds by which the launcher notices a death later than peers may report its consequences."""
 
-_HINTS: dict[int, str] = {
+_SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",
-    signal.SIGSEGV: "native code crashed: PYTHONFAULTHANDLER=1 shows where each thread was",
+    signal.SIGSEGV: "native code crashed: set PYTHONFAULTHANDLER=1 to see the stack of each thread",
     signal.SIGILL: "native code used an instruction that this machine refuses, as torch's bf16 kernels do on some virtual "
-    "machines: try with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment",
+    "machines: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment",
     signal.SIGABRT: "native code aborted and printed the reason: a failed assertion, or an exchange in which ranks differ",
-    signal.SIGBUS: "often a full /dev/shm, or a memory-mapped file that became shorter",
-    signal.SIGSYS: "a system call is forbidden here; try `[parallel] cross_memory_attach = false`, which needs fewer",
+    signal.SIGBUS: "check whether /dev/shm is full, or whether a memory-mapped file became shorter",
+    signal.SIGSYS: "a system call is forbidden here: set `[parallel] cross_memory_attach = false`, which needs fewer",
 }
 
 
@@ -214,70 +216,81 @@ class Failure(Protocol):
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """A failed rank. when: the time of its failure in seconds since the epoch, estimated if it left no report."""
+class _FailedRank:
+    """A failed rank. failed_at_s: the time of its failure in seconds since the epoch, estimated if it left no report."""
 
     rank: int
     code: int
     fault: Fault | None
-    when: float
+    failed_at_s: float
 
     def has_code(self, *codes: str) -> bool:
         return self.fault is not None and self.fault.diagnostics[:1] != () and self.fault.diagnostics[0].code in codes
 
 
-def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
+def find_cause(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
     """Returns one fault for a run of `size` ranks from its `failures` by rank, which must not be empty.
 
     silent: the last known state of ranks that had to be killed. Ranks that only obeyed a signal are not blamed; if all did,
     the fault has no diagnostics and their exit code.
     """
-    assert failures, "nobody failed"
+    assert failures, "no rank failed"
     ranks = []
     for number, failure in sorted(failures.items()):
-        fault, when = read_report(failure.error_file_data) or (None, failure.timestamp - _SLACK_S)
-        ranks.append(_Rank(number, failure.exitcode, fault, when))
-    late = [rank for rank in ranks if rank.has_code(_LATE, _WAITING)]
-    acted = [rank for rank in ranks if rank not in late and (rank.fault or rank.rank not in silent)]
-    guilty = [rank for rank in acted if rank.fault or rank.code not in _QUIET]
-    waited = [rank for rank in guilty if rank.fault and _is_aftermath(rank.fault)]
-    causes = [rank for rank in guilty if rank not in waited and rank.code != -signal.SIGABRT]
-    aborted = [rank for rank in guilty if not rank.fault and rank.code == -signal.SIGABRT]
+        fault, failed_at_s = read_report(failure.error_file_data) or (None, failure.timestamp - _SLACK_S)
+        ranks.append(_FailedRank(number, failure.exitcode, fault, failed_at_s))
+    reported_late = [rank for rank in ranks if rank.has_code(_BUSY, _WAITING)]
+    active = [rank for rank in ranks if rank not in reported_late and (rank.fault or rank.rank not in silent)]
+    failed = [rank for rank in active if rank.fault or rank.code not in _SIGNAL_CODES]
+    waiting = [rank for rank in failed if rank.fault and _reports_peer_failure(rank.fault)]
+    causes = [rank for rank in failed if rank not in waiting and rank.code != -signal.SIGABRT]
+    aborted = [rank for rank in failed if not rank.fault and rank.code == -signal.SIGABRT]
     if causes or aborted:
-        return _fault_of(min(causes or aborted, key=lambda rank: rank.when), guilty, size)
-    interrupted = [rank for rank in acted if waited and rank.code == EXIT_INTERRUPTED]
+        return _label_fault(min(causes or aborted, key=lambda rank: rank.failed_at_s), failed, size)
+    interrupted = [rank for rank in active if waiting and rank.code == EXIT_INTERRUPTED]
     if interrupted:
-        message = f"rank {interrupted[0].rank} of {size} was interrupted alone"
-        return Fault((Diagnostic("rank-died", message, hint="by SIGINT, or its code raised KeyboardInterrupt"),), 1)
-    if waited:
-        first = min(waited, key=lambda rank: rank.when)
-        busy = {rank.rank: rank.fault for rank in late if rank.fault and not rank.has_code(_WAITING)}
-        unheard = {rank: state for rank, state in silent.items() if rank not in {each.rank for each in late}}
-        return _hung(unheard, busy, size, first) if busy or unheard else _fault_of(first, guilty, size)
+        message = f"only rank {interrupted[0].rank} of {size} was interrupted"
+        return Fault(
+            (
+                Diagnostic(
+                    "rank-died", message, hint="check whether it received SIGINT, or whether its code raised KeyboardInterrupt"
+                ),
+            ),
+            1,
+        )
+    if waiting:
+        first = min(waiting, key=lambda rank: rank.failed_at_s)
+        busy = {rank.rank: rank.fault for rank in reported_late if rank.fault and not rank.has_code(_WAITING)}
+        unreported = {
+            rank: state for rank, state in silent.items() if rank not in {reported.rank for reported in reported_late}
+        }
+        return _hung_fault(unreported, busy, size, first) if busy or unreported else _label_fault(first, failed, size)
     if silent:
-        return _hung(silent, {}, size, None)
+        return _hung_fault(silent, {}, size, None)
     code = ranks[0].code
     return Fault((), code if code > 0 else 128 - code)
 
 
-def _fault_of(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
+def _label_fault(first: _FailedRank, failed: Sequence[_FailedRank], size: int) -> Fault:
     """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same."""
-    who = f"rank {first.rank} of {size}"
+    label = f"rank {first.rank} of {size}"
     if first.fault is not None:
-        same = [rank for rank in guilty if rank.fault and rank.fault.diagnostics == first.fault.diagnostics]
-        if len(same) == size:
+        equal = [rank for rank in failed if rank.fault and rank.fault.diagnostics == first.fault.diagnostics]
+        if len(equal) == size:
             return first.fault
-        named = tuple(replace(each, message=f"{who}: {each.message}") for each in first.fault.diagnostics)
-        return replace(first.fault, diagnostics=named)
+        labelled = tuple(
+            replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in first.fault.diagnostics
+        )
+        return replace(first.fault, diagnostics=labelled)
     if first.code > 0:
-        message, hint = f"{who} exited with code {first.code} and left no report", "see its output above"
+        message, hint = f"{label} exited with code {first.code} and left no report", "see its output above"
         return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
     number = -first.code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return Fault((Diagnostic("rank-died", f"{who} was killed by {name}", hint=_HINTS.get(number)),), EXIT_RUN_FAILED)
+    return Fault((Diagnostic("rank-died", f"{label} was killed by {name}", hint=_SIGNAL_HINTS.get(number)),), EXIT_RUN_FAILED)
 
 
-def _hung(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: _Rank | None) -> Fault:
+def _hung_fault(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: _FailedRank | None) -> Fault:
     """Returns the fault of ranks that did not answer.
 
     silent: the states of ranks without a report. busy: reports of where ranks were busy. waiting: a rank that waited for them.
@@ -287,6 +300,6 @@ def _hung(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiti
     hint = None
     if waiting is not None and waiting.fault is not None:
         hint = f"rank {waiting.rank} waited for it: {waiting.fault.diagnostics[0].message}"
-    where = next((fault.diagnostics[0] for fault in busy.values()), Diagnostic("rank-hung", ""))
-    diagnostic = Diagnostic("rank-hung", message, place=where.place, source_line=where.source_line, hint=hint)
+    location = next((fault.diagnostics[0] for fault in busy.values()), Diagnostic("rank-hung", ""))
+    diagnostic = Diagnostic("rank-hung", message, place=location.place, source_line=location.source_line, hint=hint)
     return Fault((diagnostic,), EXIT_RUN_FAILED, "".join(fault.trace for fault in busy.values()))

@@ -30,30 +30,30 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from sley_core.comm.startup import STORE
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
-from train_cli import surroundings
-from train_cli.faults import Fault, blame
+from train_cli import environment
+from train_cli.faults import Fault, find_cause
 from train_cli.run_folder import lock, recorder
-from train_cli.stopping import HEARD, HURRY_S, LAUNCHER, REMIND_S, STILL, WARNINGS, codes
+from train_cli.stopping import LAUNCHER, REMIND_MESSAGE, REMIND_S, SECOND_TERM_S, STOP_MESSAGE, WARNINGS, exit_codes
 
-MORE_S = 2
+KILL_DELAY_S = 2
 """Seconds between a rank's own time limit after SIGTERM and SIGKILL."""
 
-SECOND_S = 1.5
+REPEAT_S = 1.5
 """Seconds between two SIGTERMs, so that a rank does not take them for one."""
 
 _END_POLL_S, _POLL_S = 0.05, 0.1
-_REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
+_REFUSED_CODES = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
 """The exit codes of a run that is refused."""
 
-_ELASTICS = (signal.SIGQUIT,)
+_ELASTIC_SIGNALS = (signal.SIGQUIT,)
 """The signals that torchelastic handles: it passes them on and waits for the ranks."""
 
 _STATES = {
     "T": "it is stopped, as by SIGSTOP",
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, for a disk or a device",
-    "R": "it is running, and handles no signal",
-    "S": "it sleeps, and handles no signal",
+    "R": "it is running and handles no signal",
+    "S": "it sleeps and handles no signal",
 }
 
 
@@ -72,11 +72,11 @@ def launch(
     until all have ended. The function returns the rank's exit code.
 
     Returns the diagnostics and the exit code, `EXIT_OK` on success. run_folder: gets a report of how ranks ended, if one
-    failed. say: prints a line for the user. terminated_s: a rank's own time limit after SIGTERM. stop_signals: those of the
-    plan. verbose: whether to print torchelastic's logs.
+    failed. say: prints a line for the user. terminated_s: a rank's own time limit after SIGTERM. stop_signals: the stop
+    signals of the plan. verbose: whether to print torchelastic's logs.
     """
     with _scratch_folder() as folder, _environment(num_ranks), _elastic_logs(verbose):
-        signals = _Signals(say, codes(stop_signals))
+        signals = _SignalForwarder(say, exit_codes(stop_signals))
         logs = folder / "logs"
         logs.mkdir()
         spec = WorkerSpec(
@@ -103,8 +103,8 @@ def launch(
         if not result.is_failed():
             return Fault((), EXIT_OK)
         failures = result.failures
-        fault = blame(failures, num_ranks, agent.silent)
-        if fault.exit_code not in _REFUSED:  # a refused run has not failed
+        fault = find_cause(failures, num_ranks, agent.silent)
+        if fault.exit_code not in _REFUSED_CODES:  # a refused run has not failed
             with suppress(OSError):  # the fault matters more than its report
                 ends = {rank: failure.exitcode for rank, failure in failures.items()}
                 first = min(failures, key=lambda rank: (failures[rank].timestamp, rank), default=None)
@@ -119,14 +119,14 @@ class Agent(LocalElasticAgent):
     watch: called several times a second. terminated_s: a rank's own time limit after SIGTERM.
 
         a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> result
-                                                    └── 10 s ──> those left are noted in `silent` with their states, and killed
+                                                    └── 10 s ──> the remaining ranks are recorded in `silent` and killed
 
     A rank ends after SIGTERM unless it cannot run at all. If the user has asked the run to stop, ranks may save a checkpoint,
     so there is no second SIGTERM, which would make them hurry.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None], terminated_s: float) -> None:
-        self._grace_s = round(terminated_s) + MORE_S
+        self._grace_s = round(terminated_s) + KILL_DELAY_S
         super().__init__(spec, logs, exit_barrier_timeout=self._grace_s)
         self.silent: dict[int, str] = {}
         self.is_asked = False
@@ -138,8 +138,8 @@ class Agent(LocalElasticAgent):
         return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)]
 
     def end_sessions(self) -> None:
-        """Kills the processes that ranks have left behind in their sessions."""
-        send(self._started, signal.SIGKILL)
+        """Kills the remaining processes in the sessions of ranks."""
+        send_signal(self._started, signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -158,13 +158,13 @@ class Agent(LocalElasticAgent):
 
     def _end(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """Ends all ranks by a signal, and kills those that are still alive later; records their states in `silent`."""
-        send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
+        send_signal(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
         if self.is_asked:
             alive = self._wait(self._grace_s)
-        elif alive := self._wait(SECOND_S):
-            send(alive.values(), signal.SIGTERM)
-            alive = self._wait(HURRY_S + MORE_S)
-        self.silent.update({rank: state_of(pid) for rank, pid in alive.items()})
+        elif alive := self._wait(REPEAT_S):
+            send_signal(alive.values(), signal.SIGTERM)
+            alive = self._wait(SECOND_TERM_S + KILL_DELAY_S)
+        self.silent.update({rank: process_state(pid) for rank, pid in alive.items()})
         self._close(signal.SIGKILL, self._grace_s)
 
     def _wait(self, seconds: float) -> dict[int, int]:
@@ -181,14 +181,14 @@ class Agent(LocalElasticAgent):
         return {rank: handler.proc.pid for rank, handler in handlers if handler.proc.poll() is None}
 
 
-def send(pids: Iterable[int], number: signal.Signals) -> None:
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
     """Sends a signal to processes that may have ended; SIGKILL goes to the whole session of each."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """Returns a description of the process's state, or "" if it is not known."""
     with suppress(OSError, IndexError):
         # The program name, in parentheses, may contain any character.
@@ -252,12 +252,12 @@ def _scratch_folder() -> Iterator[Path]:
             os.close(folder)
 
 
-def variables_of_ranks(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables to add for `num_ranks` local ranks. They restrict communication to loopback, and set
     OMP_NUM_THREADS unless `environ` has it.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, surroundings.num_cores() // num_ranks))}
+    threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, environment.num_cores() // num_ranks))}
     return {LAUNCHER: str(os.getpid()), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **threads}
 
 
@@ -265,21 +265,21 @@ def variables_of_ranks(num_ranks: int, environ: Mapping[str, str]) -> dict[str, 
 def _environment(num_ranks: int) -> Iterator[None]:
     """Sets the environment variables of the agent and its ranks within the block."""
     # STORE is set by the rendezvous; it is listed here so that it is restored.
-    agent_variables = {STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
-    variables = variables_of_ranks(num_ranks, os.environ) | agent_variables
-    before = {name: os.environ.get(name) for name in variables}
+    agent_variables = {STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in _ELASTIC_SIGNALS)}
+    variables = rank_variables(num_ranks, os.environ) | agent_variables
+    old_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
 
-class _Signals:
+class _SignalForwarder:
     """Handles the signals in `codes` in the launcher while its ranks run.
 
     The first signal is passed on, so that each rank finishes its step or ends within its time limit. The second kills the
@@ -292,8 +292,8 @@ class _Signals:
         self._say = say
         self.codes = codes
         self._is_ending = False
-        self._heard = self._reminded = 0.0
-        self._before = {number: signal.getsignal(number) for number in (*codes, *_ELASTICS)}
+        self._first_signal_s = self._last_reminder_s = 0.0
+        self._old_handlers = {number: signal.getsignal(number) for number in (*codes, *_ELASTIC_SIGNALS)}
         self.first: signal.Signals | None = None
 
     def __enter__(self) -> None:
@@ -301,15 +301,15 @@ class _Signals:
             signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def remind(self) -> None:
         """Prints a line every REMIND_S seconds if a step has not been finished since the first signal."""
-        now = time.monotonic()
-        if self.first is not None and now - self._reminded > REMIND_S:
-            self._reminded = now
-            self._say(STILL.format(now - self._heard))
+        time_s = time.monotonic()
+        if self.first is not None and time_s - self._last_reminder_s > REMIND_S:
+            self._last_reminder_s = time_s
+            self._say(REMIND_MESSAGE.format(time_s - self._first_signal_s))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         """Passes the first signal on to the ranks, and kills them at the second. Raises if no rank runs yet."""
@@ -319,14 +319,14 @@ class _Signals:
         if self.first is None:
             self.first = signal.Signals(number)
             self.agent.is_asked = True
-            self._heard = self._reminded = time.monotonic()
-            self._say(HEARD)
+            self._first_signal_s = self._last_reminder_s = time.monotonic()
+            self._say(STOP_MESSAGE)
         if not self._is_ending:
             self._is_ending = number not in WARNINGS
             # Ranks have no terminal: SIGTERM makes them finish their step.
-            send(pids, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+            send_signal(pids, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
         elif number != signal.SIGHUP and number not in WARNINGS:  # a shell and the kernel may both send SIGHUP
-            send(pids, signal.SIGKILL)
+            send_signal(pids, signal.SIGKILL)
 
 
 @contextmanager
@@ -334,11 +334,11 @@ def _elastic_logs(verbose: bool) -> Iterator[None]:
     """Turns off torchelastic's logs unless `verbose`: they print every failure at length, which our diagnostics report."""
     names = [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO if verbose else logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

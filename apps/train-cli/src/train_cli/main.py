@@ -148,16 +148,16 @@ class Commands(TyperGroup):
     """Lists Sley's commands, then those of other packages, without importing any of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *(name for name in foreign() if name not in self.commands)]
+        return [*self.commands, *(name for name in foreign_commands() if name not in self.commands)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the commands for `--help`, section by section."""
         names = self.list_commands(ctx)
         width = max(map(len, names))
-        others = {name: foreign_summary(name) for name in names if name not in self.commands}
-        missing = {name: package for name, package in PACKAGES.items() if name not in foreign()}
+        summaries = {name: foreign_summary(name) for name in names if name not in self.commands}
+        missing = {name: package for name, package in PACKAGES.items() if name not in foreign_commands()}
         absent = {name: f"{COMMANDS[name]} (sley-{package})" for name, package in missing.items()}
-        for title, section in {**SECTIONS, "Of other packages": others, "Not installed": absent}.items():
+        for title, section in {**SECTIONS, "Of other packages": summaries, "Not installed": absent}.items():
             dim = title == "Not installed"
             rows = {name: summary for name, summary in section.items() if dim or name not in missing}
             if rows:
@@ -166,9 +166,9 @@ class Commands(TyperGroup):
                     formatter.write_dl([tuple(typer.style(cell, dim=True) for cell in row) for row in cells] if dim else cells)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in self.commands or cmd_name not in foreign():
+        if cmd_name in self.commands or cmd_name not in foreign_commands():
             return super().get_command(ctx, cmd_name)
-        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name), _common())
+        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name), _common_parameters())
 
 
 class LazyCommand(TyperCommand):
@@ -206,7 +206,7 @@ def command() -> Any:
     """Returns the click command of the whole program; call it with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, Commands), group
-    common = _common()
+    common = _common_parameters()
     group.params.extend(common)
     for name, summary in COMMANDS.items():
         group.add_command(LazyCommand(name, summary, partial(_load_command, name), common))
@@ -219,7 +219,7 @@ def _load_command(name: str) -> Any:
     """
     if name not in PACKAGES:
         return getattr(import_module(f"train_cli.commands.{MODULES.get(name, name)}"), name)
-    if name not in foreign():
+    if name not in foreign_commands():
         raise not_installed(PACKAGES[name], f"`train-cli {name}`")
     return load_foreign(name)
 
@@ -238,7 +238,7 @@ def module_of(package: str, module: str, feature: str) -> Any:
 
 
 @cache
-def foreign() -> dict[str, tuple[EntryPoint, ...]]:
+def foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
     """Returns the entry points of other packages' commands by name; several if packages use the same name."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -248,12 +248,12 @@ def foreign() -> dict[str, tuple[EntryPoint, ...]]:
 
 def foreign_summary(name: str) -> str:
     """Returns the `--help` summary of another package's command `name`, without importing it."""
-    return f"A command of {_labels(foreign()[name])}."
+    return f"A command of {_labels(foreign_commands()[name])}."
 
 
 def load_foreign(name: str) -> Any:
     """Imports another package's command `name`. Raises PluginError "command-ambiguous" or "command-import"."""
-    points = foreign()[name]
+    points = foreign_commands()[name]
     if len(points) > 1:
         message = f"several packages have a command `{name}`: {_labels(points)}"
         raise PluginError("command-ambiguous", message, hint="uninstall one of them")
@@ -277,7 +277,7 @@ def _set_traceback(context: typer.Context, value: bool) -> None:
     context.ensure_object(Settings).traceback |= value
 
 
-def _common() -> list[Any]:
+def _common_parameters() -> list[Any]:
     """Returns the parameters that every command has; their values go into the context's Settings."""
 
     def options(
@@ -297,7 +297,7 @@ def _common() -> list[Any]:
 
 def _print_versions(is_set: bool) -> None:
     if is_set:
-        from train_cli.surroundings import sley_versions
+        from train_cli.environment import sley_versions
 
         for name, version in sley_versions().items():
             typer.echo(f"{name} {version}")

@@ -13,7 +13,7 @@ from sley_core.data.dataset import DataContext, Sample
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.records import GradientHandlerRecord
-from train_cli.saved import document_of_run, files_of, newest_weights
+from train_cli.saved import checkpoint_reader, load_run_document, newest_weights
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -64,7 +64,7 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
 
     Raises UsageError "no-run", and the errors of loading a plan.
     """
-    document = document_of_run(folder, [f"data.{change}" for change in data])
+    document = load_run_document(folder, [f"data.{change}" for change in data])
     changed = {str(override.path[1]) for override in document.overrides}
     if changed:
         removed = {"samples_per_epoch"}  # belongs to the run's own data
@@ -110,7 +110,7 @@ def open_trained_run(
             weights: Any = WeightFiles(path)
             description = f"the weights{'' if step is None else f' of step {step}'} in {path}"
         else:
-            checkpoint = files_of(plan).open(path)
+            checkpoint = checkpoint_reader(plan).open(path)
             assert checkpoint is not None, path
             _, weights = plan_and_weights(checkpoint)
             description = f"the checkpoint of step {step} in {path}"

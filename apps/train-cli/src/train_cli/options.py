@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class OutputFormat(StrEnum):
-    """The form of what a command prints on stdout."""
+    """The output format of a command on stdout."""
 
     text = "text"
     json = "json"
 
 
 class MessageFormat(StrEnum):
-    """The form of diagnostics; `console.render` shows each."""
+    """The format of diagnostics (see `console.render`)."""
 
     full = "full"
     short = "short"
@@ -63,7 +63,7 @@ NodesOption = Annotated[
 ]
 PerNodeOption = Annotated[int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")]
 BestOption = Annotated[
-    bool, typer.Option("--best", help="Take the best checkpoint, by `[evaluation] keep_best`, and not the newest weights.")
+    bool, typer.Option("--best", help="Use the best checkpoint by `[evaluation] keep_best` instead of the newest weights.")
 ]
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]
 
@@ -81,11 +81,11 @@ def world_size(world: int | None, nodes: int | None, per_node: int | None) -> in
     return nodes * per_node
 
 
-def option_hint(option: str, known: Iterable[str]) -> str:
-    """Returns a hint for the unknown `option`: a similar option in `known`, or a key of the plan. May be empty."""
+def option_hint(option: str, options: Iterable[str]) -> str:
+    """Returns a hint for the unknown `option`: a similar option in `options`, or a key of the plan. May be empty."""
     from sley_core.words import FOREIGN_KEY_HINTS, SYNONYMS
 
-    if close := get_close_matches(option, known, n=1, cutoff=0.75):
+    if close := get_close_matches(option, options, n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     word = option.lstrip("-").replace("-", "_")
     if word in FOREIGN_KEY_HINTS:
@@ -106,7 +106,9 @@ def _table_keys() -> Iterator[str]:
 
 
 def plugin_ids(kind: RecordKind | None = None) -> list[str]:
-    """Returns the names of the records of all plugins that load, such as `dp.bucketed`. kind: only records of this kind."""
+    """Returns the names of the records of all plugins that load, such as `dp.bucketed`. kind: the kind of the records; None
+    for all.
+    """
     from sley_core.plan.loader import Loader
 
     loader = Loader()

@@ -1,4 +1,4 @@
-"""Starts a rank under a launcher: checks the environment, meets the other ranks, and prints each failure once.
+"""Starts a rank under a launcher: checks the environment, joins the other ranks, and prints each failure once.
 
 the environment ──> refused: processes without a rank, worlds smaller than the number of processes that were started
 the plan        ──> rendezvous: all ranks have the same plan and versions, or none starts
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from sley_core.errors import RunError, UsageError
 from train_cli import console
 from train_cli.console import Settings
+from train_cli.environment import num_cores
 from train_cli.stopping import ELASTIC, has_launcher
-from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -34,7 +34,7 @@ _STARTERS = {
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "process", "RANK=$OMPI_COMM_WORLD_RANK, ..., WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"),
     "PET_NNODES": ("the TrainJob", "pod", "nothing: its command must be `torchrun -m train_cli run PLAN`"),
 }
-"""By variable that has the number of started processes: the launcher, its word for a process, what each process needs."""
+"""The launcher, its term for a process, and the variables that a process needs, by the variable with their number."""
 
 _NOTIFY_S = 30.0
 """Seconds for which a rank that cannot start tries to notify rank 0, which may arrive later."""
@@ -43,16 +43,16 @@ _HEAD_START_S = 3.0
 """Seconds that a rank waits that has the same error as the printing rank: a launcher ends all ranks after the first exit."""
 
 
-def refuse_lone_worlds(environ: Mapping[str, str]) -> None:
+def refuse_single_process_worlds(environ: Mapping[str, str]) -> None:
     """Raises UsageError "no-ranks" if a launcher started more processes than this one knows ranks. Each would be a separate
     run, and only one of them could use the run folder.
     """
     if ("RANK" in environ) != ("WORLD_SIZE" in environ) and environ.get("WORLD_SIZE") != "1":
-        present, missing = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
-        hint = "set both, and LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as launchers do; without a launcher unset it"
-        raise UsageError("no-ranks", f"{present} is set, but {missing} is not", hint=hint)
+        set_name, missing = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
+        hint = "set both, and LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as launchers do; without a launcher, unset both"
+        raise UsageError("no-ranks", f"{set_name} is set, but {missing} is not", hint=hint)
     world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdecimal() else 0
-    for variable, (launcher, unit, needs) in _STARTERS.items():
+    for variable, (launcher, unit, requirement) in _STARTERS.items():
         started = environ.get(variable, "1").partition(":")[0]
         if not started.isdecimal() or int(started) <= max(1, world):
             continue
@@ -60,7 +60,7 @@ def refuse_lone_worlds(environ: Mapping[str, str]) -> None:
         raise UsageError(
             "no-ranks",
             f"{launcher} has started {started} {unit}{'es' if unit.endswith('s') else 's'}, but {problem}",
-            hint=f"use `train-cli launch`, which prints a job script; each {unit} needs {needs}, and MASTER_ADDR and "
+            hint=f"use `train-cli launch`, which prints a job script; each {unit} needs {requirement}, and MASTER_ADDR and "
             f"MASTER_PORT; if each is a separate run, unset {variable}",
         )
 
@@ -77,7 +77,9 @@ class RankFaults(AbstractContextManager["RankFaults"]):
         self._settings = settings
         self.has_begun = False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not isinstance(error, Exception):
             return
         from train_cli.faults import Fault, write_report
@@ -87,7 +89,9 @@ class RankFaults(AbstractContextManager["RankFaults"]):
         if self.has_begun:
             shows = shows or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)
             if self._rank:
-                labelled = (replace(each, message=f"rank {self._rank}: {each.message}") for each in fault.diagnostics)
+                labelled = (
+                    replace(diagnostic, message=f"rank {self._rank}: {diagnostic.message}") for diagnostic in fault.diagnostics
+                )
                 fault = replace(fault, diagnostics=tuple(labelled))
         write_report(fault)
         if shows and self._settings is not None:
@@ -123,17 +127,17 @@ def meet(plan: Plan) -> Rendezvous | None:
     from sley_core.plan.write import digest_values
     from train_cli.rendezvous import Rendezvous
 
-    rendezvous = Rendezvous.at(os.environ, timeout_s=plan.limits.start_timeout_s)
-    facts = {"the plan": plan.digest, "torch": torch.__version__}
+    rendezvous = Rendezvous.join(os.environ, timeout_s=plan.limits.start_timeout_s)
+    info = {"the plan": plan.digest, "torch": torch.__version__}
     if plan.run.device != "cpu":  # ranks with different devices would wait for each other in different backends
-        facts["CUDA devices"] = "some" if torch.cuda.is_available() else "none"
-    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    rendezvous.agree(facts, {"the plan": digest_values(plan)})
+        info["CUDA devices"] = "some" if torch.cuda.is_available() else "none"
+    info |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    rendezvous.agree(info, {"the plan": digest_values(plan)})
     return rendezvous
 
 
 def _notify_others(fault: Fault) -> None:
-    """Notifies the ranks that wait for this one why it cannot start."""
+    """Sends the reason why this rank cannot start to the ranks that wait for it."""
     if not _has_remote_peers() or not fault.diagnostics:
         return
     from train_cli.rendezvous import Rendezvous
@@ -141,7 +145,7 @@ def _notify_others(fault: Fault) -> None:
     first = fault.diagnostics[0]
     location = f"{first.place}: " if first.place else ""
     try:
-        Rendezvous.at(os.environ, timeout_s=_NOTIFY_S).give_up(f"{location}{first.message}", first.hint)
+        Rendezvous.join(os.environ, timeout_s=_NOTIFY_S).give_up(f"{location}{first.message}", first.hint)
     except (RunError, KeyError, ValueError):
         return  # this rank's own error matters more
 

@@ -43,13 +43,13 @@ _REDRAW_S = 0.2
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """Describes a run before its first step.
 
-    parameters, trained: elements of the whole model's, and of those that are not frozen. samples_per_step: over all ranks.
-    samples_per_epoch: None for a stream. tokens_per_sample: None for data without tokens, or of several lengths. device: as
-    a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of ranks. plugins: distribution and version by plugin.
-    versions: of Python and torch.
+    parameters, trained: the number of elements of the model and of its trained parameters. samples_per_step: the samples of
+    all ranks. samples_per_epoch: None for a stream. tokens_per_sample: None for data without tokens or with several lengths.
+    device: the name of the device, such as `NVIDIA H100 80GB HBM3` or `cpu`. world: the number of ranks. plugins: distribution
+    and version by plugin. versions: the versions of Python and torch.
     """
 
     name: str
@@ -69,7 +69,7 @@ class RunFacts:
 
 
 class RunTotals:
-    """Sums over the metrics rows of a run; holds a few numbers, however long the run. rows: the steps so far."""
+    """Sums metrics rows of a run in constant memory. steps: the number of rows so far."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.steps = 0
@@ -85,7 +85,7 @@ class RunTotals:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Counts one step's row. Losses that are not finite, of skipped steps, are left out."""
+        """Counts one step's row. Ignores losses that are not finite, as in skipped steps."""
         self.steps += 1
         self.memory_mb = row.get("memory_mb", self.memory_mb)
         self.tokens += int(row.get("tokens", 0))  # rows of data without tokens count samples
@@ -102,7 +102,7 @@ class RunTotals:
 
 
 def summary(
-    facts: RunFacts,
+    info: RunInfo,
     outcome: str,
     totals: RunTotals,
     counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
@@ -114,19 +114,19 @@ def summary(
     """Returns the content of `summary.json`.
 
     outcome: `"finished"`, `"interrupted"` or `"failed"`. counts, memory: `Run.counts` and `Run.memory.bytes` of rank 0. notes:
-    what went wrong and did not end the run. best: of `keep_best`, if the plan has one. stopped_early: why the run has finished
-    before its last step, "" if it has not. Losses are null if there was no step, or no evaluation; `evaluation` has its other
-    numbers. `tokens_per_s`, null for data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if not
-    known, are over all steps; `memory_mb` is the peak as in the rows.
+    problems that did not end the run. best: the state of `keep_best`, if the plan has one. stopped_early: the reason why the
+    run finished before its last step, or "". Losses are null if there was no step, or no evaluation; `evaluation` has its
+    other numbers. `tokens_per_s`, null for data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if
+    not known, are means over all steps. `memory_mb` is the peak, as in the rows.
     """
     losses = list(totals.losses)
-    samples = totals.steps * facts.samples_per_step
+    samples = totals.steps * info.samples_per_step
 
     def per_s(amount: float) -> float | None:
         return amount / totals.seconds if amount and totals.seconds > 0 else None
 
     return {
-        "name": facts.name,
+        "name": info.name,
         "outcome": outcome,
         "steps": totals.steps,
         "skipped_steps": totals.skipped,
@@ -144,40 +144,42 @@ def summary(
         "samples_per_s": per_s(samples),
         "tflops": per_s(totals.tflop),
         "mfu": per_s(totals.mfu_seconds),
-        "epochs": facts.epochs(totals.steps),
-        "parameters": facts.parameters,
-        "trained_parameters": facts.trained,
+        "epochs": info.epochs(totals.steps),
+        "parameters": info.parameters,
+        "trained_parameters": info.trained,
         "memory_bytes": dict(memory),
         "memory_mb": totals.memory_mb,
-        "world": facts.world,
-        "device": facts.device,
-        "plugins": dict(facts.plugins),
-        "versions": dict(facts.versions),
+        "world": info.world,
+        "device": info.device,
+        "plugins": dict(info.plugins),
+        "versions": dict(info.versions),
         "counts": {name: dict(values) for name, values in counts.items()},
         "notes": list(notes),
     }
 
 
-def opening(facts: RunFacts, plan: Plan, num_bytes: Mapping[str, int]) -> str:
+def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
     """Returns the lines that are shown before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
         rank 0 holds 4.0 MiB weights, 4.0 MiB gradients, and after the first step the optimizer's states
         memory below is the peak of rank 0's whole process, libraries included
 
-    num_bytes: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
+    num_bytes: `Run.memory.bytes` of this rank, without the optimizer's states, which are allocated in the first step.
     """
     steps = plan.run.steps
-    samples = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
-    if (epochs := facts.epochs(steps)) is not None:
+    samples = f"{steps} step{'' if steps == 1 else 's'} of {info.samples_per_step} samples"
+    if (epochs := info.epochs(steps)) is not None:
         samples += f" = {epochs:.2g} epochs"
-    if facts.tokens_per_sample is not None:
-        samples += f" ({steps * facts.samples_per_step * facts.tokens_per_sample:,} tokens)"
-    parts = ", ".join(f"{memory_of(num_bytes[name])} {name}" for name in ("weights", "masters", "gradients") if num_bytes[name])
-    counted = "whole process, libraries included" if facts.device == "cpu" else "tensors on its GPU, activations included"
+    if info.tokens_per_sample is not None:
+        samples += f" ({steps * info.samples_per_step * info.tokens_per_sample:,} tokens)"
+    memory_text = ", ".join(
+        f"{memory_of(num_bytes[name])} {name}" for name in ("weights", "masters", "gradients") if num_bytes[name]
+    )
+    counted = "whole process, libraries included" if info.device == "cpu" else "tensors on its GPU, activations included"
     lines = [
-        ", ".join((ranks(facts.world), parameters(facts.parameters, facts.trained), samples)),
-        f"rank 0 holds {parts}, and after the first step the optimizer's states",
+        ", ".join((ranks(info.world), parameters(info.parameters, info.trained), samples)),
+        f"rank 0 holds {memory_text}, and after the first step the optimizer's states",
         f"memory below is the peak of rank 0's {counted}",
     ]
     if all(writer.name != JSONL for writer in plan.metrics):
@@ -205,14 +207,14 @@ def _is_loss_of_set(name: str) -> bool:
     return name.startswith(EVALUATED) and name.endswith("/loss")
 
 
-def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
-    """Returns whether to redraw one line of progress: `stream` is a terminal and plain output was not asked for."""
+def draws_line(stream: TextIO, *, is_allowed: bool = True) -> bool:
+    """Returns whether to redraw one line of progress: `stream` is a terminal and plain output is not requested."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("SLEY_NO_PROGRESS") or os.environ.get("TERM") == "dumb"
-    return wanted and stream.isatty() and not plain
+    return is_allowed and stream.isatty() and not plain
 
 
 class UnsavedNote:
-    """Reads the rows of a run without checkpoints; adds a note to `notes`, once, if its steps will take more than `LONG_S`."""
+    """Reads the rows of a run without checkpoints, and adds one note to `notes` if its steps will take more than `LONG_S`."""
 
     def __init__(self, num_steps: int, notes: list[str]) -> None:
         self._num_steps = num_steps
@@ -229,9 +231,9 @@ class UnsavedNote:
         all_s = self._seconds + self._seconds / self._num_timed * (self._num_steps - row["step"])
         if all_s > LONG_S and self._seconds >= TIMED_S:
             self._is_noted = True
-            lost = "a run that fails or is killed loses all of its steps"
+            consequence = "a run that fails or is killed loses all of its steps"
             self._notes.append(
-                f"this run takes about {duration(all_s)} and saves no checkpoint: {lost}; `[checkpoint]` saves it"
+                f"this run takes about {duration(all_s)} and saves no checkpoint: {consequence}; `[checkpoint]` saves it"
             )
 
 
@@ -239,7 +241,8 @@ class Reporter(AbstractContextManager["Reporter"]):
     """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`.
 
     line: redraw one line; otherwise print a line every `log_every`-th step and at the last. notes: the list to which the run
-    appends its notes; new ones are shown. lost: why and since which step nothing is shown, if writing to the stream failed.
+    appends its notes; new ones are shown. write_error: the message about a failed write to the stream, after which nothing is
+    shown.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
         self._first: tuple[int, float] | None = None
-        self.lost: str | None = None
+        self.write_error: str | None = None
         self._notes = notes
         self._num_before = self._num_shown = len(notes)
         self._line = _Line(num_steps, self._stream) if line else None
@@ -277,17 +280,19 @@ class Reporter(AbstractContextManager["Reporter"]):
     def _show_notes(self, step: int) -> None:
         for note in self._notes[self._num_shown :]:
             self._num_shown += 1
-            show = partial(print, file=self._stream, flush=True) if self._line is None else self._line.tell
+            show = partial(print, file=self._stream, flush=True) if self._line is None else self._line.print_above
             self._write(step, partial(show, note))
 
     def _write(self, step: int, show: Callable[[], None]) -> None:
-        """Calls `show`; a write error, from a closed pipe or a full disk, ends the progress display and not the run."""
-        if self.lost is not None:
+        """Calls `show`. After a write error, from a closed pipe or a full disk, nothing more is shown, but the run
+        continues.
+        """
+        if self.write_error is not None:
             return
         try:
             show()
         except (OSError, ValueError) as error:
-            self.lost = f"progress was not shown from step {step} on: {error}"
+            self.write_error = f"progress was not shown after step {step}: {error}"
 
     def _text(self, step: int, row: Row) -> str:
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
@@ -297,17 +302,17 @@ class Reporter(AbstractContextManager["Reporter"]):
             parts.append(f"held-out {row['held_out_loss']:.3f}")
         parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in row if _is_loss_of_set(name)]
         parts += [rate(row), memory(row["memory_mb"])]
-        now = time.monotonic()
+        time_s = time.monotonic()
         if self._first is None:  # the first step, which warms everything up, does not count
-            self._first = step, now
+            self._first = step, time_s
         elif step > self._first[0]:
-            left_s = (now - self._first[1]) / (step - self._first[0]) * (self._num_steps - step)
+            left_s = (time_s - self._first[1]) / (step - self._first[0]) * (self._num_steps - step)
             parts.append(f"{duration(left_s)} left")
         return "  ".join(parts)
 
 
 class _Line:
-    """Redraws a bar and a text at most five times a second, in the thread of the run: a thread of its own would take time from
+    """Redraws a bar and a text at most five times a second, in the run's thread, since a separate thread would take time from
     it.
     """
 
@@ -320,16 +325,16 @@ class _Line:
         self._progress.start()
         self._task = self._progress.add_task("starting", total=num_steps)
         self._num_steps = num_steps
-        self._drawn = 0.0
+        self._last_drawn_s = 0.0
 
     def draw(self, step: int, text: str) -> None:
         """Updates bar and text; draws them if the last drawing is old enough, or at the last step."""
         self._progress.update(self._task, completed=step, description=text)
-        if time.monotonic() - self._drawn > _REDRAW_S or step == self._num_steps:
-            self._drawn = time.monotonic()
+        if time.monotonic() - self._last_drawn_s > _REDRAW_S or step == self._num_steps:
+            self._last_drawn_s = time.monotonic()
             self._progress.refresh()
 
-    def tell(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Prints `text` above the line."""
         self._progress.console.print(text, markup=False, highlight=False)
 
@@ -348,8 +353,8 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
         lines[0] += f", early: {summary['stopped_early']}"
     if summary["final_loss"] is not None:
         mean, last = summary[f"mean_loss_last_{NUM_LAST}"], min(steps, NUM_LAST)
-        more = f"  (mean of the last {last}: {mean:.4f})" if last > 1 else ""
-        lines.append(f"  loss           {summary['final_loss']:.4f}{more}")
+        mean_text = f"  (mean of the last {last}: {mean:.4f})" if last > 1 else ""
+        lines.append(f"  loss           {summary['final_loss']:.4f}{mean_text}")
     if summary["held_out_loss"] is not None:
         lines.append(f"  held-out loss  {summary['held_out_loss']:.4f}")
     width = max(map(len, summary["evaluation"]), default=0)
@@ -400,11 +405,11 @@ def memory_of(count: int) -> str:
 
 def duration(seconds: float) -> str:
     """Formats seconds: `8s`, `1m 02s`, `3h 05m`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h {minutes:02}m"
-    return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+    return f"{minutes}m {remaining:02}s" if minutes else f"{remaining}s"
 
 
 def ranks(count: int) -> str:

@@ -23,13 +23,13 @@ from sley_core.metrics.jsonl import rows
 from sley_core.plan.load import load_plan
 from sley_core.process import disable_gc
 from train_cli.console import say
+from train_cli.environment import num_cores, write_start
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet, thread_note
-from train_cli.progress import SUMMARY, Reporter, RunFacts, RunTotals, UnsavedNote, closing, opening, repeats, summary
+from train_cli.progress import SUMMARY, Reporter, RunInfo, RunTotals, UnsavedNote, closing, opening, repeats, summary
 from train_cli.run_folder import recorder, write_plan
-from train_cli.saved import AUTO, RESTART, is_finished, keep_files, load, run_folder
+from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, load, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
-from train_cli.surroundings import num_cores, write_start
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -143,7 +143,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # has the values that come from the data
     write_plan(resolved, folder)
-    keep_files(resolved, folder)
+    copy_run_files(resolved, folder)
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if note := thread_note(os.environ, is_cpu=run.world.device.type == "cpu"):
         run.notes.append(note)
@@ -154,7 +154,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
-    say("\n".join((opening(_facts(run), run.plan, num_bytes), *run.notes)))
+    say("\n".join((opening(_run_info(run), run.plan, num_bytes), *run.notes)))
     if run.plan.checkpoint is None:
         run.readers.append(UnsavedNote(run.plan.run.steps, run.notes))
     run.readers += [totals.add, reporter]
@@ -165,10 +165,10 @@ def _report_finished(run: Run, weights: Path | None) -> None:
     """Prints where the results of a finished run are."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
-        done, key = f"the run has taken all {run.plan.run.steps} steps", "run.steps"
+        message, key = f"the run has taken all {run.plan.run.steps} steps", "run.steps"
         if run.stopped_early:
-            done, key = f"the run has ended early: {run.stopped_early}", "evaluation.patience"
-        say(f"{done}{location}; use `--set {key}=N` for more")
+            message, key = f"the run has ended early: {run.stopped_early}", "evaluation.patience"
+        say(f"{message}{location}; use `--set {key}=N` for more")
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:
@@ -182,16 +182,16 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     """Writes `summary.json` if a step was taken; returns its content."""
-    notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
-    content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes, run.best, run.stopped_early)
+    notes = [*reporter.new_notes, *([reporter.write_error] if reporter.write_error else [])]
+    content = summary(_run_info(run), outcome, totals, run.counts, run.memory.bytes, notes, run.best, run.stopped_early)
     if totals.steps:
         write_json(folder / SUMMARY, content)
     return content
 
 
-def _facts(run: Run) -> RunFacts:
+def _run_info(run: Run) -> RunInfo:
     plan = run.plan
-    return RunFacts(
+    return RunInfo(
         plan.run.name,
         str(run.world.device),
         run.world.size,

@@ -1,8 +1,8 @@
 """The rendezvous of ranks that torchrun, SLURM or another launcher has started. They compare plan and versions in the store at
 MASTER_ADDR before any other wait for each other; all ranks start, or none does.
 
-    rank 0      facts ──> "first"                  all ranks have arrived, or the time is over ──> "verdict" ──> all ranks
-    rank n      compares its facts with "first" ──> "rank n", or, if it differs or cannot start, "verdict"
+    rank 0      info ──> "first"                   all ranks have arrived, or the time is over ──> "verdict" ──> all ranks
+    rank n      compares its info with "first" ──> "rank n", or, if it differs or cannot start, "verdict"
 
 The first verdict counts. A rank that died is named when the time limit is over, with the hosts that did arrive; usually its
 launcher ends the others long before.
@@ -43,7 +43,7 @@ Verdict = dict[str, Any]
 """{} if all ranks have arrived and agree; else `message` and `hint`."""
 
 ARRIVED = (
-    "did not come",
+    "did not arrive",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
 )
 BUILT = (
@@ -71,7 +71,7 @@ class Rendezvous:
     host: str = field(default_factory=platform.node)
 
     @classmethod
-    def at(cls, environ: Mapping[str, str], *, timeout_s: float) -> Rendezvous:
+    def join(cls, environ: Mapping[str, str], *, timeout_s: float) -> Rendezvous:
         """Returns this rank's rendezvous in the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless torchrun's
         agent does. Blocks until the store exists. All ranks must call it equally often.
 
@@ -93,21 +93,21 @@ class Rendezvous:
         keys = startup.unused_part(store, environ, "rendezvous")
         return cls(rank, size, keys, timeout_s, ends_store, f"{job} of {size} ranks")
 
-    def agree(self, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> None:
-        """Compares the `facts` of all ranks with those of rank 0, and returns when all ranks have arrived and agree.
+    def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:
+        """Compares the `info` of all ranks with those of rank 0, and returns when all ranks have arrived and agree.
 
-        parts: the parts of a fact by the fact's name, for messages. Raises RunError "preflight" on all ranks, with the rank
+        details: the parts of an entry by its name, for messages. Raises RunError "preflight" on all ranks, with the rank
         that differs, its host, its value and a hint.
         """
         if self.rank == 0:
-            first = self._card | {"facts": {**facts}, "parts": {**parts}}
-            if self._claim("first", first) is not None:
+            first = self._identity | {"info": {**info}, "details": {**details}}
+            if self._write_once("first", first) is not None:
                 raise _used_before()
         else:
             first = self._read_rank_0()
-            if self._find("verdict") == {}:
+            if self._read_key("verdict") == {}:
                 raise _used_before()
-            self._answer(self._difference(first, facts, parts) if "facts" in first else {})
+            self._record_arrival(self._difference(first, info, details) if "info" in first else {})
         self._finish(ARRIVED, self.timeout_s)
 
     @contextmanager
@@ -127,61 +127,61 @@ class Rendezvous:
             )
             raise
         if self.rank:
-            self._answer({})
+            self._record_arrival({})
         self._finish(BUILT, timeout_s)
 
     def give_up(self, reason: str, hint: str | None) -> None:
-        """Notifies all ranks why this one cannot start. Rank 0 returns when they know, or after a time limit."""
+        """Sends the reason why this rank cannot start to all ranks. Rank 0 returns when they know it, or after a time limit."""
         try:
             if self.rank == 0 and not self.num_rounds:
-                self._claim("first", self._card)
+                self._write_once("first", self._identity)
             elif not self.num_rounds:
                 self._read_rank_0()
             message = f"rank {self.rank} on {self.host} cannot start: {reason}"
-            self._claim("verdict", {"message": message, "hint": hint})
-            self._leave(self.size - 1)
+            self._write_once("verdict", {"message": message, "hint": hint})
+            self._acknowledge_failure(self.size - 1)
         except RunError:
             return  # nothing listens there, or another run does
 
     @property
-    def _card(self) -> dict[str, Any]:
-        """The fields that identify this process to the others."""
+    def _identity(self) -> dict[str, Any]:
+        """The fields that identify this process to other ranks."""
         return {"host": self.host, "job": self.job, "process": f"{os.getpid()} {id(self)}"}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for the facts of rank 0. Raises RunError "preflight" if they belong to another run, or do not arrive."""
-        first = self._await("first", "rank 0", self.timeout_s)
+        """Waits for the info of rank 0. Raises RunError "preflight" if they belong to another run, or do not arrive."""
+        first = self._wait_for("first", "rank 0", self.timeout_s)
         if first["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same one for all ranks of a run"
             raise _refused(f"another run uses this port (job {first['job']}, on {first['host']})", hint)
         return first
 
-    def _difference(self, first: dict[str, Any], facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> Verdict:
+    def _difference(self, first: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
         """Returns the verdict if this rank differs from rank 0, else {}."""
         rank, rank_0 = f"rank {self.rank} on {self.host}", f"rank 0 on {first['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
             return {"message": message, "hint": "set RANK to a different number from 0 to WORLD_SIZE - 1 in each process"}
-        for name, value in facts.items():
-            expected = first["facts"].get(name, "none")
+        for name, value in info.items():
+            expected = first["info"].get(name, "none")
             if value != expected:
                 message = f"{rank} has {name} {value}, {rank_0} has {expected}"
-                if name in parts and (pieces := describe_differences(parts[name], first["parts"][name])):
-                    message = f"{rank} has another {name.removeprefix('the ')} than {rank_0}: {pieces}"
+                if name in details and (differing_details := describe_differences(details[name], first["details"][name])):
+                    message = f"{rank} has another {name.removeprefix('the ')} than {rank_0}: {differing_details}"
                 return {"message": message, "hint": "install the same versions and use the same plan on every host"}
         return {}
 
-    def _answer(self, verdict: Verdict) -> None:
+    def _record_arrival(self, verdict: Verdict) -> None:
         """Records that this rank has arrived, or writes `verdict` if it is not empty or another process has the same rank."""
-        duplicate = self._claim(f"rank {self.rank}", self._card)
+        duplicate = self._write_once(f"rank {self.rank}", self._identity)
         if duplicate is not None and not verdict:
             message = f"two processes, on {duplicate['host']} and {self.host}, have RANK {self.rank}"
             hint = "set a different RANK in each process, or torchrun's --node-rank on each host"
             verdict = {"message": message, "hint": hint}
         if verdict:
-            self._claim("verdict", verdict)
+            self._write_once("verdict", verdict)
         else:
-            self._add("come")
+            self._add_count("arrived")
 
     def _finish(self, occasion: tuple[str, str], timeout_s: float) -> None:
         """Ends a round: waits for the verdict, which rank 0 writes when all ranks have arrived or the time is over. Raises
@@ -190,69 +190,71 @@ class Rendezvous:
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _polls(timeout_s):
-                if self._find("verdict") is not None or self._add("come", 0) == self.size - 1:
-                    self._claim("verdict", {})
+                if self._read_key("verdict") is not None or self._add_count("arrived", 0) == self.size - 1:
+                    self._write_once("verdict", {})
                     break
             else:
-                self._claim("verdict", self._missing(occasion, timeout_s))
-                num_readers = self._add("come", 0)
+                self._write_once("verdict", self._missing_ranks_verdict(occasion, timeout_s))
+                num_readers = self._add_count("arrived", 0)
         # Rank 0 may have arrived a little later, and names missing ranks after its own time limit.
-        verdict = self._await("verdict", "rank 0's verdict on all ranks", timeout_s + PATIENCE_S)
+        verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + PATIENCE_S)
         if verdict:
-            self._leave(num_readers)
+            self._acknowledge_failure(num_readers)
             raise RunError(PREFLIGHT, verdict["message"], hint=verdict.get("hint"))
         self.num_rounds += 1
 
-    def _leave(self, num_readers: int) -> None:
+    def _acknowledge_failure(self, num_readers: int) -> None:
         """Records that this rank knows of a failure. If the store ends with this process, rank 0 keeps it until `num_readers`
         other ranks know too.
         """
         if self.rank != 0:
-            self._add("readers")
+            self._add_count("readers")
         elif self.ends_store:
             for _ in _polls(BUILDERS_S if self.num_rounds else STRAGGLERS_S):
-                if self._add("readers", 0) >= num_readers:
+                if self._add_count("readers", 0) >= num_readers:
                     break
 
-    def _missing(self, occasion: tuple[str, str], timeout_s: float) -> Verdict:
-        hosts = {rank: card["host"] for rank in range(1, self.size) if (card := self._find(f"rank {rank}")) is not None}
+    def _missing_ranks_verdict(self, occasion: tuple[str, str], timeout_s: float) -> Verdict:
+        hosts = {rank: card["host"] for rank in range(1, self.size) if (card := self._read_key(f"rank {rank}")) is not None}
         hosts[0] = self.host
         absent = [rank for rank in range(self.size) if rank not in hosts]
         names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         message = f"of {self.size} ranks these {occasion[0]} within {timeout_s:g} s: {names}"
         return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": occasion[1]}
 
-    def _await(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
+    def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
         for _ in _polls(timeout_s):
-            if (value := self._find(key)) is not None:
+            if (value := self._read_key(key)) is not None:
                 return value
-        raise _refused(f"rank {self.rank} waited in vain for {description}", _OTHERS_HINT)
+        raise _refused(f"rank {self.rank} did not receive {description} in time", _OTHERS_HINT)
 
-    def _find(self, key: str) -> dict[str, Any] | None:
+    def _read_key(self, key: str) -> dict[str, Any] | None:
         """Returns the value under `key` in this round; None if no rank has written it."""
         name = f"{self.num_rounds} {key}"
-        with self._in_store():
+        with self._store_errors():
             value: dict[str, Any] | None = json.loads(self.store.get(name)) if self.store.check([name]) else None
         return value
 
-    def _claim(self, key: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _write_once(self, key: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
         """Writes `value` under `key` and returns None. If `key` has another value, keeps and returns that."""
         text = json.dumps(value)
-        with self._in_store():
+        with self._store_errors():
             stored = self.store.compare_set(f"{self.num_rounds} {key}", "", text).decode()
         return None if stored == text else json.loads(stored)
 
-    def _add(self, key: str, amount: int = 1) -> int:
-        with self._in_store():
+    def _add_count(self, key: str, amount: int = 1) -> int:
+        with self._store_errors():
             return int(self.store.add(f"{self.num_rounds} {key}", amount))
 
     @contextmanager
-    def _in_store(self) -> Iterator[None]:
-        """Turns torch's error into RunError "preflight", since the process that serves the store has ended."""
+    def _store_errors(self) -> Iterator[None]:
+        """Turns torch's errors into RunError "preflight": the process that serves the store has ended."""
         try:
             yield
         except RuntimeError as error:
-            raise _refused(f"rank {self.rank} has lost the others: {first_line(error)}", _OTHERS_HINT) from error
+            raise _refused(
+                f"rank {self.rank} has lost the connection to the store: {first_line(error)}", _OTHERS_HINT
+            ) from error
 
 
 _OTHERS_HINT = "see the output of rank 0, or of its launcher, for the reason"
@@ -296,7 +298,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves: bool) -> Store:
-    """Serves the store, or connects to it when it exists. Raises RunError "preflight" as `Rendezvous.at` describes."""
+    """Serves the store, or connects to it when it exists. Raises RunError "preflight" as `Rendezvous.join` describes."""
     until = time.monotonic() + (PATIENCE_S if serves else timeout_s)  # an earlier run's store may still hold the port
     num_silent = 0
     while True:

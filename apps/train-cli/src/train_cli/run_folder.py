@@ -25,8 +25,8 @@ from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
 from sley_core.whole_files import write_atomically
+from train_cli.environment import START
 from train_cli.saved import may_resume, run_folder
-from train_cli.surroundings import START
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
@@ -92,7 +92,7 @@ def recorder() -> RunRecorder:
     return recorder_of_package
 
 
-class TakenError(Exception):
+class FolderInUseError(Exception):
     """Raised if another process has locked the folder. pid: the id of that process, or "" if it is not known."""
 
     def __init__(self, pid: str) -> None:
@@ -101,7 +101,7 @@ class TakenError(Exception):
 
 
 class FolderLock:
-    """Makes `folder` if it is missing, and locks it. Raises TakenError, and OSError if it cannot be written.
+    """Makes `folder` if it is missing, and locks it. Raises FolderInUseError, and OSError if it cannot be written.
 
     The lock is flock(2) on a file, so the file of a killed run locks nothing. On file systems without such locks, and on
     systems without fcntl, nothing is locked.
@@ -113,7 +113,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             try:
-                _lock_or_taken(self._file)
+                _lock_or_raise(self._file)
                 if self._is_current():  # else its former owner has just removed it, perhaps with the folder
                     break
             except BaseException:
@@ -140,12 +140,12 @@ class FolderLock:
         return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
 
-def check_free(folder: Path) -> None:
-    """Raises TakenError if a run has locked `folder`. Changes nothing."""
+def check_unlocked(folder: Path) -> None:
+    """Raises FolderInUseError if a run has locked `folder`. Changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
         file = os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         try:
-            _lock_or_taken(file)
+            _lock_or_raise(file)
         finally:
             os.close(file)
 
@@ -159,8 +159,8 @@ def lock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _lock_or_taken(file: int) -> None:
-    """Locks `file`, or raises TakenError; does nothing on file systems without locks."""
+def _lock_or_raise(file: int) -> None:
+    """Locks `file`, or raises FolderInUseError; does nothing on file systems without locks."""
     try:
         lock(file)
     except BlockingIOError:
@@ -168,7 +168,7 @@ def _lock_or_taken(file: int) -> None:
             pid = str(json.loads(os.pread(file, 1000, 0))["pid"])
         except (ValueError, KeyError, TypeError):
             pid = ""
-        raise TakenError(pid) from None
+        raise FolderInUseError(pid) from None
     except OSError:
         return  # the file system has no locks
 
@@ -191,24 +191,24 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
     """
     folder = run_folder(plan)
     try:
-        check_free(folder)
-        if _is_taken(folder):
+        check_unlocked(folder)
+        if _has_files(folder):
             if not overwrite and not resume:
                 resume_hint = "`--resume auto` to continue it, " if may_resume(plan, folder) else ""
                 hint = f"use {resume_hint}`--overwrite` to replace it, or `--set run.name=NAME` for a new one"
-                raise _refused(plan, f"`{folder}` already exists", hint)
-            if not _is_ours(folder):
+                raise _refusal_error(plan, f"`{folder}` already exists", hint)
+            if not _is_run_folder(folder):
                 hint = "choose another `run.name` or `run.folder`"
-                raise _refused(plan, f"`{folder}` is not a run folder, so it is not replaced", hint)
+                raise _refusal_error(plan, f"`{folder}` is not a run folder, so it is not replaced", hint)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except TakenError as error:
-        raise _in_use(plan, folder, error) from None
+    except FolderInUseError as error:
+        raise _in_use_error(plan, folder, error) from None
     except OSError as error:
-        raise _unwritable(plan, folder, error) from error
+        raise _unwritable_error(plan, folder, error) from error
     if not nearest.is_dir():
-        raise _unwritable(plan, folder, NotADirectoryError(0, "it is a file", str(nearest)))
+        raise _unwritable_error(plan, folder, NotADirectoryError(0, "it is a file", str(nearest)))
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise _unwritable(plan, folder, PermissionError(0, "permission denied", str(nearest)))
+        raise _unwritable_error(plan, folder, PermissionError(0, "permission denied", str(nearest)))
 
 
 @contextmanager
@@ -226,12 +226,12 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))
         lock = FolderLock(folder)
-    except TakenError as error:
-        raise _in_use(plan, folder, error) from None
+    except FolderInUseError as error:
+        raise _in_use_error(plan, folder, error) from None
     except OSError as error:
-        raise _unwritable(plan, folder, error) from error
+        raise _unwritable_error(plan, folder, error) from error
     try:
-        if not (resume and _is_ours(folder)):
+        if not (resume and _is_run_folder(folder)):
             _initialize(plan, folder, overwrite=overwrite)
         if not is_second:  # else keep the reports of torchrun's first attempt
             recorder().forget(folder)
@@ -244,8 +244,8 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
 
 def _initialize(plan: Plan, folder: Path, *, overwrite: bool) -> None:
     """Deletes all files but reports from the folder, which this process has locked, and writes the plan."""
-    if _is_taken(folder) and not (overwrite and _is_ours(folder)):
-        raise _refused(plan, f"another run has just made `{folder}`", "choose another `run.name`")
+    if _has_files(folder) and not (overwrite and _is_run_folder(folder)):
+        raise _refusal_error(plan, f"another run has just made `{folder}`", "choose another `run.name`")
     try:
         for path in folder.iterdir():
             if path.name == FAULTS:
@@ -256,7 +256,7 @@ def _initialize(plan: Plan, folder: Path, *, overwrite: bool) -> None:
                 path.unlink()
         write_plan(plan, folder)
     except OSError as error:
-        raise _unwritable(plan, folder, error) from error
+        raise _unwritable_error(plan, folder, error) from error
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
@@ -270,7 +270,7 @@ def _is_unused(folder: Path) -> bool:
     return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ATTEMPT, START} and not files.get(METRICS)
 
 
-def _is_taken(folder: Path) -> bool:
+def _has_files(folder: Path) -> bool:
     """Returns whether the folder has files that a run must not replace without `--overwrite`."""
     if not folder.exists():
         return False
@@ -285,7 +285,7 @@ def _is_taken(folder: Path) -> bool:
     return bool(names - {LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     """Returns whether a run made `folder`: only a resolved plan has `source_folder`, a hand-written one does not."""
     try:
         written = tomli.loads((folder / PLAN).read_text("utf-8"))
@@ -294,16 +294,16 @@ def _is_ours(folder: Path) -> bool:
     return "source_folder" in written
 
 
-def _in_use(plan: Plan, folder: Path, error: TakenError) -> SleyError:
+def _in_use_error(plan: Plan, folder: Path, error: FolderInUseError) -> SleyError:
     process = f", process {error.pid}" if error.pid else ""
     hint = "wait until it ends, or choose another `run.name`"
-    return _refused(plan, f"`{folder}` is used by an active run{process}", hint)
+    return _refusal_error(plan, f"`{folder}` is used by an active run{process}", hint)
 
 
-def _unwritable(plan: Plan, folder: Path, error: OSError) -> SleyError:
+def _unwritable_error(plan: Plan, folder: Path, error: OSError) -> SleyError:
     message = f"cannot write `{error.filename or folder}`: {error.strerror or error}"
-    return _refused(plan, message, "choose another `run.folder`", key="folder")
+    return _refusal_error(plan, message, "choose another `run.folder`", key="folder")
 
 
-def _refused(plan: Plan, message: str, hint: str, key: str = "name") -> SleyError:
+def _refusal_error(plan: Plan, message: str, hint: str, key: str = "name") -> SleyError:
     return plan.add_places(PlanError("run-folder", message, path=("run", key), hint=hint))

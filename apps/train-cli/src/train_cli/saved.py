@@ -43,7 +43,7 @@ def run_folder(plan: Plan) -> Path:
     return Path(plan.run.folder, plan.run.name)
 
 
-def keep_files(plan: Plan, folder: Path) -> None:
+def copy_run_files(plan: Plan, folder: Path) -> None:
     """Copies the files into the run folder that `export` and `sample` need: the tokenizer with its chat template, and the small
     files beside the weights from which the run started. Raises OSError.
     """
@@ -64,16 +64,16 @@ def keep_files(plan: Plan, folder: Path) -> None:
                 shutil.copyfile(file, copy)
 
 
-def plan_of_run(folder: Path) -> Plan:
+def load_run_plan(folder: Path) -> Plan:
     """Returns the resolved plan of the run in `folder`, which may have been moved.
 
     Raises UsageError "no-run", and the errors of loading a plan.
     """
-    return resolve_plan(document_of_run(folder), Loader())
+    return resolve_plan(load_run_document(folder), Loader())
 
 
-def document_of_run(folder: Path, compare_plans: Sequence[str] = ()) -> Document:
-    """Returns the unresolved plan of the run in `folder`, with `compare_plans`. Raises the same errors as `plan_of_run`."""
+def load_run_document(folder: Path, compare_plans: Sequence[str] = ()) -> Document:
+    """Returns the unresolved plan of the run in `folder`, with `compare_plans`. Raises the same errors as `load_run_plan`."""
     if not (folder / PLAN).is_file():
         raise UsageError("no-run", f"`{folder}` is not a run folder: it has no `{PLAN}`")
     return use_copied_files(read_file(folder / PLAN, compare_plans), folder)
@@ -84,12 +84,12 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def checkpoints_of(plan: Plan, folder: Path) -> str:
+def checkpoint_folder(plan: Plan, folder: Path) -> str:
     """Returns the path or URL of the checkpoint folder of the run of `plan` in `folder`."""
     return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS)
 
 
-def files_of(plan: Plan | None) -> CheckpointFiles:
+def checkpoint_reader(plan: Plan | None) -> CheckpointFiles:
     """Returns the checkpoint reader of the plan's checkpointer, or of the default one. Imports torch.
 
     Raises PluginError "plugin-missing" if the checkpointer is not installed, and UsageError "no-checkpoint-files" if only a
@@ -122,9 +122,9 @@ def _description_or_none(files: CheckpointFiles, path: str) -> SavedRun | None:
         return None
 
 
-def _step_of(folder: Path) -> tuple[str, int | None]:
-    """Returns the attempt that wrote the weights in `folder` and the step after which it did; "" and None if the files do not
-    say. Raises RunError "weight-files".
+def _weights_origin(folder: Path) -> tuple[str, int | None]:
+    """Returns the attempt that wrote the weights in `folder`, and its step. Returns "" and None if the files
+    do not have them. Raises RunError "weight-files".
     """
     from sley_core.weight_files.read import SINGLE, open_safetensors
 
@@ -146,12 +146,12 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
     if (folder / WEIGHTS).is_dir() and not best:
-        writer, step = _step_of(folder / WEIGHTS)
+        writer, step = _weights_origin(folder / WEIGHTS)
         if attempt is None or step is None or attempt.took(writer, step):
             final = folder / WEIGHTS, step
-    checkpoints = checkpoints_of(plan, folder)
+    checkpoints = checkpoint_folder(plan, folder)
     if is_remote(checkpoints) or Path(checkpoints).is_dir():
-        files = files_of(plan)
+        files = checkpoint_reader(plan)
         descriptions = {path: _description_or_none(files, path) for path in _paths_in(files, checkpoints)}
         readable = [(saved, path) for path, saved in descriptions.items() if saved is not None]
         for saved, path in sorted(readable, key=lambda pair: pair[0].step, reverse=True):
@@ -164,7 +164,7 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
     if final is None:
         if best:
             message = f"the run in `{folder}` has written no best checkpoint"
-            raise UsageError("no-weights", message, hint="`[evaluation] keep_best` in a plan keeps one")
+            raise UsageError("no-weights", message, hint="add `[evaluation] keep_best` to the plan")
         hint = "wait until it ends, or add `[checkpoint]` to its plan; a failed run writes no final weights"
         raise UsageError("no-weights", f"the run in `{folder}` has written no weights and no checkpoint", hint=hint)
     return final
@@ -172,11 +172,11 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
 
 def may_resume(plan: Plan, folder: Path) -> bool:
     """Returns whether the run in `folder` may have a checkpoint to resume from: its own, or the one from which it started."""
-    checkpoints, attempt = checkpoints_of(plan, folder), read_attempt(folder)
+    checkpoints, attempt = checkpoint_folder(plan, folder), read_attempt(folder)
     if is_remote(checkpoints) or (attempt is not None and attempt.origin):
         return True
     try:
-        return Path(checkpoints).is_dir() and bool(files_of(plan).names(checkpoints))
+        return Path(checkpoints).is_dir() and bool(checkpoint_reader(plan).names(checkpoints))
     except SleyError:  # no installed package reads them
         return False
 
@@ -196,7 +196,7 @@ def check_checkpoint_path(plan: Plan, path: str) -> None:
         hint = f"use `{folder / CHECKPOINTS}`, the checkpoints of that run"
     elif siblings := files.names(str(folder.parent)):
         suffix = f" and {len(siblings) - _NUM_SHOWN} more" if len(siblings) > _NUM_SHOWN else ""
-        hint = f"the parent folder has {', '.join(f'`{name}`' for name in siblings[:_NUM_SHOWN])}{suffix}"
+        hint = f"use a checkpoint of the parent folder: {', '.join(f'`{name}`' for name in siblings[:_NUM_SHOWN])}{suffix}"
     else:
         hint = "pass a checkpoint, or a folder of checkpoints such as `runs/NAME/checkpoints`"
     raise UsageError("no-checkpoint", f"there is no checkpoint in `{path}`", hint=hint)

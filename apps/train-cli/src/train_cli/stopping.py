@@ -33,15 +33,15 @@ TERMINATED_S = 8.0
 SAVING_S = 25.0
 """Like `TERMINATED_S`, for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
 
-HURRY_S = 6.0
+SECOND_TERM_S = 6.0
 """The time limit after a second SIGTERM, which a launcher sends if a rank has failed."""
 
 REMIND_S = 10.0
 TOGETHER_S = 1.0
 """Signals within this time count as one: an interrupt reaches a rank directly and through its launcher."""
 
-HEARD = "stopping after this step; Ctrl-C again stops at once"
-STILL = "still in this step after {:.0f} s; Ctrl-C again stops at once"
+STOP_MESSAGE = "stopping after this step; Ctrl-C again stops at once"
+REMIND_MESSAGE = "still in this step after {:.0f} s; Ctrl-C again stops at once"
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """The signals that batch systems send some time before they end a job."""
@@ -95,7 +95,7 @@ def _watch_parent(launcher: int) -> None:
     os._exit(1)
 
 
-def leave(code: int) -> NoReturn:
+def exit_rank(code: int) -> NoReturn:
     """Ends this process with exit code `code`.
 
     A failed rank exits without destructors, since those of communicators may wait for dead peers. Its `multiprocessing`
@@ -135,39 +135,39 @@ def terminated_s(plan: Plan) -> float:
     return SAVING_S if saves else TERMINATED_S
 
 
-def codes(warnings: Iterable[str] = ()) -> dict[int, int]:
+def exit_codes(warnings: Iterable[str] = ()) -> dict[int, int]:
     """Returns the exit code of a run by the signal that stops it: 128 + the signal's number.
 
     warnings: the names of the signals in `WARNINGS` that stop the run.
     """
-    codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+    exit_codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        codes[signal.SIGHUP] = EXIT_HUNG_UP
-    return codes | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
+        exit_codes[signal.SIGHUP] = EXIT_HUNG_UP
+    return exit_codes | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
 
 
 class Stopping(AbstractContextManager["Stopping"]):
     """A context manager that handles SIGINT, SIGTERM, SIGHUP and the signals `warnings`.
 
     A thread handles them, since the main thread may be in a collective that never returns. say: prints a line when a signal
-    arrives; None if a launcher does. late: called in the thread before it ends a process that has not ended within
+    arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended within
     `terminated_s` after SIGTERM. Does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(
         self,
         say: Callable[[str], None] | None = None,
-        late: Callable[[], None] | None = None,
+        report_stuck: Callable[[], None] | None = None,
         terminated_s: float | None = None,
         warnings: Iterable[str] = (),
     ) -> None:
         self._terminated_s = TERMINATED_S if terminated_s is None else terminated_s
         self._say = say
-        self._late = late
-        self._codes = codes(warnings)
+        self._report_stuck = report_stuck
+        self._codes = exit_codes(warnings)
         self._stop: Callable[[], None] | None = None
         self._first: int | None = None
-        self._heard_at = 0.0
+        self._first_signal_s = 0.0
         self._terminated_at: float | None = None
         self._is_working = False
         self._deadline: float | None = None
@@ -197,8 +197,8 @@ class Stopping(AbstractContextManager["Stopping"]):
             return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in self._codes}
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, self._handle) for number in self._codes}
         self._thread = threading.Thread(target=self._watch, name="sley-signals", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._restore_in_child)
@@ -207,9 +207,9 @@ class Stopping(AbstractContextManager["Stopping"]):
     def __exit__(self, *_: object) -> None:
         if not self._is_main:
             return
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
+        signal.set_wakeup_fd(self._old_wakeup_fd)
         self._closed = True
         os.write(self._writer, _WAKE)
         self._thread.join()
@@ -224,7 +224,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         if not self._closed:
             self._closed = True
             signal.set_wakeup_fd(-1)
-            for number, handler in self._before.items():
+            for number, handler in self._old_handlers.items():
                 # A batch system may warn all processes of a job; the worker must go on.
                 signal.signal(number, signal.SIG_IGN if number in WARNINGS else handler)
 
@@ -245,31 +245,31 @@ class Stopping(AbstractContextManager["Stopping"]):
                         self._act_on(number)
             elif self._deadline is None:
                 if self._say is not None and self._is_working:
-                    self._say(STILL.format(time.monotonic() - self._heard_at))
+                    self._say(REMIND_MESSAGE.format(time.monotonic() - self._first_signal_s))
             elif time.monotonic() >= self._deadline:
-                if self._late is not None:
-                    self._late()
-                _end_now(self._deadline_code)
+                if self._report_stuck is not None:
+                    self._report_stuck()
+                _exit_now(self._deadline_code)
 
     def _act_on(self, number: int) -> None:
         """Acts on a signal: asks the run to stop, sets a deadline, or ends the process at once."""
         code = self._codes[number]
         now = time.monotonic()
         if self._first is None:
-            self._first, self._heard_at = number, now
+            self._first, self._first_signal_s = number, now
             if self._stop is not None:
                 if self._say is not None:
-                    self._say(HEARD)
+                    self._say(STOP_MESSAGE)
                 self._stop()
             else:
                 self._limit(CLEANUP_S, code)
-        elif number == signal.SIGINT and (self._say is not None or now - self._heard_at > TOGETHER_S):
-            _end_now(code)
+        elif number == signal.SIGINT and (self._say is not None or now - self._first_signal_s > TOGETHER_S):
+            _exit_now(code)
         if number != signal.SIGINT and number not in WARNINGS:
             if self._terminated_at is None:
                 self._terminated_at = now
             is_second = now - self._terminated_at > TOGETHER_S
-            self._limit(HURRY_S if is_second else self._terminated_s, self.exit_code or code)
+            self._limit(SECOND_TERM_S if is_second else self._terminated_s, self.exit_code or code)
 
     def _limit(self, seconds: float, code: int) -> None:
         deadline = time.monotonic() + seconds
@@ -277,7 +277,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             self._deadline, self._deadline_code = deadline, code
 
 
-def _end_now(code: int) -> None:
+def _exit_now(code: int) -> None:
     """Ends this process at once, from any thread; unflushed buffers are lost."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)

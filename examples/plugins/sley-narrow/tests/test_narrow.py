@@ -1,4 +1,4 @@
-"""`narrow.reducer` holds the contract of gradient handlers, and leaves small gradients as they are."""
+"""Tests that `narrow.reducer` passes the contract of gradient handlers, and sends small gradients unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TestNarrow(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = {"use": "narrow.reducer", "min_numel": 0}
 
 
-def test_a_small_gradient_travels_as_it_is(ranks: Callable[..., Any]) -> None:
+def test_small_gradients_are_not_rounded(ranks: Callable[..., Any]) -> None:
     """The weights of the contract's model have 36 elements and its biases 6."""
     exact, _ = ranks(2)(observe, [{"use": "core.each"}], 1, False)
     narrow, _ = ranks(2)(observe, [{"use": "narrow.reducer", "min_numel": 36}], 1, False)

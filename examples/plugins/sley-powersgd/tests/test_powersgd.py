@@ -1,4 +1,6 @@
-"""`powersgd.reducer` computes the sums of torch's hook, loses no gradient, and holds the contract of gradient handlers."""
+"""Tests that `powersgd.reducer` computes the sums of torch's hook, loses no gradient, and passes the contract of gradient
+handlers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.topology import Topology
 from sley_powersgd.handler import LowRankSums
-from sley_powersgd.low_rank import as_matrix
+from sley_powersgd.low_rank import view_as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
 from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.collectives import assert_same_sequence, collectives
@@ -35,35 +37,35 @@ from sley_testing.plans import small_plan
 from sley_testing.runs import record
 
 SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
-"""A matrix, a vector, a tensor that counts as [50, 24], and one too small to be worth it."""
+"""A matrix, a vector, a tensor that counts as [50, 24], and a matrix that is too small to compress."""
 
 
-def stage_group():
+def make_stage_group():
     topology = Topology.of(dist.get_world_size())
     return make_groups(topology, dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))["stage"]
 
 
-def bucket_of(shapes, dtype=torch.float64):
-    """A buffer as the store has it, for `LowRankSums`."""
+def make_buffer(shapes, dtype=torch.float64):
+    """Returns a buffer like those of the store."""
     buffer = FlatBuffer(shapes, dtype, torch.device("cpu"))
-    buffer.params = [Param(f"parameter{at}", shape, []) for at, shape in enumerate(shapes)]
+    buffer.params = [Param(f"parameter{index}", shape, []) for index, shape in enumerate(shapes)]
     return buffer
 
 
 def gradients(step, shapes=SHAPES, dtype=torch.float64):
-    """This rank's gradients of a step: a part that all ranks have, and noise of its own."""
+    """Returns this rank's gradients of a step: a part that is equal on all ranks, and local noise."""
     common = torch.Generator().manual_seed(1)
-    own = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    local = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return [
-        (torch.randn(shape, generator=common, dtype=torch.float64) + torch.randn(shape, generator=own, dtype=torch.float64)).to(
-            dtype
-        )
+        (
+            torch.randn(shape, generator=common, dtype=torch.float64) + torch.randn(shape, generator=local, dtype=torch.float64)
+        ).to(dtype)
         for shape in shapes
     ]
 
 
-def summed(sums, buffer, group, values):
-    """What `sums` makes of this rank's `values`."""
+def run_sums(sums, buffer, group, values):
+    """Returns the results of `sums` for this rank's `values`."""
     for view, value in zip(buffer.views, values, strict=True):
         view.copy_(value)
     sums.start(dict(zip(buffer.params, buffer.views, strict=True)), group)
@@ -72,7 +74,7 @@ def summed(sums, buffer, group, values):
 
 
 class TorchBucket:
-    """What `powerSGD_hook` asks of DDP's bucket."""
+    """Implements the part of DDP's bucket that `powerSGD_hook` uses."""
 
     def __init__(self, values):
         self.flat = torch.cat([value.flatten() for value in values])
@@ -95,11 +97,11 @@ class TorchBucket:
         return False
 
 
-def beside_torch(rank, error_feedback, dtype, num_steps=5):
-    """Our sums and torch's, step by step, from the same first factors; at the end the total of each one's errors."""
+def compare_with_torch(rank, error_feedback, dtype, num_steps=5):
+    """Returns our sums and torch's of each step, from the same first factors, and the totals of both errors."""
     torch.cuda.is_available = lambda: False  # else torch's hook synchronizes a device that CPU tensors do not have
-    group = stage_group()
-    ours, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), bucket_of(SHAPES, dtype)
+    group = make_stage_group()
+    ours, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), make_buffer(SHAPES, dtype)
     theirs = PowerSGDState(group.channel(), rank, 2, use_error_feedback=error_feedback, orthogonalization_epsilon=1e-30)
     theirs.iter = 2
     pairs = []
@@ -112,92 +114,96 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
             theirs.p_memory_dict[0] = torch.zeros((24 + 50) * rank, dtype=dtype)
         bucket = TorchBucket([value.clone() for value in values])
         powerSGD_hook(theirs, bucket).wait()
-        pairs.append((summed(ours, buffer, group, values), [view * group.size for view in bucket.views]))
+        pairs.append((run_sums(ours, buffer, group, values), [view * group.size for view in bucket.views]))
     errors = None
     if error_feedback:
-        mine = torch.cat([ours.states[buffer.params[at]].error.flatten() for at in (0, 2)])
+        our_errors = torch.cat([ours.states[buffer.params[index]].error.flatten() for index in (0, 2)])
         their_parts = TorchBucket.split(theirs.error_dict[0], values)
-        errors = torch.stack([mine, torch.cat([their_parts[0], their_parts[2]])])
+        errors = torch.stack([our_errors, torch.cat([their_parts[0], their_parts[2]])])
         dist.all_reduce(errors)
     return pairs, errors
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize(("rank", "size", "dtype"), [(1, 2, "float64"), (2, 3, "float64"), (4, 2, "float32")])
-def test_it_is_torchs_own_algorithm(ranks, rank, size, dtype, error_feedback):
-    """torch's hook takes the mean and keeps each rank's distance from it; sums, and totals of what is kept, are alike."""
-    within = 1e-10 if dtype == "float64" else 1e-4
-    for pairs, errors in ranks(size)(beside_torch, rank, error_feedback, getattr(torch, dtype)):
+def test_sums_match_torch_hook(ranks, rank, size, dtype, error_feedback):
+    """Compares sums and total errors. torch's hook computes the mean, and keeps each rank's distance from it."""
+    tolerance = 1e-10 if dtype == "float64" else 1e-4
+    for pairs, errors in ranks(size)(compare_with_torch, rank, error_feedback, getattr(torch, dtype)):
         for ours, theirs in pairs:
-            for mine, other in zip(ours, theirs, strict=True):
-                assert (mine - other).norm() <= within * other.norm()
+            for actual, expected in zip(ours, theirs, strict=True):
+                assert (actual - expected).norm() <= tolerance * expected.norm()
         if error_feedback:
-            assert (errors[0] - errors[1]).norm() <= within * errors[0].norm()
+            assert (errors[0] - errors[1]).norm() <= tolerance * errors[0].norm()
 
 
-def totals(rank, error_feedback, num_steps):
-    """Given, due, and what all ranks together still keep, over some steps: one flat tensor each."""
-    group = stage_group()
-    sums, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), bucket_of(SHAPES)
-    due, given = (torch.zeros_like(buffer.data) for _ in range(2))
+def accumulate_totals(rank, error_feedback, num_steps):
+    """Returns flat tensors of all computed sums, the exact sums, and the remaining errors of all ranks, over some steps."""
+    group = make_stage_group()
+    sums, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), make_buffer(SHAPES)
+    expected, summed = (torch.zeros_like(buffer.data) for _ in range(2))
     for step in range(num_steps):
         values = gradients(step)
         for view, value in zip(buffer.views, values, strict=True):
             view.copy_(value)
-        due += buffer.data
-        summed(sums, buffer, group, values)
-        given += buffer.data
-    kept = torch.zeros_like(buffer.data)
+        expected += buffer.data
+        run_sums(sums, buffer, group, values)
+        summed += buffer.data
+    errors_after_freezing = torch.zeros_like(buffer.data)
     for param, view in zip(buffer.params, buffer.views, strict=True):
         view.zero_()
         if error_feedback and param in sums.states:
-            as_matrix(view, rank).copy_(sums.states[param].error)
-    kept.copy_(buffer.data)
-    for total in (due, kept):
+            view_as_matrix(view, rank).copy_(sums.states[param].error)
+    errors_after_freezing.copy_(buffer.data)
+    for total in (expected, errors_after_freezing):
         dist.all_reduce(total)
-    return given, due, kept
+    return summed, expected, errors_after_freezing
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_not_given_is_kept(ranks, size):
-    """After any number of steps, given plus kept is due, to rounding: no gradient is lost, none counts twice."""
-    for given, due, kept in ranks(size)(totals, 2, True, 7):
-        assert (given + kept - due).norm() <= 1e-12 * due.norm()
-        assert kept.norm() > 0.1 * due.norm(), "it is not exact"
+def test_sums_and_errors_add_up(ranks, size):
+    """Expects that computed sums plus errors equal the exact sums after any number of steps."""
+    for summed, expected, errors_after_freezing in ranks(size)(accumulate_totals, 2, True, 7):
+        assert (summed + errors_after_freezing - expected).norm() <= 1e-12 * expected.norm()
+        assert errors_after_freezing.norm() > 0.1 * expected.norm(), "the sums are exact"
 
 
-def test_feedback_gives_everything_in_the_end(ranks):
-    """The share still owed falls with the number of steps; without feedback what a step leaves out is lost."""
+def test_feedback_reduces_missing_share(ranks):
+    """Expects that the missing share falls with the number of steps. Without feedback, the residual of each step is lost."""
 
-    def owed(feedback, num_steps):
-        given, due, _ = ranks(2)(totals, 2, feedback, num_steps)[0]
-        return float((given - due).norm() / due.norm())
+    def missing_share(feedback, num_steps):
+        summed, expected, _ = ranks(2)(accumulate_totals, 2, feedback, num_steps)[0]
+        return float((summed - expected).norm() / expected.norm())
 
-    early, late, lost = owed(True, 10), owed(True, 60), owed(False, 60)
-    assert late < 0.4 * early
-    assert late < 0.6 * lost
+    after_10_steps, after_60_steps, without_feedback = (
+        missing_share(True, 10),
+        missing_share(True, 60),
+        missing_share(False, 60),
+    )
+    assert after_60_steps < 0.4 * after_10_steps
+    assert after_60_steps < 0.6 * without_feedback
 
 
-def after_zeros(rank, zeros, ones):
-    """The sum over the steps of a matrix that has no gradient in the first ones, and one of rank 1 afterwards."""
-    group = stage_group()
-    sums, buffer = LowRankSums(rank, True, seed=7, sent=SentBytes()), bucket_of([(24, 40)])
-    one = torch.outer(torch.arange(1.0, 25), torch.arange(1.0, 41)).double()
-    total = torch.zeros_like(one)
-    for step in range(zeros + ones):
-        total += summed(sums, buffer, group, [one if step >= zeros else torch.zeros_like(one)])[0]
-    return float((total - group.size * ones * one).norm() / total.norm())
+def error_after_zeros(rank, num_zeros, num_gradients):
+    """Returns the relative error of the sum over steps: first without a gradient, then with a gradient of rank 1."""
+    group = make_stage_group()
+    sums, buffer = LowRankSums(rank, True, seed=7, sent=SentBytes()), make_buffer([(24, 40)])
+    gradient = torch.outer(torch.arange(1.0, 25), torch.arange(1.0, 41)).double()
+    total = torch.zeros_like(gradient)
+    for step in range(num_zeros + num_gradients):
+        total += run_sums(sums, buffer, group, [gradient if step >= num_zeros else torch.zeros_like(gradient)])[0]
+    return float((total - group.size * num_gradients * gradient).norm() / total.norm())
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_a_parameter_without_gradient_at_first_is_trained_later(ranks, rank):
-    """With torch's hook such a parameter is NaN, or stays at zero for good: its factors cannot leave zero."""
-    for error in ranks(2)(after_zeros, rank, 3, 4):
+def test_parameter_recovers_from_zero_gradients(ranks, rank):
+    """With torch's hook, such a parameter becomes NaN or stays zero."""
+    for error in ranks(2)(error_after_zeros, rank, 3, 4):
         assert error < 1e-12
 
 
 class TestPowerSGD(GradientHandlerContract):
-    """Rank 1, which is the least; a larger rank would leave the small matrices of the contract's model whole."""
+    """Uses rank 1, since a larger rank would not compress the small matrices of the contract's model."""
 
     handler: ClassVar[dict[str, Any]] = {"use": "powersgd.reducer", "rank": 1, "bucket_mb": 1e-5}
 
@@ -206,41 +212,41 @@ class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = {"use": "powersgd.reducer", "rank": 1, "start_step": 2, "error_feedback": False}
 
 
-def test_its_tolerance_is_what_the_contract_measures(ranks):
-    """The worst relative error of the contract's first step; what is tolerated is not much more."""
-    (record,) = [each for each in sley_gradient_handlers() if each.name == "reducer"]
+def test_tolerance_matches_contract_error(ranks):
+    """Expects that the tolerance is slightly above the largest relative error of the contract's first step."""
+    (record,) = [candidate for candidate in sley_gradient_handlers() if candidate.name == "reducer"]
     assert not record.exact
     errors = []
-    for num_micros in (1, 3):
-        exact, _ = ranks(2)(observe, [EACH], num_micros, False)
-        found, _ = ranks(2)(observe, [{"use": "powersgd.reducer", "rank": 1}], num_micros, False)
-        errors += relative_errors(exact.gradients[0], found.gradients[0], floor=1e-9).values()
-        assert all(torch.equal(v, found.gradients[0][k]) for k, v in exact.gradients[0].items() if k.startswith(ALONE))
+    for num_micro_batches in (1, 3):
+        exact, _ = ranks(2)(observe, [EACH], num_micro_batches, False)
+        compressed, _ = ranks(2)(observe, [{"use": "powersgd.reducer", "rank": 1}], num_micro_batches, False)
+        errors += relative_errors(exact.gradients[0], compressed.gradients[0], floor=1e-9).values()
+        assert all(torch.equal(v, compressed.gradients[0][k]) for k, v in exact.gradients[0].items() if k.startswith(ALONE))
     assert 0.8 * record.tolerance < max(errors) <= record.tolerance
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def plan(dp: int = 2, **options: Any) -> dict[str, Any]:
-    """The small plan on `dp` ranks, without clipping, with these options of the reducer."""
+def make_plan(dp: int = 2, **options: Any) -> dict[str, Any]:
+    """Returns the small plan on `dp` ranks, without clipping, with these options of the reducer."""
     changes: dict[str, Any] = {"optimizer": {"use": "core.sgd", "lr": 0.05}, "precision": {"compute": "fp32"}, "run__steps": 8}
     handlers = [{"use": "powersgd.reducer", "rank": 1, **options}]
     return small_plan(parallel={"dp": dp}, gradient_handlers=handlers, **changes)
 
 
-def test_plain_sums_come_before_the_start_step(ranks, texts):
-    """Bit for bit those of `core.each`; the step itself, counted from 1, is the first that is compressed."""
-    exact = ranks(2)(record, plan() | {"gradient_handlers": [EACH]}, 3, folder=texts)
-    for one, other in zip(exact, ranks(2)(record, plan(start_step=3), 3, folder=texts), strict=True):
-        for before, after in zip(one.gradients[:2], other.gradients[:2], strict=True):
-            assert_same_bits(before, after)
-        errors = relative_errors(one.gradients[2], other.gradients[2])
+def test_sums_are_exact_before_start_step(ranks, texts):
+    """Expects the bits of `core.each` before the start step, which is counted from 1 and the first compressed step."""
+    exact = ranks(2)(record, make_plan() | {"gradient_handlers": [EACH]}, 3, folder=texts)
+    for expected, actual in zip(exact, ranks(2)(record, make_plan(start_step=3), 3, folder=texts), strict=True):
+        for expected_gradients, actual_gradients in zip(expected.gradients[:2], actual.gradients[:2], strict=True):
+            assert_same_bits(expected_gradients, actual_gradients)
+        errors = relative_errors(expected.gradients[2], actual.gradients[2])
         assert all((error > 0.01) == ("norm" not in name) for name, error in errors.items()), errors
 
 
-def kept(tables: dict[str, Any], folder: Path, frozen_in: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What this rank keeps after six steps, in some of which one weight is frozen."""
+def errors_after_freezing(tables: dict[str, Any], folder: Path, frozen_in: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Returns this rank's errors after six steps. One weight is frozen in the steps `frozen_in`."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for step in range(6):
             run.registry["head.output.weight"].parameter.requires_grad_(step not in frozen_in)
@@ -249,39 +255,41 @@ def kept(tables: dict[str, Any], folder: Path, frozen_in: tuple[int, ...]) -> di
         return {param.name: state.error.clone() for param, state in handler.sums.states.items()}
 
 
-def test_what_was_owed_to_a_frozen_parameter_is_forgotten(ranks, texts):
-    """It would belong to a model of long ago: it starts anew as if it had never been trained; others are not concerned."""
-    tables = plan() | {"optimizer": {"use": "core.sgd", "lr": 1e-12}}
-    never, later, first = (ranks(2)(kept, tables, texts, steps) for steps in ((), (2, 3), (0, 1, 2, 3)))
-    frozen, other = "head.output.weight", "blocks.0.attention.query.weight"
-    for one, two, three in zip(never, later, first, strict=True):
-        torch.testing.assert_close(one[other], two[other], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(two[frozen], three[frozen], rtol=1e-4, atol=1e-6)
-        assert not torch.allclose(one[frozen], two[frozen], rtol=1e-2)
+def test_frozen_parameter_loses_its_error(ranks, texts):
+    """Expects that a frozen parameter starts with a zero error afterwards, and that other parameters are not affected."""
+    tables = make_plan() | {"optimizer": {"use": "core.sgd", "lr": 1e-12}}
+    unfrozen, frozen_later, frozen_first = (
+        ranks(2)(errors_after_freezing, tables, texts, steps) for steps in ((), (2, 3), (0, 1, 2, 3))
+    )
+    frozen, trained = "head.output.weight", "blocks.0.attention.query.weight"
+    for errors, later_errors, first_errors in zip(unfrozen, frozen_later, frozen_first, strict=True):
+        torch.testing.assert_close(errors[trained], later_errors[trained], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(later_errors[frozen], first_errors[frozen], rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(errors[frozen], later_errors[frozen], rtol=1e-2)
 
 
-def test_forgetting_waits_for_all_that_is_in_flight(monkeypatch):
-    """A collective of a failed step would write into memory that the next step uses."""
-    waiting = []
+def test_discard_waits_for_collectives(monkeypatch):
+    """A pending collective of a failed step would write into memory of the next step."""
+    pending = []
 
-    def counted(*args, what):
-        waiting.append(what)
-        return SimpleNamespace(wait=lambda: waiting.remove(what))
+    def start_all_reduce(*args, what):
+        pending.append(what)
+        return SimpleNamespace(wait=lambda: pending.remove(what))
 
-    monkeypatch.setattr(Group, "all_reduce", counted)
+    monkeypatch.setattr(Group, "all_reduce", start_all_reduce)
     group = Group("stage", (0, 1), 0, {}, {})
     sums = LowRankSums(rank=1, error_feedback=True, seed=0, sent=SentBytes())
     for number in range(5):
         sums.start({Param(f"parameter{number}", (8, 8), []): torch.zeros(8, 8)}, group)
-    assert len(waiting) == 5
-    sums.forget()
-    assert waiting == []
+    assert len(pending) == 5
+    sums.discard_in_flight()
+    assert pending == []
     sums.finish()
 
 
-def after_a_nan(tables: dict[str, Any], folder: Path) -> tuple[str, int, int]:
-    """The error of a step in which the second rank's gradient is not finite, how many states the next step begins with, and
-    its number.
+def step_after_nan(tables: dict[str, Any], folder: Path) -> tuple[str, int, int]:
+    """Returns the error code of a step with a non-finite gradient on the second rank, the number of states at the start of the
+    next step, and that step's number.
     """
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
@@ -297,62 +305,66 @@ def after_a_nan(tables: dict[str, Any], folder: Path) -> tuple[str, int, int]:
         return caught.value.diagnostics[0].code, sums[0], number
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_ends_all_in_the_same_step(ranks, texts):
-    """The sum carries it to all ranks; the next step starts with new factors and errors."""
-    assert ranks(2)(after_a_nan, plan(), texts) == [("not-finite", 0, 3)] * 2
+def test_non_finite_gradient_fails_on_all_ranks(ranks, texts):
+    """The sum propagates it to all ranks. The next step starts with new factors and errors."""
+    assert ranks(2)(step_after_nan, make_plan(), texts) == [("not-finite", 0, 3)] * 2
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_the_same_layout_continues_bit_for_bit(ranks, texts, tmp_path, steps):
-    """Before the first compressed step, and after it."""
-    tables = plan(start_step=2)
-    whole = ranks(2)(stretch, tables, 5, folder=texts)
+def test_resumed_run_is_bit_identical(ranks, texts, tmp_path, steps):
+    """Resumes before and after the first compressed step."""
+    tables = make_plan(start_step=2)
+    uninterrupted = ranks(2)(stretch, tables, 5, folder=texts)
     ranks(2)(stretch, tables, steps, folder=texts, save=tmp_path / "saved")
-    assert_same_stretch(whole, ranks(2)(stretch, tables, 5 - steps, folder=texts, load=tmp_path / "saved"))
+    assert_same_stretch(uninterrupted, ranks(2)(stretch, tables, 5 - steps, folder=texts, load=tmp_path / "saved"))
 
 
 def test_in_another_layout_it_starts_anew_and_says_so(ranks, texts, tmp_path):
-    ranks(4, 120)(stretch, plan(4), 2, folder=texts, save=tmp_path / "saved")
-    found = ranks(2, 120)(stretch, plan(), 1, folder=texts, load=tmp_path / "saved")
+    ranks(4, 120)(stretch, make_plan(4), 2, folder=texts, save=tmp_path / "saved")
+    found = ranks(2, 120)(stretch, make_plan(), 1, folder=texts, load=tmp_path / "saved")
     assert any("the state of gradient_handlers.0 powersgd.reducer is reset" in note for note in found[0].notes)
 
 
-def calls_of_a_step(tables: dict[str, Any], folder: Path) -> tuple[list[Any], list[int], float, int]:
-    """The sums of a second step, how many there were when each backward ended, the bytes sent, and those of all gradients."""
+def second_step_calls(tables: dict[str, Any], folder: Path) -> tuple[list[Any], list[int], float, int]:
+    """Returns the sums of a second step, their number at the end of each backward, the sent bytes, and the bytes of all
+    gradients.
+    """
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
-        marks: list[int] = []
+        num_sums_per_backward: list[int] = []
         hook = SimpleNamespace(
             **dict.fromkeys(
                 ("before_forward", "after_forward", "before_loss", "after_loss", "before_backward"), lambda *_: None
             ),
-            after_backward=lambda *_: marks.append(sum(call.dtype == "float32" for call in calls)),
+            after_backward=lambda *_: num_sums_per_backward.append(sum(call.dtype == "float32" for call in calls)),
         )
         run.caller.hooks.append(hook)
         with collectives() as calls:
             run.step()
         size = sum(run.store.gradient(param).nbytes for param in run.registry)
         sums = [call for call in calls if call.dtype == "float32"]
-        return sums, marks, run.counts["powersgd.reducer"]["sent_bytes_per_step"], size
+        return sums, num_sums_per_backward, run.counts["powersgd.reducer"]["sent_bytes_per_step"], size
 
 
-def test_a_bucket_takes_two_collectives_the_first_in_the_last_backward(ranks: Callable[..., Any], texts: Path) -> None:
-    by_rank = ranks(2)(calls_of_a_step, plan(bucket_mb=100.0 / 2**20), texts)
+def test_bucket_needs_two_collectives(ranks: Callable[..., Any], texts: Path) -> None:
+    by_rank = ranks(2)(second_step_calls, make_plan(bucket_mb=100.0 / 2**20), texts)
     assert_same_sequence([calls for calls, *_ in by_rank])
-    for calls, marks, num_bytes, size in by_rank:
-        matrices, norms = 2 + 2 * 7, 2 * 2 + 1  # each a bucket of its own, as long as it has more bytes than one may have
+    for calls, num_sums_per_backward, num_bytes, size in by_rank:
+        matrices, norms = 2 + 2 * 7, 2 * 2 + 1  # each is a separate bucket
         assert len(calls) <= 2 * matrices + norms
-        assert marks[0] == 0
-        assert len(calls) - marks[1] <= matrices + 1, "P and what travels whole, within the backward"
+        assert num_sums_per_backward[0] == 0
+        assert len(calls) - num_sums_per_backward[1] <= matrices + 1, (
+            "P and uncompressed gradients are sent within the backward"
+        )
         assert 0 < num_bytes < size / 3
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_of_this_package_is_valid():
-    plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert check_plan(plan, plan.world()) == []
+def test_example_plan_is_valid():
+    make_plan = load_plan(Path(__file__).parents[1] / "plan.toml")
+    assert check_plan(make_plan, make_plan.world()) == []
 
 
 @pytest.mark.parametrize(
@@ -363,8 +375,10 @@ def test_the_plan_of_this_package_is_valid():
         ({"run": {"name": "short", "steps": 2, "device": "cpu"}}, "beyond-the-run"),
     ],
 )
-def test_what_it_cannot_work_in_is_refused(texts, changes, code):
-    """Its errors would be of another loss scale; torch cannot factorise the gradients; it would never start."""
-    assert check_plan(plan_from_dict(plan(start_step=3), texts), 2) == []
-    (found,) = check_plan(plan_from_dict(plan(start_step=3) | changes, texts), 2)
-    assert found.code == code
+def test_unsupported_plans_are_refused(texts, changes, code):
+    """Covers fp16 (the error has another loss scale), bf16 gradients (torch cannot factorize them), and a start step after the
+    end.
+    """
+    assert check_plan(plan_from_dict(make_plan(start_step=3), texts), 2) == []
+    (problem,) = check_plan(plan_from_dict(make_plan(start_step=3) | changes, texts), 2)
+    assert problem.code == code

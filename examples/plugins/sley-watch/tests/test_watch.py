@@ -1,4 +1,6 @@
-"""`watch.noise` and `watch.layers` hold the contract of handlers, and give the numbers of a computation by hand."""
+"""Tests that `watch.noise` and `watch.layers` pass the contract of handlers, and compares their numbers with direct
+computations.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent
 NOISE: dict[str, Any] = {"use": "watch.noise", "smoothing": 0.5}
-EACH = {"use": "core.each"}
+CORE_REDUCER = {"use": "core.each"}
 SAMPLES, RANKS = 8, 2
 PLAN: dict[str, Any] = {
     "run": {"name": "dots", "steps": 9, "device": "cpu"},
@@ -32,7 +34,7 @@ PLAN: dict[str, Any] = {
     "optimizer": {"use": "core.sgd", "lr": 0.1, "clip_norm": 0.1},
     "precision": {"compute": "fp64"},
     "parallel": {"dp": RANKS},
-    "gradient_handlers": [NOISE, EACH],
+    "gradient_handlers": [NOISE, CORE_REDUCER],
 }
 
 
@@ -44,44 +46,44 @@ class TestLayers(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = {"use": "watch.layers"}
 
 
-def stepped(num_steps: int) -> tuple[list[float], list[Tensor]]:
-    """Runs on each rank: the noise scale of each row, and the samples that this rank had, [samples, WIDTH]."""
-    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, HERE), world) as run:
-        scales, given = [], []
+def noise_scales_and_samples(num_steps: int) -> tuple[list[float], list[Tensor]]:
+    """Returns the noise scale of each row, and the samples of this rank, [samples, WIDTH]."""
+    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, TESTS), world) as run:
+        scales, samples = [], []
         assert run.feed is not None
         for _ in range(num_steps):
             scales.append(run.step()["watch/noise_scale"])
-            given.append(torch.stack([run.dataset[index]["x"] for index in run.feed.samples]))  # type: ignore[index]
-        return scales, given
+            samples.append(torch.stack([run.dataset[index]["x"] for index in run.feed.samples]))  # type: ignore[index]
+        return scales, samples
 
 
-def by_hand(batches: list[Tensor]) -> list[float]:
-    """The noise scale after each of these batches, [ranks, samples, WIDTH], by the paper's formulas."""
-    few, many = SAMPLES / RANKS, float(SAMPLES)
-    found, length, spread = [], 0.0, 0.0
+def expected_noise_scales(batches: list[Tensor]) -> list[float]:
+    """Returns the noise scale after each of these batches, [ranks, samples, WIDTH], by the paper's formulas."""
+    small_size, full_size = SAMPLES / RANKS, float(SAMPLES)
+    scales, length, spread = [], 0.0, 0.0
     for batch in batches:
         small = float(batch.mean(1).square().sum(1).mean())
         large = float(batch.mean((0, 1)).square().sum())
-        length = 0.5 * length + 0.5 * (many * large - few * small) / (many - few)
-        spread = 0.5 * spread + 0.5 * (small - large) / (1 / few - 1 / many)
-        found.append(spread / length)
-    return found
+        length = 0.5 * length + 0.5 * (full_size * large - small_size * small) / (full_size - small_size)
+        spread = 0.5 * spread + 0.5 * (small - large) / (1 / small_size - 1 / full_size)
+        scales.append(spread / length)
+    return scales
 
 
-def test_the_noise_scale_is_that_of_the_paper(ranks: Callable[..., Any]) -> None:
-    """The gradient of a sample is the sample, so the scale follows from the batches alone, clipped or not."""
-    (scales, first), (others, second) = ranks(RANKS)(stepped, 6)
-    assert scales == others
-    assert scales == pytest.approx(by_hand([torch.stack(pair) for pair in zip(first, second, strict=True)]))
+def test_noise_scale_matches_paper(ranks: Callable[..., Any]) -> None:
+    """The gradient of a sample is the sample, so the batches determine the scale, with and without clipping."""
+    (scales, first), (second_scales, second) = ranks(RANKS)(noise_scales_and_samples, 6)
+    assert scales == second_scales
+    assert scales == pytest.approx(expected_noise_scales([torch.stack(pair) for pair in zip(first, second, strict=True)]))
 
 
-def test_the_averages_go_through_a_checkpoint(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_averages_are_restored(ranks: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    undisturbed = ranks(RANKS)(stretch, PLAN, 4, folder=HERE)
-    ranks(RANKS)(stretch, PLAN, 2, folder=HERE, save=path)
-    resumed = ranks(RANKS)(stretch, PLAN, 2, folder=HERE, load=path)
-    wanted = [row["watch/noise_scale"] for row in undisturbed[0].rows[2:]]
-    assert [row["watch/noise_scale"] for row in resumed[0].rows] == wanted
+    uninterrupted = ranks(RANKS)(stretch, PLAN, 4, folder=TESTS)
+    ranks(RANKS)(stretch, PLAN, 2, folder=TESTS, save=path)
+    resumed = ranks(RANKS)(stretch, PLAN, 2, folder=TESTS, load=path)
+    expected = [row["watch/noise_scale"] for row in uninterrupted[0].rows[2:]]
+    assert [row["watch/noise_scale"] for row in resumed[0].rows] == expected
 
 
 @pytest.mark.parametrize(
@@ -92,30 +94,32 @@ def test_the_averages_go_through_a_checkpoint(ranks: Callable[..., Any], tmp_pat
         ({"precision": {"compute": "fp16"}}, "handler-precision"),
     ],
 )
-def test_noise_is_refused_where_it_would_be_wrong(changes: dict[str, Any], code: str) -> None:
-    plan = plan_from_dict(changed(PLAN, **changes), HERE)
+def test_unsupported_noise_plans_are_refused(changes: dict[str, Any], code: str) -> None:
+    plan = plan_from_dict(changed(PLAN, **changes), TESTS)
     assert code in {problem.code for problem in check_plan(plan, plan.world())}
 
 
-def with_layers(texts: Path, dp: int) -> dict[str, Any]:
+def layer_norm_plan(texts: Path, dp: int) -> dict[str, Any]:
     return small_plan(parallel={"dp": dp}, gradient_handlers=[{"use": "core.each"}, {"use": "watch.layers"}])
 
 
-def test_norms_of_layers_make_up_those_of_the_model(ranks: Callable[..., Any], texts: Path) -> None:
-    """The squares of all layers' are the square of the gradient's norm; the same on two ranks as on one."""
-    alone = record(with_layers(texts, 1), 2, folder=texts)
-    (both, _) = ranks(2)(record, with_layers(texts, 2), 2, folder=texts)
-    for one, two in zip(alone.rows, both.rows, strict=True):
-        norms = {name: value for name, value in one.items() if name.startswith("watch/")}
+def test_layer_norms_add_up_to_model_norm(ranks: Callable[..., Any], texts: Path) -> None:
+    """Compares the sum of squared layer norms with the squared gradient norm, and two ranks with one process."""
+    baseline = record(layer_norm_plan(texts, 1), 2, folder=texts)
+    (actual, _) = ranks(2)(record, layer_norm_plan(texts, 2), 2, folder=texts)
+    for expected_row, actual_row in zip(baseline.rows, actual.rows, strict=True):
+        norms = {name: value for name, value in expected_row.items() if name.startswith("watch/")}
         assert {name.split("/")[-1] for name in norms} == {"embed", "blocks.0", "blocks.1", "head"}
-        assert {name: two[name] for name in norms} == pytest.approx(norms, rel=1e-9)
+        assert {name: actual_row[name] for name in norms} == pytest.approx(norms, rel=1e-9)
         total = sum(value**2 for name, value in norms.items() if "gradient_norm" in name)
-        assert total == pytest.approx(one["grad_norm"] ** 2, rel=1e-12)
-    weights = {name: value for name, value in alone.first.items() if name.startswith("blocks.0.") and name.endswith("weight")}
+        assert total == pytest.approx(expected_row["grad_norm"] ** 2, rel=1e-12)
+    weights = {
+        name: value for name, value in baseline.first.items() if name.startswith("blocks.0.") and name.endswith("weight")
+    }
     squares = sum(float(value.double().square().sum()) for value in weights.values())
-    assert alone.rows[0]["watch/weight_norm/blocks.0"] ** 2 == pytest.approx(squares)
+    assert baseline.rows[0]["watch/weight_norm/blocks.0"] ** 2 == pytest.approx(squares)
 
 
-def test_the_plan_of_this_package_is_valid() -> None:
+def test_example_plan_is_valid() -> None:
     plan = load_plan(Path(__file__).parents[1] / "plan.toml")
     assert list(check_plan(plan, plan.world())) == []

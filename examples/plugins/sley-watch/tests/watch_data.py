@@ -1,4 +1,4 @@
-"""A model whose gradient for a sample is the sample: `loss = x . w`, so that noise can be computed by hand."""
+"""Defines a model whose gradient for a sample is the sample, `loss = x . w`, so that the noise can be computed directly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH = 5
 
 
 class Samples:
-    """64 samples around (1, 1, ...), each made from its number alone."""
+    """Holds 64 samples around (1, 1, ...), each generated from its index."""
 
     def __len__(self) -> int:
         return 64
@@ -20,7 +20,7 @@ class Samples:
 
 
 class Dot:
-    """The sum of what comes out; every sample weighs one."""
+    """Sums the outputs. Every sample has the weight 1."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(len(batch["x"]))

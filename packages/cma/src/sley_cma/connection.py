@@ -206,25 +206,25 @@ class Connection:
         progress = turn.members.progress
         progress.begin_wait(turn)
         while not is_true():
-            now = time.perf_counter()
-            if now - start < _YIELD_S:
+            time_s = time.perf_counter()
+            if time_s - start < _YIELD_S:
                 os.sched_yield()
                 continue
-            time.sleep(min(max((now - start) / _SLEEP_DIVISOR, _MIN_SLEEP_S), _MAX_SLEEP_S))
-            if now - last_check > _PEER_CHECK_S:
-                last_check = now
+            time.sleep(min(max((time_s - start) / _SLEEP_DIVISOR, _MIN_SLEEP_S), _MAX_SLEEP_S))
+            if time_s - last_check > _PEER_CHECK_S:
+                last_check = time_s
                 peer = late_peer()
                 if not self._can_reach(peer):
                     raise turn.wait_error(self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
-                if now - start > self.timeout_s:
-                    reason = f"it did not come within {self.timeout_s:g} s"
+                if time_s - start > self.timeout_s:
+                    reason = f"it did not arrive within {self.timeout_s:g} s"
                     raise turn.wait_error(self._failure(peer, turn.what, reason), True, self._rank_of(peer))
         progress.end_wait()
 
     def _check_copy(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, label: str) -> None:
         """Raises RunError `collective-failed` unless `num_bytes` is the size of `spans`."""
         if num_bytes != sum(span.num_bytes for span in spans):
-            message = self._failure(peer, label, "its memory cannot be reached any more")
+            message = self._failure(peer, label, "its memory can no longer be reached")
             raise RunError("collective-failed", message, hint="another rank of the group stopped")
 
     def _failure(self, peer: int, label: str, reason: str) -> str:

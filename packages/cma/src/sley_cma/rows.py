@@ -14,8 +14,8 @@ from sley_cma.offers import Offers
 from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Published, Work
 
-PIECE_BYTES = 1 << 18
-"""The size of the pieces of a gradient that are read and then added, so that they stay in the cache."""
+BLOCK_BYTES = 1 << 18
+"""The size of the blocks of a gradient that are read and then added, so that they stay in the cache."""
 
 
 class _Exchange(Work):
@@ -196,24 +196,24 @@ def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers:
 
 
 def add_remote(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
-    """Adds the tensors at `addresses`, one of each peer, in order, to `total`, piece by piece.
+    """Adds the tensors at `addresses`, one of each peer, in order, to `total`, block by block.
 
     The caller must have waited for the peers' offers.
     """
-    length = PIECE_BYTES // total.element_size()
+    length = BLOCK_BYTES // total.element_size()
     memory = scratch(total)
     for start in range(0, total.numel(), length):
         target = total[start : start + length]
-        piece = memory[: target.numel()]
+        block = memory[: target.numel()]
         for peer, address in zip(offers.peers, addresses, strict=True):
             remote = MemorySpan(address + start * total.element_size(), target.nbytes)
-            offers.read(peer, [span_of(piece)], [remote], label)
-            target.add_(piece)
+            offers.read(peer, [span_of(block)], [remote], label)
+            target.add_(block)
 
 
 def scratch(total: Tensor) -> Tensor:
-    """Returns the memory for a piece of a peer's tensor that is added to `total`, at most 256 KiB."""
-    return torch.empty(min(PIECE_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
+    """Returns the memory for a block of a peer's tensor that is added to `total`, at most 256 KiB."""
+    return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 
 def span_of(tensor: Tensor) -> MemorySpan:

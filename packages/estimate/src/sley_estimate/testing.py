@@ -22,10 +22,10 @@ from sley_estimate.calibrate import device, layers, links
 from sley_estimate.layers.prices import LayerSeconds, price_layers
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import message_exchange
-from sley_estimate.step.lanes import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
 from sley_estimate.step.links import Cost
+from sley_estimate.step.simulate import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
 from sley_testing.plans import Tables, changed
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 _SMALL: Tables = {
     "format": 1,
@@ -82,12 +82,12 @@ def short_calibration() -> Iterator[None]:
 def plain_step(
     lists: Sequence[Lowered],
     placement: Placement,
-    parts: Sequence[Sequence[LayerSeconds]],
+    layers: Sequence[Sequence[LayerSeconds]],
     messages: Sequence[Cost],
-    behind: Mapping[int, Sequence[Instruction]] | None = None,
+    final_instructions: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepSeconds:
-    """Returns the simulated step of lowered lists without a plan. parts: the layers of each position. messages: the cost
-    between position i and i + 1. behind: final instructions of the programs, by stage.
+    """Returns the simulated step of lowered lists without a plan. layers: the layers of each position. messages: the cost
+    between position i and i + 1. final_instructions: the last instructions of the programs, by stage.
     """
     programs = []
     for stage, steps in enumerate(lists):
@@ -97,10 +97,10 @@ def plain_step(
                 program.append(Begin(message_exchange(step, stage, placement, messages.__getitem__)))
             elif isinstance(step, Action) and step.kind is not Kind.CHUNK_DONE:
                 position = placement.position(stage, step.chunk)
-                needed = placement.input_of(step, position)
-                if needed is not None and placement.holder(needed.origin).stage != stage:
-                    program.append(Await(needed))
-                seconds = sum(layer.action_s(step.kind) for layer in parts[position])
-                program.append(Compute(seconds, step, sum(layer.host_action_s(step.kind) for layer in parts[position])))
-        programs.append([*program, *(behind or {}).get(stage, ())])
+                delivery = placement.input_of(step, position)
+                if delivery is not None and placement.holder(delivery.origin).stage != stage:
+                    program.append(Await(delivery))
+                seconds = sum(layer.action_s(step.kind) for layer in layers[position])
+                program.append(Compute(seconds, step, sum(layer.host_action_s(step.kind) for layer in layers[position])))
+        programs.append([*program, *(final_instructions or {}).get(stage, ())])
     return simulate_programs(programs)

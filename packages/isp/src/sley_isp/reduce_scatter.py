@@ -74,7 +74,7 @@ class Reduction:
     works: list[Work]
     rows: dict[Param, Tensor]
     lease: ExitStack
-    micros: range | None = None
+    micro_batches: range | None = None
 
 
 class GradientReducer:
@@ -160,11 +160,11 @@ class GradientReducer:
                 work.wait()  # if this raises, a peer may still read the buffer, so the lease does not end
             try:
                 for param, rows in reduction.rows.items():
-                    if reduction.micros is None:
+                    if reduction.micro_batches is None:
                         self.store.add(param, rows)
                     else:
-                        rows_by_micro = dict(zip(reduction.micros, rows, strict=True))
-                        self.store.add_microbatches(param, rows_by_micro, reduction.bucket.group.layer)
+                        rows_by_micro_batch = dict(zip(reduction.micro_batches, rows, strict=True))
+                        self.store.add_microbatches(param, rows_by_micro_batch, reduction.bucket.group.layer)
             finally:
                 self._release(reduction)
 
@@ -214,8 +214,12 @@ class GradientReducer:
             open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on its data
         # Over `wp`, in the order of backwards. All its ranks run the same actions on the same layers. If the data decides which
         # modules run, and a bucket is smaller than a layer, ranks detect a difference by the checksum of names.
-        micros = self.store.reduction.concurrent_microbatches(self.group)
-        reduction = self._start_reduce_scatter(open_bucket) if micros is None else self._start_all_to_all(open_bucket, micros)
+        micro_batches = self.store.reduction.concurrent_microbatches(self.group)
+        reduction = (
+            self._start_reduce_scatter(open_bucket)
+            if micro_batches is None
+            else self._start_all_to_all(open_bucket, micro_batches)
+        )
         self._reductions.append(reduction)
         self.counters.add("reductions", 1)
         for gradient in open_bucket.full_gradients.values():
@@ -233,7 +237,7 @@ class GradientReducer:
         rows = {param: gradient.chunk(self.group.size)[coord] for param, gradient in gradients.items()}
         return Reduction(bucket, [work], rows, open_bucket.lease)
 
-    def _start_all_to_all(self, open_bucket: OpenBucket, micros: range) -> Reduction:
+    def _start_all_to_all(self, open_bucket: OpenBucket, micro_batches: range) -> Reduction:
         """Starts to receive this rank's rows of every rank's gradients, which the store sums in a fixed order."""
         transport, gradients = self.group.transport("reduce"), open_bucket.full_gradients
         shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
@@ -242,7 +246,7 @@ class GradientReducer:
             transport.all_to_all(rows[param], gradient.view(rows[param].shape), what=f"the gradient of {param.name}")
             for param, gradient in gradients.items()
         ]
-        return Reduction(open_bucket.bucket, works, rows, open_bucket.lease, micros)
+        return Reduction(open_bucket.bucket, works, rows, open_bucket.lease, micro_batches)
 
     def _lease(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
         """Leases one buffer of the store's dtype until `lease` closes, and returns views of these shapes."""

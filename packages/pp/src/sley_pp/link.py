@@ -29,8 +29,7 @@ from torch import Tensor
 from sley_core.api.actions import Transfer, direction_of
 from sley_core.api.parts import Description
 from sley_pp.channels import Channels, WalkCheck, has_separate_header, stages_differ_error
-from sley_pp.message import Announcements, Message, Outbox, boundary_mismatch_error, message_layout
-from sley_pp.pool import MessagePool
+from sley_pp.message import Announcements, Message, MessagePool, Outbox, boundary_mismatch_error, message_layout
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Pending
@@ -245,10 +244,10 @@ class Link:
 
         Raises RunError if it belongs to another step or micro-batch, is too short, or reports a mismatch.
         """
-        walk, micro, flags, fault = message.read_header()
+        walk, micro_batch, flags, fault = message.read_header()
         label = self._label(transfer, "receives from")
-        if (walk, micro) != (self._walk.number, transfer.micro):
-            raise stages_differ_error(f"{label}: got micro-batch {micro} of walk {walk} in walk {self._walk.number}")
+        if (walk, micro_batch) != (self._walk.number, transfer.micro):
+            raise stages_differ_error(f"{label}: got micro-batch {micro_batch} of walk {walk} in walk {self._walk.number}")
         if fault:
             raise boundary_mismatch_error(f"{label}: {fault}")
         if not message.is_complete:

@@ -1,4 +1,4 @@
-"""Cuts a list of layers into the positions of a pipeline: `(costs, num_positions) -> boundaries`. Pure; imports no torch.
+"""Splits a list of layers into the positions of a pipeline: `(costs, num_positions) -> boundaries`. Pure; imports no torch.
 
 With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
 """
@@ -19,7 +19,7 @@ Boundaries = tuple[int, ...]
 def check_num_layers(num_layers: int, num_positions: int) -> None:
     """Raises PlanError "partition-empty" if there are fewer layers than positions."""
     if num_layers < num_positions:
-        message = f"{num_layers} layers cannot be cut into {num_positions} parts, since each part needs a layer"
+        message = f"{num_layers} layers cannot be split into {num_positions} parts, since each part needs a layer"
         hint = f"use at most {num_layers} stages x chunks" if num_layers else "use a model with layers"
         raise PlanError("partition-empty", message, path=("parallel", "pp"), hint=hint)
 
@@ -68,34 +68,38 @@ def balanced(costs: Sequence[float], num_positions: int) -> Boundaries:
     grows, one term rises and the other falls, so the best m is at their crossing. It only increases with n, so the table takes
     O(layers x positions).
 
-    Many cuts have the same heaviest position. A second table finds the one with the least sum of squares, so that the other
+    Many splits have the same heaviest position. A second table finds the one with the least sum of squares, so that the other
     positions are even too.
     """
     check_num_layers(len(costs), num_positions)
     prefix_sums = [0.0, *accumulate(costs)]
-    return _most_even_cut(prefix_sums, num_positions, _minimal_maximum(prefix_sums, num_positions))
+    return _most_even_boundaries(prefix_sums, num_positions, _minimal_maximum(prefix_sums, num_positions))
 
 
 def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
-    """Returns the cost of the heaviest position of the best cut. prefix_sums: those of the layers' costs, [layers + 1]."""
+    """Returns the cost of the heaviest position of the best split. prefix_sums: the prefix sums of the layers' costs, [layers
+    + 1].
+    """
     num_layers = len(prefix_sums) - 1
     row = list(prefix_sums)
     for position in range(1, num_positions):
         next_row = [inf] * (num_layers + 1)
-        cut = position
+        boundary = position
         for end in range(position + 1, num_layers + 1):
-            while cut + 1 < end and row[cut] < prefix_sums[end] - prefix_sums[cut]:
-                cut += 1
-            # The crossing is between the last two cuts.
+            while boundary + 1 < end and row[boundary] < prefix_sums[end] - prefix_sums[boundary]:
+                boundary += 1
+            # The crossing is between the last two boundaries.
             next_row[end] = min(
-                max(row[start], prefix_sums[end] - prefix_sums[start]) for start in (cut, cut - 1) if start >= position
+                max(row[start], prefix_sums[end] - prefix_sums[start])
+                for start in (boundary, boundary - 1)
+                if start >= position
             )
         row = next_row
     return row[num_layers]
 
 
-def _most_even_cut(prefix_sums: Sequence[float], num_positions: int, max_cost: float) -> Boundaries:
-    """Returns the cut with the least sum of squares in which no position costs more than `max_cost`."""
+def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_cost: float) -> Boundaries:
+    """Returns the split with the least sum of squares in which no position costs more than `max_cost`."""
     num_layers = len(prefix_sums) - 1
     squares = [0.0] + [inf] * num_layers
     all_starts: list[list[int]] = []

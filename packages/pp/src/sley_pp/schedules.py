@@ -1,4 +1,5 @@
-"""Pipeline schedules: pure functions `(stages, chunks, micros) -> one list of compute actions per stage`. Imports no torch.
+"""Pipeline schedules: pure functions `(stages, chunks, num_micro_batches) -> one list of compute actions per stage`. Imports
+no torch.
 
 The drawings show P = 4 stages and M = 4 micro-batches. Capital letters are chunk 0, small letters chunk 1.
 """
@@ -24,13 +25,13 @@ F0, F1 = F, (Kind.FORWARD, 1)
 I0, I1 = (Kind.INPUT_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1)
 
 
-def number_micros(symbols: Iterable[Symbol]) -> list[Action]:
+def number_micro_batches(symbols: Iterable[Symbol]) -> list[Action]:
     """Returns the actions of a pattern. The n-th occurrence of a symbol is the action of micro-batch n, counted from 0."""
     counts: Counter[Symbol] = Counter()
     actions = []
-    for kind, chunk in symbols:
-        actions.append(Action(kind, chunk, counts[kind, chunk]))
-        counts[kind, chunk] += 1
+    for action_type, chunk in symbols:
+        actions.append(Action(action_type, chunk, counts[action_type, chunk]))
+        counts[action_type, chunk] += 1
     return actions
 
 
@@ -40,7 +41,7 @@ def chunks_error(name: str, expected: str, chunks: int, hint: str) -> PlanError:
     return PlanError("schedule-chunks", message, path=("pipeline", "use"), hint=hint)
 
 
-def one_f_one_b(stages: int, chunks: int, micros: int) -> list[list[Action]]:
+def one_f_one_b(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
     """Returns the 1F1B lists: one forward, one backward (arXiv 2006.09503). One chunk per stage.
 
         stage 0  F0-F1-F2-F3-..................B0====...B1====...B2====...B3====
@@ -54,12 +55,12 @@ def one_f_one_b(stages: int, chunks: int, micros: int) -> list[list[Action]]:
         raise chunks_error("pp.one_f_one_b", "one chunk", chunks, "use `pp.interleaved` for several")
     lists = []
     for stage in range(stages):
-        warmup = min(stages - 1 - stage, micros)
-        lists.append(number_micros([F] * warmup + [F, B] * (micros - warmup) + [B] * warmup))
+        warmup = min(stages - 1 - stage, num_micro_batches)
+        lists.append(number_micro_batches([F] * warmup + [F, B] * (num_micro_batches - warmup) + [B] * warmup))
     return lists
 
 
-def gpipe(stages: int, chunks: int, micros: int) -> list[list[Action]]:
+def gpipe(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
     """Returns the GPipe lists: all forwards, then all backwards (arXiv 1811.06965). One chunk per stage.
 
         stage 0  F0-F1-F2-F3-...........................B0====B1====B2====B3====
@@ -71,10 +72,10 @@ def gpipe(stages: int, chunks: int, micros: int) -> list[list[Action]]:
     """
     if chunks != 1:
         raise chunks_error("pp.gpipe", "one chunk", chunks, "use `pp.interleaved` for several")
-    return [number_micros([F] * micros + [B] * micros) for _ in range(stages)]
+    return [number_micro_batches([F] * num_micro_batches + [B] * num_micro_batches) for _ in range(stages)]
 
 
-def interleaved(stages: int, chunks: int, micros: int) -> list[list[Action]]:
+def interleaved(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
     """Returns the interleaved 1F1B lists: several chunks per stage, placed in a loop (arXiv 2104.04473).
 
         stage 0  F0-F1-F2-F3-f0-f1-f2-f3-..................b0====...b1====...b2====...b3====B0====B1====B2====B3====
@@ -91,7 +92,7 @@ def interleaved(stages: int, chunks: int, micros: int) -> list[list[Action]]:
     """
     if chunks < 2:
         raise chunks_error("pp.interleaved", "two chunks or more", chunks, "use `pp.one_f_one_b` for one")
-    rounds = round_sizes(stages, micros)
+    rounds = round_sizes(stages, num_micro_batches)
     descending = range(chunks - 1, -1, -1)
     forwards: list[Symbol] = [(Kind.FORWARD, chunk) for size in rounds for chunk in range(chunks) for _ in range(size)]
     backwards: list[Symbol] = [(Kind.BACKWARD, chunk) for size in rounds for chunk in descending for _ in range(size)]
@@ -100,22 +101,22 @@ def interleaved(stages: int, chunks: int, micros: int) -> list[list[Action]]:
         # The first backward reaches this stage after the last chunk's forward has passed all later stages in both directions.
         warmup = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forwards))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-        lists.append(number_micros([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
+        lists.append(number_micro_batches([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
     return lists
 
 
-def round_sizes(stages: int, micros: int) -> list[int]:
-    """Splits `micros` into as many rounds of at least `stages` as possible, and returns their sizes, descending."""
-    num_rounds = max(1, micros // stages)
-    size, num_larger = divmod(micros, num_rounds)
+def round_sizes(stages: int, num_micro_batches: int) -> list[int]:
+    """Splits `num_micro_batches` into as many rounds of at least `stages` as possible, and returns their sizes, descending."""
+    num_rounds = max(1, num_micro_batches // stages)
+    size, num_larger = divmod(num_micro_batches, num_rounds)
     return [size + 1] * num_larger + [size] * (num_rounds - num_larger)
 
 
-def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, max_held: int) -> list[list[Action]]:
-    """Returns `lists` of F and I with a W added for every I, so that no stage holds more than `max_held` chunk inputs.
+def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, max_inputs: int) -> list[list[Action]]:
+    """Returns `lists` of F and I with a W added for every I, so that no stage holds more than `max_inputs` chunk inputs.
 
     Simulates all stages in ticks, with at most one action per stage and tick. A stage runs the next action of its list if an
-    earlier tick has produced the action's input, and its oldest W otherwise. If it holds `max_held` chunk inputs, it runs a W
+    earlier tick has produced the action's input, and its oldest W otherwise. If it holds `max_inputs` chunk inputs, it runs a W
     first, except between an F and the following I, since earlier stages wait for that I.
 
     A stage of ZB-H1 without and with its W:
@@ -123,7 +124,7 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=...I3=
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
     """
-    simulations = [_StageSimulation(actions, stage, placement, max_held) for stage, actions in enumerate(lists)]
+    simulations = [_StageSimulation(actions, stage, placement, max_inputs) for stage, actions in enumerate(lists)]
     outputs: set[Delivery] = set()
     has_progress = True
     while has_progress:
@@ -136,25 +137,27 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
 
 
 class _StageSimulation:
-    """Simulates one stage. queue: the actions of its list that have not run. actions: those that have run, with their W."""
+    """Simulates one stage. queue: the actions of its list that have not run. actions: the actions that have run, with
+    their W.
+    """
 
-    def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, max_held: int) -> None:
+    def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, max_inputs: int) -> None:
         self.queue = deque(actions)
         self.actions: list[Action] = []
         self.has_progress = False
         self._stage = stage
         self._placement = placement
-        self._max_held = max_held
+        self._max_inputs = max_inputs
         self._weight_queue: deque[Action] = deque()
-        self._num_held = 0
+        self._num_inputs = 0
 
     def tick(self, outputs: set[Delivery]) -> set[Delivery]:
-        """Runs at most one action, and returns its output for another stage, if any. outputs: those of earlier ticks."""
+        """Runs at most one action, and returns its output for another stage, if any. outputs: the outputs of earlier ticks."""
         self.has_progress = True
         if self.queue and not self._is_full() and self._has_input(outputs):
             return self._run(self.queue.popleft())
         if self._weight_queue:
-            self._num_held -= 1
+            self._num_inputs -= 1
             self.actions.append(self._weight_queue.popleft())
         else:
             self.has_progress = False
@@ -163,7 +166,7 @@ class _StageSimulation:
     def _is_full(self) -> bool:
         """Returns whether a W must run before the next action."""
         is_pair = self.actions and self.actions[-1].kind is Kind.FORWARD and self.queue[0].kind is Kind.INPUT_GRADIENT
-        return bool(self._weight_queue) and self._num_held >= self._max_held and not is_pair
+        return bool(self._weight_queue) and self._num_inputs >= self._max_inputs and not is_pair
 
     def _has_input(self, outputs: set[Delivery]) -> bool:
         """Returns whether an earlier tick has produced the input of the next action."""
@@ -175,14 +178,14 @@ class _StageSimulation:
         """Runs an F or an I, queues the W of an I, and returns the output for another stage, if any."""
         self.actions.append(action)
         if action.kind is Kind.FORWARD:
-            self._num_held += 1
+            self._num_inputs += 1
         else:
             self._weight_queue.append(Action(Kind.WEIGHT_GRADIENT, action.chunk, action.micro))
         delivery = self._placement.output_of(action, self._placement.position(self._stage, action.chunk))
         return set() if delivery is None else {delivery}
 
 
-def zero_bubble_h1(stages: int, chunks: int, micros: int) -> list[list[Action]]:
+def zero_bubble_h1(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
     """Returns the ZB-H1 lists: 1F1B with split backwards (arXiv 2401.10241, section 2.1). One chunk per stage.
 
         stage 0  F0-F1-F2-F3-.........I0=W0~I1=W1~I2=W2~I3=W3~
@@ -198,12 +201,12 @@ def zero_bubble_h1(stages: int, chunks: int, micros: int) -> list[list[Action]]:
         raise chunks_error("pp.zero_bubble_h1", "one chunk", chunks, "use `pp.zero_bubble_v` for two")
     lists = []
     for stage in range(stages):
-        warmup = min(stages - 1 - stage, micros)
-        lists.append(number_micros([F0] * warmup + [F0, I0] * (micros - warmup) + [I0] * warmup))
-    return insert_weight_gradients(lists, loop(stages), max_held=stages)
+        warmup = min(stages - 1 - stage, num_micro_batches)
+        lists.append(number_micro_batches([F0] * warmup + [F0, I0] * (num_micro_batches - warmup) + [I0] * warmup))
+    return insert_weight_gradients(lists, loop(stages), max_inputs=stages)
 
 
-def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
+def zero_bubble_v(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
     """Returns the ZB-V lists: two chunks per stage in a V, with split backwards (arXiv 2401.10241, section 6).
 
         stage 0  F0-F1-F2-F3-F4-F5-F6-f0-i0=w0~f1-i1=w1~f2-i2=w2~f3-i3=w3~F7-I0=W0~f4-i4=w4~ ...
@@ -220,18 +223,20 @@ def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
     """
     if chunks != 2:
         raise chunks_error("pp.zero_bubble_v", "two chunks", chunks, "use `pp.zero_bubble_h1` for one")
-    patterns = [number_micros(_zbv_pattern(stage, stages, max(micros, 2 * stages - 1))) for stage in range(stages)]
-    lists = [[action for action in actions if action.micro < micros] for actions in patterns]
-    return insert_weight_gradients(lists, v(stages), max_held=2 * stages)
+    patterns = [
+        number_micro_batches(_zbv_pattern(stage, stages, max(num_micro_batches, 2 * stages - 1))) for stage in range(stages)
+    ]
+    lists = [[action for action in actions if action.micro < num_micro_batches] for actions in patterns]
+    return insert_weight_gradients(lists, v(stages), max_inputs=2 * stages)
 
 
-def _zbv_pattern(stage: int, stages: int, micros: int) -> Iterator[Symbol]:
+def _zbv_pattern(stage: int, stages: int, num_micro_batches: int) -> Iterator[Symbol]:
     """Yields the symbols of stage `stage` of ZB-V without weight gradients, for at least 2P - 1 micro-batches."""
     num_later = stages - 1 - stage
     yield from [F0] * (2 * num_later + 1)  # until the first sample returns to this stage
     yield from [F1, F0] * stage  # until the last stage has a gradient for this stage
     yield from [F1, I1] * (num_later + 1)  # until that gradient returns through chunk 0
-    yield from [F0, I0, F1, I1] * (micros - stages - num_later)  # the steady state
+    yield from [F0, I0, F1, I1] * (num_micro_batches - stages - num_later)  # the steady state
     yield from [I0, F1, I1] * num_later  # after the last F0
     yield from [I0, I1] * stage  # after the last F1
     yield from [I0] * (num_later + 1)
@@ -265,16 +270,18 @@ def build_csv(config: CsvConfig) -> Schedule:
     Raises PlanError "schedule-file" if the file cannot be read. The schedule raises it for other numbers.
     """
     placement, lists = read_file(config.file)
-    micros = 1 + max(action.micro for actions in lists for action in actions)
+    num_micro_batches = 1 + max(action.micro for actions in lists for action in actions)
 
     def place(stages: int, chunks: int) -> Placement:
         if stages != placement.stages:
             raise size_error(f"{placement.stages} stages", f"{stages}")
         return placement
 
-    def schedule(stages: int, chunks: int, num_micros: int) -> list[list[Action]]:
-        if (stages, num_micros) != (placement.stages, micros):
-            raise size_error(f"{placement.stages} stages and {micros} micro-batches", f"{stages} and {num_micros}")
+    def schedule(stages: int, chunks: int, plan_micro_batches: int) -> list[list[Action]]:
+        if (stages, plan_micro_batches) != (placement.stages, num_micro_batches):
+            raise size_error(
+                f"{placement.stages} stages and {num_micro_batches} micro-batches", f"{stages} and {plan_micro_batches}"
+            )
         return lists
 
     def size_error(file_size: str, plan_size: str) -> PlanError:
@@ -286,8 +293,8 @@ def build_csv(config: CsvConfig) -> Schedule:
 
 # -- schedules in files ------------------------------------------------------------------------------------------------
 
-KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
-LETTERS = {kind: letter for letter, kind in KINDS.items()}
+ACTION_TYPES = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
+LETTERS = {action_type: letter for letter, action_type in ACTION_TYPES.items()}
 ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -320,7 +327,10 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
         raise _file_error("has no actions", Place(name))
     placement = _placement([{position for position, _, _ in row} for row in rows], Place(name))
     chunks = [{placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))]
-    lists = [[Action(kind, chunks[stage][position], micro) for position, kind, micro in row] for stage, row in enumerate(rows)]
+    lists = [
+        [Action(action_type, chunks[stage][position], micro_batch) for position, action_type, micro_batch in row]
+        for stage, row in enumerate(rows)
+    ]
     return placement, lists
 
 
@@ -343,24 +353,26 @@ def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
             if text := text.strip():
                 match = ACTION.fullmatch(text)
                 if match is None:
-                    place = Place(name, number, line.index(text, start) + 1)
-                    raise _file_error(f"has `{text}`, which is no compute action such as `0F0`, `1B3`, `1I3` or `1W3`", place)
-                actions.append((int(match[1]), KINDS[match[2]], int(match[3])))
+                    location = Place(name, number, line.index(text, start) + 1)
+                    raise _file_error(
+                        f"has `{text}`, which is no compute action such as `0F0`, `1B3`, `1I3` or `1W3`", location
+                    )
+                actions.append((int(match[1]), ACTION_TYPES[match[2]], int(match[3])))
         start += len(cell) + 1
     return actions
 
 
-def _placement(positions_per_rank: Sequence[set[int]], place: Place) -> Placement:
+def _placement(positions_per_rank: Sequence[set[int]], location: Place) -> Placement:
     """Returns the placement of `positions_per_rank`. Raises PlanError if they are not a placement."""
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
     text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))
     if len(holders) != sum(map(len, positions_per_rank)) or sorted(holders) != list(range(len(holders))):
-        raise _file_error(f"must place each part of the model, counted from 0, on one rank ({text})", place)
+        raise _file_error(f"must place each part of the model, counted from 0, on one rank ({text})", location)
     if len({len(positions) for positions in positions_per_rank}) > 1:
-        raise _file_error(f"must place equally many parts of the model on every rank ({text})", place)
+        raise _file_error(f"must place equally many parts of the model on every rank ({text})", location)
     return Placement(tuple(holders[position] for position in range(len(holders))))
 
 
-def _file_error(fault: str, place: Place) -> PlanError:
+def _file_error(fault: str, location: Place) -> PlanError:
     """Returns the PlanError "schedule-file"."""
-    return PlanError("schedule-file", f"the schedule {place} {fault}", path=("pipeline", "file"))
+    return PlanError("schedule-file", f"the schedule {location} {fault}", path=("pipeline", "file"))

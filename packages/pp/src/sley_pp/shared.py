@@ -46,20 +46,22 @@ class SharedModules(GradientHandler):
         all_pending = []
         for axis, params in self._ties_by_axis().items():
             # After a reduce-scatter, all ranks of the group have the same elements of a gradient, or none.
-            parts = [self._store.part(param) for param in params if param in self._store]
-            parts = [part for part in parts if part.numel()]
-            if not parts:
+            gradients = [self._store.part(param) for param in params if param in self._store]
+            gradients = [gradient for gradient in gradients if gradient.numel()]
+            if not gradients:
                 continue
-            flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+            flat = gradients[0] if len(gradients) == 1 else torch.cat([gradient.reshape(-1) for gradient in gradients])
             # Over the group of the ties, which has a rank of each of their stages. Its ranks use the same order of groups.
             group, label = self._groups[axis], f"the tied gradients of {', '.join(param.name for param in params)}"
-            all_pending.append((group.all_reduce(flat, what=label), flat, parts))
+            all_pending.append((group.all_reduce(flat, what=label), flat, gradients))
             self._sent.add(flat, group, passes=2)
-        for pending, flat, parts in all_pending:
+        for pending, flat, gradients in all_pending:
             pending.wait()
-            if len(parts) > 1:
-                sums = torch.split(flat, [part.numel() for part in parts])
-                torch._foreach_copy_(parts, [total.view(part.shape) for total, part in zip(sums, parts, strict=True)])
+            if len(gradients) > 1:
+                sums = torch.split(flat, [gradient.numel() for gradient in gradients])
+                torch._foreach_copy_(
+                    gradients, [total.view(gradient.shape) for total, gradient in zip(sums, gradients, strict=True)]
+                )
         self._sent.end_step()
 
     def _ties_by_axis(self) -> dict[str, list[Param]]:

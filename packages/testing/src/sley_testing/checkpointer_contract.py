@@ -150,9 +150,9 @@ def save_at(step: int, path: Path, run: Run) -> None:
     run.listeners.append(save)
 
 
-def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch]) -> None:
+def assert_same_stretch(reference: Sequence[Stretch], stretches: Sequence[Stretch]) -> None:
     """Asserts that the last rows, weights, master weights and optimizer states of every rank are bit-identical."""
-    for expected, actual in zip(reference, others, strict=True):
+    for expected, actual in zip(reference, stretches, strict=True):
         for expected_row, actual_row in zip(expected.rows[-len(actual.rows) :], actual.rows, strict=True):
             keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
             assert [repr(expected_row.get(key)) for key in keys] == [repr(actual_row.get(key)) for key in keys], (
@@ -164,10 +164,10 @@ def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch])
         assert_same_bits(expected.states, actual.states)
 
 
-def assert_resumed_parity(reference: Stretch, others: Sequence[Stretch], precision: str) -> None:
-    """Asserts that every rank of `others` matches the one-process `reference` within the tolerance of this precision."""
+def assert_resumed_parity(reference: Stretch, stretches: Sequence[Stretch], precision: str) -> None:
+    """Asserts that every rank of `stretches` matches the one-process `reference` within the tolerance of this precision."""
     limit = WEIGHTS[precision]
-    for rank, other in enumerate(others):
+    for rank, other in enumerate(stretches):
         for expected, actual in zip(reference.rows[-len(other.rows) :], other.rows, strict=True):
             assert (expected["step"], expected["lr"]) == (actual["step"], actual["lr"]), f"rank {rank}: {expected}, {actual}"
             for key in ("loss", "grad_norm"):

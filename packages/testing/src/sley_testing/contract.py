@@ -120,13 +120,13 @@ def layers() -> list[tuple[str, nn.Module]]:
     return [(ALONE, First(WIDTH, WIDTH)), ("second", Uneven(WIDTH))]
 
 
-def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
+def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
     """Returns the contract's plan in fp64 with these handlers."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
         loss=SQUARES,
-        batch={"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
+        batch={"global_size": SAMPLES * num_micro_batches, "micro_size": SAMPLES // 2},
         optimizer={"use": "core.sgd", "lr": LR},
         parallel={"dp": dp, "reduction": reduction},
         gradient_handlers=handlers,
@@ -142,7 +142,9 @@ class Observation:
     hooks_left: int = -1
 
 
-def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True, reduction: str = "fast") -> Observation:
+def observe(
+    handlers: list[Handler], num_micro_batches: int, fail: bool, splits: bool = True, reduction: str = "fast"
+) -> Observation:
     """Runs the contract's plan on this rank. fail: whether to add a failing step before the first and before the last step.
 
     A failing step raises at the end of its last backward. Handlers then have the gradients of the second layer, so that
@@ -150,7 +152,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
     """
     observation = Observation()
     with World.join("cpu") as world:
-        run = assemble(plan_from_dict(tables(handlers, num_micros, reduction=reduction)), world)
+        run = assemble(plan_from_dict(tables(handlers, num_micro_batches, reduction=reduction)), world)
         num_hooks = _num_hooks(run)
         if splits:
             # Like weights that are sharded over all ranks, parameters of ALONE have a reduce group of one rank. Handlers are
@@ -164,7 +166,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
                 handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
         for number in range(NUM_STEPS):
             if fail and number in (0, NUM_STEPS - 1):
-                fail_once(run, num_micros - 1)
+                fail_once(run, num_micro_batches - 1)
             with collectives() as calls:
                 run.step()
             observation.calls.append(list(calls))
@@ -184,11 +186,11 @@ class GradientHandlerContract:
     def ranks_of_two(self, ranks: Callable[..., Ranks]) -> Ranks:
         return ranks(2)
 
-    @pytest.mark.parametrize("num_micros", [1, 3])
-    def test_reduction_matches_record(self, ranks_of_two: Ranks, num_micros: int) -> None:
+    @pytest.mark.parametrize("num_micro_batches", [1, 3])
+    def test_reduction_matches_record(self, ranks_of_two: Ranks, num_micro_batches: int) -> None:
         """Compares gradients with `core.each` in every step, within the record's tolerance."""
-        baseline = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
-        results = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
+        baseline = ranks_of_two.once(observe, [EACH], num_micro_batches, False, self._splits())
+        results = ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._splits())
         record, config = self._record()
         tolerance = record.tolerance_for(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} would accept a reducer that sums nothing"
@@ -229,16 +231,17 @@ class GradientHandlerContract:
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Expects the same collectives on every rank, and as many with three micro-batches as with one."""
-        one_micro, three_micros = (
-            ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3)
+        baseline, accumulated = (
+            ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._splits())
+            for num_micro_batches in (1, 3)
         )
-        for results in (one_micro, three_micros):
+        for results in (baseline, accumulated):
             for step in range(NUM_STEPS):
                 assert_same_sequence([rank.calls[step] for rank in results])
-        for calls_of_one, calls_of_three in zip(one_micro[0].calls, three_micros[0].calls, strict=True):
-            ops_of_one, ops_of_three = [call.op for call in calls_of_one], [call.op for call in calls_of_three]
-            assert ops_of_one == ops_of_three, (
-                f"a step of one micro-batch has {len(ops_of_one)} collectives, a step of three has {len(ops_of_three)}"
+        for baseline_calls, accumulated_calls in zip(baseline[0].calls, accumulated[0].calls, strict=True):
+            baseline_ops, accumulated_ops = [call.op for call in baseline_calls], [call.op for call in accumulated_calls]
+            assert baseline_ops == accumulated_ops, (
+                f"a step of one micro-batch has {len(baseline_ops)} collectives, a step of three has {len(accumulated_ops)}"
             )
 
     def test_failed_backward_leaves_no_state(self, ranks_of_two: Ranks) -> None:
@@ -291,7 +294,7 @@ class GradientHandlerContract:
 
 
 def _assert_same_bits(clean: list[Observation], failed: list[Observation], label: str) -> None:
-    """Asserts that the gradients of all ranks are bit-identical in two runs. what: the start of the message."""
+    """Asserts that the gradients of all ranks are bit-identical in two runs. label: the start of the message."""
     for rank, (clean_rank, failed_rank) in enumerate(zip(clean, failed, strict=True)):
         for step, (expected, actual) in enumerate(zip(clean_rank.gradients, failed_rank.gradients, strict=True)):
             differing_names = [name for name, gradient in expected.items() if not torch.equal(gradient, actual[name])]

@@ -85,13 +85,13 @@ class Block(Uneven):
         self.narrow = nn.Linear(9, WIDTH)
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:  # type: ignore[override]  # takes documents too
-        own = self.norm(hidden)
-        q = self.q(own).unflatten(-1, (HEADS, HEAD_WIDTH))
-        k, v = self.kv(own).unflatten(-1, (2, KV_HEADS, HEAD_WIDTH)).unbind(2)
+        normed = self.norm(hidden)
+        q = self.q(normed).unflatten(-1, (HEADS, HEAD_WIDTH))
+        k, v = self.kv(normed).unflatten(-1, (2, KV_HEADS, HEAD_WIDTH)).unbind(2)
         context = self.attention(q, k, v, cu_seqlens=cu_seqlens)
         hidden = hidden + self.dropout(self.out(context.flatten(-2)))
-        own = super().forward(own).tanh()
-        return hidden + self.narrow(self.fragile(self.wide(own)).tanh())
+        normed = super().forward(normed).tanh()
+        return hidden + self.narrow(self.fragile(self.wide(normed)).tanh())
 
 
 class Head(nn.Module):

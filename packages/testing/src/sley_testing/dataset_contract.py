@@ -206,5 +206,5 @@ def _check_field(name: str, value: Tensor, field: Field, num_samples: int, seque
     assert sequence in (None, length), f"the field `{name}` has {length} positions, but {sequence} are declared"
 
 
-def _equal_samples(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+def _equal_samples(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())

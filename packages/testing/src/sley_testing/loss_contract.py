@@ -53,9 +53,9 @@ class LossContract:
         assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"
         assert total > 0, f"the weight of a batch must be positive, but is {total}"
         for size in self._sizes():
-            parts = [loss.weight(part) for part in _split_batch(batch, size)]
-            assert sum(parts) == pytest.approx(total, rel=EXACT), (
-                f"the weight of a batch is {total:g}, but its micro-batches of {size} weigh {sum(parts):g}: "
+            weights = [loss.weight(part) for part in _split_batch(batch, size)]
+            assert sum(weights) == pytest.approx(total, rel=EXACT), (
+                f"the weight of a batch is {total:g}, but its micro-batches of {size} weigh {sum(weights):g}: "
                 "the weight must count the terms of the loss"
             )
 

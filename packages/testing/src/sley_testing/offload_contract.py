@@ -70,9 +70,9 @@ class OffloadManagerContract:
                     run.step()
                 except Exception as error:  # checked below
                     refusal = error
-                ended = "succeeds" if refusal is None else f"ends with {type(refusal).__name__}: {refusal}"
+                outcome = "succeeds" if refusal is None else f"ends with {type(refusal).__name__}: {refusal}"
                 is_refused = isinstance(refusal, StateError) and refusal.diagnostics[0].code == "memory-away"
-                assert is_refused, f"a step while {part} are offloaded is not refused: it {ended}"
+                assert is_refused, f"a step while {part} are offloaded is not refused: it {outcome}"
                 is_named = part.replace("_", " ") in str(refusal)
                 assert is_named, f"the refusal of a step without {part} does not name it: {refusal}"
                 run.memory.onload(part)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
 from sley_testing.parity import assert_close_gradients
+from sley_testing.plain import NamedParameter
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Tensors, record, weights
@@ -55,13 +56,13 @@ def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Observation:
-    """Holds one rank's results. first: the initial values of the stepped parameters. given: the gradients of each step. rates:
-    the learning rate of each step. stepped: the final values of the stepped parameters. weights: the final model weights.
-    evaluated: the held-out loss before the last step, if requested.
+    """Holds one rank's results. first: the initial values of the stepped parameters. step_gradients: the gradients of each
+    step. rates: the learning rate of each step. stepped: the final values of the stepped parameters. weights: the final
+    model weights. evaluated: the held-out loss before the last step, if requested.
     """
 
     first: Tensors = field(default_factory=dict)
-    given: list[Tensors] = field(default_factory=list)
+    step_gradients: list[Tensors] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     stepped: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
@@ -73,15 +74,15 @@ def train(
     *,
     save: Path | None = None,
     load: Path | None = None,
-    one_by_one: bool = False,
+    steps_separately: bool = False,
     evaluates: bool = False,
 ) -> Observation:
     """Takes the contract's steps on this rank. save: the checkpoint path after SAVED_AT steps. load: the checkpoint to resume
-    from. one_by_one: whether to step each parameter separately. evaluates: whether to evaluate before the last step.
+    from. steps_separately: whether to step each parameter separately. evaluates: whether to evaluate before the last step.
     """
     observation = Observation()
     with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
-        if one_by_one:
+        if steps_separately:
             run.parts.events.step_in_buckets = lambda params: ([stepped_param] for stepped_param in params[::-1])
         if load is not None:
             run.load_checkpoint(load)
@@ -89,7 +90,7 @@ def train(
 
         def record_gradients() -> None:  # clones, since the update may write to gradients
             parts = zip(stepped, run.store.parts([stepped_param.param for stepped_param in stepped]), strict=True)
-            observation.given.append(
+            observation.step_gradients.append(
                 {stepped_param.name: gradient.clone() for stepped_param, gradient in parts if gradient is not None}
             )
 
@@ -107,24 +108,16 @@ def train(
     return observation
 
 
-class _Copy(NamedTuple):
-    """Holds a parameter of the plain loop in the form that `parameter_groups` needs."""
-
-    name: str
-    parameter: nn.Parameter
-    decays: bool
-
-
 def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates: bool = False) -> Tensors:
     """Runs a plain loop over the recorded gradients of a run, and returns the final parameters. evaluates: whether to call
     `eval()` after the last step.
     """
     plan = plan_from_dict(tables)
     config: Any = plan.optimizer.config
-    copies = [_Copy(name, nn.Parameter(value.clone()), value.ndim > 1) for name, value in observation.first.items()]
+    copies = [NamedParameter(name, nn.Parameter(value.clone()), value.ndim > 1) for name, value in observation.first.items()]
     optimizer: Any = set_training_mode(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
     generators = optimizer_generators(optimizer)
-    for step, (gradients, step_lr) in enumerate(zip(observation.given, observation.rates, strict=True)):
+    for step, (gradients, step_lr) in enumerate(zip(observation.step_gradients, observation.rates, strict=True)):
         for copy in copies:
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
         for group in optimizer.param_groups:
@@ -175,7 +168,7 @@ class OptimizerContract:
         if scope_of(optimizer.record, optimizer.config) in ("global", "unknown"):
             pytest.skip("the optimizer's scope needs all parameters at once")
         tables = self._plan()
-        observation = train(tables, one_by_one=True)
+        observation = train(tables, steps_separately=True)
         ndims = (2,) if self.only_matrices else (2, 1)
         if not try_optimizer(plan_from_dict(tables), ndims, torch.float64, torch.device("cpu"))[0].draws:
             assert_close_gradients(train_plainly(tables, observation), observation.stepped, EXACT)
@@ -243,7 +236,7 @@ class OptimizerContract:
     def test_parameter_without_gradient_is_unchanged(self) -> None:
         """Tests a parameter that a program freezes between two steps."""
         plan = plan_from_dict(self._plan())
-        parameters = [_Copy(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
+        parameters = [NamedParameter(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
         optimizer = set_training_mode(
             plan.optimizer.build(parameter_groups(parameters, plan.optimizer.config), torch.device("cpu"))
         )

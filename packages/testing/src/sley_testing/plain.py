@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,14 @@ class PlainStep:
     grad_norm: float
     gradients: Tensors
     weights: Tensors
+
+
+class NamedParameter(NamedTuple):
+    """Holds a parameter in the form that the plan's parameter groups need."""
+
+    name: str
+    parameter: nn.Parameter
+    decays: bool
 
 
 class NothingToTrainError(Exception):

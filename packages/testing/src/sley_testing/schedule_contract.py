@@ -104,12 +104,12 @@ class ScheduleContract:
                 f"{stages} stages, {micros} micro-batches: two calls return different lists, so ranks would not agree"
             )
 
-    @pytest.mark.parametrize("num_micros", [1, 5])
-    def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
+    @pytest.mark.parametrize("num_micro_batches", [1, 5])
+    def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micro_batches: int) -> None:
         """Compares losses, norms, gradients, weights and the held-out loss with one process."""
-        if 2 not in self.stages or num_micros not in self.micros:
-            pytest.skip(f"the schedule has no lists for 2 stages and {num_micros} micro-batches")
-        plan = _decoder(2 * self._schedule().chunks, num_micros)
+        if 2 not in self.stages or num_micro_batches not in self.micros:
+            pytest.skip(f"the schedule has no lists for 2 stages and {num_micro_batches} micro-batches")
+        plan = _decoder(2 * self._schedule().chunks, num_micro_batches)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
@@ -145,9 +145,9 @@ class TieContract:
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
 
-def _decoder(num_layers: int, num_micros: int, **changes: Any) -> Table:
+def _decoder(num_layers: int, num_micro_batches: int, **changes: Any) -> Table:
     """Returns the one-process plan of a small decoder with a held-out loss."""
-    batch = {"global_size": 2 * num_micros, "micro_size": 2}
+    batch = {"global_size": 2 * num_micro_batches, "micro_size": 2}
     return small_plan(model__num_layers=num_layers, batch=batch, evaluation={"every": 9, "steps": 2}, **changes)
 
 
@@ -157,15 +157,17 @@ def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables
     assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=texts), layouts, "fp64")
 
 
-def _assert_once_in_order(actions: Sequence[Action], chunks: int, micros: int, label: str) -> None:
+def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_micro_batches: int, label: str) -> None:
     """Asserts that each chunk has exactly F, B or F, I, W in this order for each micro-batch."""
-    kinds: dict[tuple[int, int], str] = {}
+    sequences: dict[tuple[int, int], str] = {}
     for action in actions:
         key = action.chunk, action.micro
-        kinds[key] = kinds.get(key, "") + action.kind.value
-    expected = {(chunk, micro) for chunk in range(chunks) for micro in range(micros)}
-    assert kinds.keys() == expected, f"{label}: {sorted(kinds.keys() ^ expected)[:3]} (chunk, micro-batch) missing or too many"
-    wrong_sequences = {key: sequence for key, sequence in kinds.items() if sequence not in ("FB", "FIW")}
+        sequences[key] = sequences.get(key, "") + action.kind.value
+    expected = {(chunk, micro_batch) for chunk in range(chunks) for micro_batch in range(num_micro_batches)}
+    assert sequences.keys() == expected, (
+        f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, micro-batch) missing or too many"
+    )
+    wrong_sequences = {key: sequence for key, sequence in sequences.items() if sequence not in ("FB", "FIW")}
     counted = Counter(wrong_sequences.values()).most_common(3)
     assert not wrong_sequences, (
         f"{label}: actions of a micro-batch are {counted}, not FB or FIW, for example at {min(wrong_sequences, default=None)}"

@@ -44,16 +44,16 @@ SAMPLES = 2  # per micro-batch
 class Observation:
     """Holds one rank's results. calls: the collectives of each step and of an evaluation.
 
-    counts: the communicator's counts after each step. sharded: the names of sharded parameters. read: errors of reads between
-    steps. closed: errors of layer calls after the run.
+    counts: the communicator's counts after each step. sharded: the names of sharded parameters. read_errors: errors of reads
+    between steps. call_errors: errors of layer calls after the run.
     """
 
     recorded: Recorded = field(default_factory=Recorded)
     calls: list[list[Collective]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
     sharded: list[str] = field(default_factory=list)
-    read: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
+    read_errors: list[str] = field(default_factory=list)
+    call_errors: list[str] = field(default_factory=list)
 
 
 def observe(plan: Table, change: Change | None = None) -> Observation:
@@ -74,11 +74,11 @@ def observe(plan: Table, change: Change | None = None) -> Observation:
                     observation.counts.append(counts_of(run.stepper.executor.weights))
                 assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
             observation.recorded.weights = weights(run)
-            observation.read = _read_errors(run)
+            observation.read_errors = _read_errors(run)
             with collectives() as calls:
                 observation.recorded.held_out = run.evaluate()
             observation.calls.append(list(calls))
-        observation.closed = _closed_call_errors(run)
+        observation.call_errors = _closed_call_errors(run)
     return observation
 
 
@@ -136,7 +136,7 @@ class WeightCommunicatorContract:
     timeout_s: ClassVar[float] = 120.0
 
     @pytest.mark.parametrize(
-        ("world", "wp", "micros", "changes"),
+        ("world", "wp", "num_micro_batches", "changes"),
         [
             (2, 2, 2, {}),
             (2, 2, 2, {"activations": {"use": "core.recompute", "fraction": 1.0}}),
@@ -146,10 +146,10 @@ class WeightCommunicatorContract:
         ids=["shards", "micro-batches and recomputation", "copies of shards", "four shards"],
     )
     def test_layouts_match_unsharded_weights(
-        self, ranks: Callable[..., Ranks], world: int, wp: int, micros: int, changes: Table
+        self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int, changes: Table
     ) -> None:
         """Compares losses, norms, gradients, weights and held-out loss. Replicas must be bit-identical."""
-        size = micros * SAMPLES * world
+        size = num_micro_batches * SAMPLES * world
         observations = self._observe(ranks, world, tables(self.weights, wp, size, SAMPLES, **changes))
         _assert_parity(_unsharded_results(size), observations)
         assert observations[0].sharded, f"{self.weights} shards no parameter of the model"
@@ -184,8 +184,8 @@ class WeightCommunicatorContract:
             assert len({tuple(counts) for counts in observation.counts[1:]}) == 1, (
                 "the names of the counts differ between steps"
             )
-            assert not observation.read, "\n".join(observation.read)
-            assert not observation.closed, "\n".join(observation.closed)
+            assert not observation.read_errors, "\n".join(observation.read_errors)
+            assert not observation.call_errors, "\n".join(observation.call_errors)
 
     def _observe(self, ranks: Callable[..., Ranks], world: int, plan: Table, change: Change | None = None) -> list[Observation]:
         launch = ranks(world, self.timeout_s)
@@ -219,8 +219,8 @@ def _assert_same(baselines: Sequence[Observation], observations: Sequence[Observ
 def _read_errors(run: Run) -> list[str]:
     """Returns a line for each sharded parameter whose read is neither the full weight nor refused by name."""
     errors = []
-    parts = {param: param.parameter for param in run.registry if param.shard is not None}
-    for param, full_weight in gather_full_tensors(parts, run.groups).items():
+    shards = {param: param.parameter for param in run.registry if param.shard is not None}
+    for param, full_weight in gather_full_tensors(shards, run.groups).items():
         assert run.store.gradient(param).shape == param.parameter.shape if param in run.store else True, param
         for holder in param.holders:
             try:

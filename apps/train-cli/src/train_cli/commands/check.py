@@ -73,22 +73,22 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)
     if model:
-        from train_cli.on_meta import check_model
+        from train_cli.meta_model import check_model
 
         for note in check_model(plan, size, calls_layers=True):
             say(f"{path}: {note}")
     elif plan.parallel.pp > 1 and not has_tie_handler(plan):
-        say(f"{path}: no gradient handler sums weights that stages share; use --model to see whether there are any")
+        say(f"{path}: no gradient handler sums weights that stages share; use --model to check whether there are such weights")
 
 
 def env(form: FormatOption = OutputFormat.text) -> None:
     """Print versions and devices for a bug report."""
-    from train_cli.surroundings import machine_facts
+    from train_cli.environment import machine_info
 
-    facts = machine_facts()
-    width = max(map(len, facts))
-    lines = [f"{name:{width}}  {value}" for name, value in facts.items()]
-    typer.echo(json.dumps(facts, indent=2) if form is OutputFormat.json else "\n".join(lines))
+    info = machine_info()
+    width = max(map(len, info))
+    lines = [f"{name:{width}}  {value}" for name, value in info.items()]
+    typer.echo(json.dumps(info, indent=2) if form is OutputFormat.json else "\n".join(lines))
 
 
 _RECORD = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*")
@@ -103,13 +103,13 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     loader = Loader()
     extras = _extras(document)
     lines = {CORE: f"-e {package_folder(CORE)}", "train-cli": "-e apps/train-cli"}
-    paths = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each
+    paths = dict(reversed([*_named_plugins(document, loader)]))  # the first path of each plugin
     timer = ""
     try:
         resolved = resolve_plan(document, loader)
     except SleyError:
         names = [*reversed(paths)]
-        note = "the plan cannot be resolved here: install these and run this again, since their records may need more"
+        note = "the plan cannot be resolved yet: install these packages and run this again, since their records may need others"
     else:  # also has the plugins that a default or a record names
         names, timer, note = [*resolved.plugins], timer_package(resolved), ""
     unknown: list[Diagnostic] = []
@@ -120,22 +120,24 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
             lines[name] = _requirement(name, loader, extras)
         except PluginError as error:
             lines[name] = ""
-            unknown += [document.diagnostic(each.code, each.message, paths[name], each.hint) for each in error.diagnostics]
+            unknown += [
+                document.diagnostic(problem.code, problem.message, paths[name], problem.hint) for problem in error.diagnostics
+            ]
     if unknown:
         raise PluginError.from_diagnostics(unknown)
     if timer:
-        is_own = timer.startswith("sley_")
-        lines[timer] = f"-e {package_folder(timer.removeprefix('sley_'))}" if is_own else timer
+        is_sley_package = timer.startswith("sley_")
+        lines[timer] = f"-e {package_folder(timer.removeprefix('sley_'))}" if is_sley_package else timer
     for line in lines.values():
         typer.echo(line)
-    say("Sley's own packages are on no index: pass these lines to pip in a clone of its repository")
+    say("Sley's packages are on no index: pass these lines to pip in a clone of its repository")
     if note:
         say(note)
 
 
 def _extras(document: Document) -> dict[str, str]:
     """Returns the extras that the plan needs, separated by commas, by plugin."""
-    strings = {value for _, value in _strings(document.tables.get("metrics"))}
+    strings = {value for _, value in _iterate_strings(document.tables.get("metrics"))}
     writers = (writer for writer in ("tensorboard", "wandb") if f"metrics.{writer}" in strings)
     data = _table(document, "data")
     extra = "chat" if data.get("use") == "data.chat" else "tokenizers" if "tokenizer" in data else ""
@@ -154,16 +156,16 @@ def _requirement(name: str, loader: Loader, extras: Mapping[str, str]) -> str:
 
 
 def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, KeyPath]]:
-    """Yields the plugins of the records that the plan names, and of the default of each table without `use`, with their paths.
+    """Yields the plugins of the records in the plan, and of the default of each table without `use`, with their paths.
 
-    Only a plugin knows which of its fields besides `use` name records, and it may not be installed. So any string counts that
-    looks like a record of a known plugin.
+    Only a plugin knows which of its fields besides `use` name records, and it may not be installed. So every string counts
+    that looks like a record of a known plugin.
     """
-    known = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
-    known -= {"data", "metrics"}  # only `use` names their records; `data.json` is a file
-    for path, value in _strings(document.tables):
+    plugin_names = {*FIRST_PARTY, *EXAMPLES, *loader.names()}
+    plugin_names -= {"data", "metrics"}  # only `use` names their records; `data.json` is a file
+    for path, value in _iterate_strings(document.tables):
         match = _RECORD.fullmatch(value)
-        if match and (path[-1] == "use" or match[1] in known):
+        if match and (path[-1] == "use" or match[1] in plugin_names):
             yield match[1], path
     for spec in COMPONENTS:
         is_open = not {"use", "factory"} & _table(document, spec.key).keys()
@@ -171,16 +173,16 @@ def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, Ke
             yield spec.default.partition(".")[0], (spec.key,)
 
 
-def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+def _iterate_strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields the path and value of every string in the plan, except those in arrays (files) and in `options`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key != "options":
-                yield from _strings(inner, (*path, key))
+                yield from _iterate_strings(inner, (*path, key))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             if isinstance(inner, dict):
-                yield from _strings(inner, (*path, number))
+                yield from _iterate_strings(inner, (*path, number))
     elif isinstance(value, str):
         yield path, value
 
@@ -222,7 +224,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
     ]
     models += [record.config for named in records.values() for record in named.values()]
     references, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
-    shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
+    shared: dict[str, Any] = _adapt_to_toml(definitions.get("$defs", {}))
 
     copied: set[str] = set()
 
@@ -247,8 +249,8 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
                 choice["required"] = ["use", *choice.get("required", [])]
             choices.append(choice)
         properties[spec.key] = _component(spec, choices + ([schema_of(spec.factory)] if spec.factory else []))
-    of_set = _of_sets(properties["data"], schema_of(SetTable))
-    properties["evaluation"]["properties"]["sets"]["additionalProperties"] = of_set
+    set_schema = _set_schema(properties["data"], schema_of(SetTable))
+    properties["evaluation"]["properties"]["sets"]["additionalProperties"] = set_schema
     required = [name for name, model in TABLES.items() if any(key.is_required() for key in model.model_fields.values())]
     required += [spec.key for spec in COMPONENTS if not (spec.is_list or spec.has_names or spec.default or spec.required_table)]
     return {
@@ -274,16 +276,16 @@ def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str,
     return {"description": spec.summary, "type": "array", "items": table}
 
 
-def _of_sets(data: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of `[evaluation.sets.NAME]`: that of [data], whose alternatives take the `keys` of a set too."""
-    choices = [{**one, "properties": {**one["properties"], **keys["properties"]}} for one in data["oneOf"]]
+def _set_schema(data: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of `[evaluation.sets.NAME]`: the schema of [data] with the `keys` of a set in each alternative."""
+    choices = [{**choice, "properties": {**choice["properties"], **keys["properties"]}} for choice in data["oneOf"]]
     return {"type": "object", "oneOf": choices}
 
 
-def _for_toml(schema: Any) -> Any:
+def _adapt_to_toml(schema: Any) -> Any:
     """Returns a schema adapted to TOML: without null and titles, and with the array limits of JSON Schema."""
     if isinstance(schema, list):
-        return [_for_toml(item) for item in schema]
+        return [_adapt_to_toml(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     entries = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
@@ -293,4 +295,4 @@ def _for_toml(schema: Any) -> Any:
     entries |= arms[0] if len(arms) == 1 else {"anyOf": arms} if arms else {}
     if entries.get("type") == "array":
         entries = {ITEM_LIMITS.get(key, key): value for key, value in entries.items()}
-    return {key: _for_toml(inner) for key, inner in entries.items()}
+    return {key: _adapt_to_toml(inner) for key, inner in entries.items()}

@@ -35,7 +35,7 @@ _MAX_COUNTED = 10_000
 
 @data.callback()
 def _data() -> None:
-    """Makes `data` a command with commands of its own."""
+    """Makes `data` a command with subcommands."""
 
 
 @data.command()
@@ -48,7 +48,7 @@ def show(
     overrides: SetOption = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
-    """Print counts of the plan's data, and a sample: what is trained on, what is context, where documents begin."""
+    """Print counts of the plan's data, and a sample with its trained tokens, context and documents."""
     resolved = load_plan(plan, overrides or [])
     sets = resolved.evaluation_sets
     if split not in ("train", "held_out", *sets):
@@ -74,8 +74,8 @@ def show(
             for reason, number in count.items():
                 print(f"  {'dropped':<11}{number}: {reason}")
         elif name == "sources":
-            for source, of_source in count.items():
-                print(f"  {source}: " + ", ".join(f"{number} {what}" for what, number in of_source.items()))
+            for source, source_counts in count.items():
+                print(f"  {source}: " + ", ".join(f"{number} {unit}" for unit, number in source_counts.items()))
         else:
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
     if row is not None:
@@ -86,13 +86,13 @@ def show(
 
 @data.command()
 def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
-    """Read the plan's data once, so that a run finds what it keeps of them, such as tokens, on this host."""
+    """Read the plan's data once, so that a run finds cached results, such as tokens, on this host."""
     resolved = load_plan(plan, overrides or [])
     splits: tuple[Split, ...] = ("train", "held_out") if resolved.evaluation is not None else ("train",)
     for split in splits:
         dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, split))
         if is_stream(dataset):
-            raise UsageError("no-tokens", f"`{resolved.data.name}` is a stream, of which nothing is kept")
+            raise UsageError("no-tokens", f"`{resolved.data.name}` is a stream, so there is nothing to prepare")
         say(f"{split}: {len(cast('Dataset', dataset))} samples")
         for note in getattr(dataset, "data_notes", ()):
             say(note)
@@ -113,7 +113,7 @@ def export(
     for split, name in (("train", "train.bin"), *([("held_out", "val.bin")] if has_held_out else [])):
         dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, cast(Split, split)))
         if not hasattr(dataset, "token_parts"):
-            raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="`data.text` has one")
+            raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="use `data.text`")
         is_small = (dataset.info.vocab_size or 0) <= 1 << 16
         count = 0
         out.mkdir(parents=True, exist_ok=True)
@@ -176,8 +176,8 @@ class _DatasetRows:
     def __init__(self, data: Component, context: DataContext) -> None:
         dataset = _open_dataset(data, context)
         if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
-            hint = "it shows data sets with a length whose samples have `tokens` and `labels`"
-            raise UsageError("no-tokens", f"`{data.name}` gives no tokens by number", hint=hint)
+            hint = "use a data set with a length whose samples have `tokens` and `labels`"
+            raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
         self._dataset = cast("Dataset", dataset)
         self.sources: Sequence[str] = getattr(dataset, "sources", ())
 
@@ -197,9 +197,9 @@ def _text_ids(data: Component) -> TextIds | None:
 
 
 def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None, *, color: bool) -> Iterator[str]:
-    """Yields the documents of a sample, each after a line with its positions. ids: None prints numbers in place of text.
+    """Yields the documents of a sample, each after a line with its positions. ids: decodes tokens; None prints token ids.
 
-    A token is marked if a label asks for it, that is if the position before it is trained.
+    A token is marked if a label requires it, that is, if the previous position is trained.
     """
     tokens, labels = row["tokens"], row["labels"]
     starts = sorted({*row.get("cu_seqlens", (0,)), len(tokens)})
@@ -209,18 +209,18 @@ def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None, *, col
         if is_padding:
             continue
         values = [*tokens[start:stop], *([labels[stop - 1]] if labels[stop - 1] >= 0 else [])]
-        kinds: list[Literal["trained", "context"]] = ["context"]
-        kinds += ["trained" if label >= 0 else "context" for label in labels[start : start + len(values) - 1]]
-        yield "".join(_marked(values, kinds, ids, color=color))
+        states: list[Literal["trained", "context"]] = ["context"]
+        states += ["trained" if label >= 0 else "context" for label in labels[start : start + len(values) - 1]]
+        yield "".join(_mark_runs(values, states, ids, color=color))
 
 
-def _marked(values: Sequence[int], kinds: Sequence[str], ids: TextIds | None, *, color: bool) -> Iterator[str]:
-    """Yields the text of runs of tokens of one kind, each in its color or brackets."""
+def _mark_runs(values: Sequence[int], states: Sequence[str], ids: TextIds | None, *, color: bool) -> Iterator[str]:
+    """Yields the text of runs of tokens with equal states, each in its color or brackets."""
     start = 0
-    for place in range(1, len(values) + 1):
-        if place == len(values) or kinds[place] != kinds[start]:
-            run = values[start:place]
+    for end in range(1, len(values) + 1):
+        if end == len(values) or states[end] != states[start]:
+            run = values[start:end]
             text = "".join(ids.decode(run)) if ids is not None else " ".join(map(str, run)) + " "
-            before, after = (_COLORS[kinds[start]], "\x1b[0m") if color else _PLAIN[kinds[start]]
-            yield f"{before}{text}{after}"
-            start = place
+            prefix, suffix = (_COLORS[states[start]], "\x1b[0m") if color else _PLAIN[states[start]]
+            yield f"{prefix}{text}{suffix}"
+            start = end

@@ -25,7 +25,7 @@ from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from train_cli.console import say
 from train_cli.options import BestOption
-from train_cli.saved import files_of, is_remote, newest_weights, plan_of_run
+from train_cli.saved import checkpoint_reader, is_remote, load_run_plan, newest_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +100,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     path: Path | str = run
     plan = None
     if (Path(run) / PLAN).is_file():
-        plan = plan_of_run(Path(run))
+        plan = load_run_plan(Path(run))
         path, step = newest_weights(Path(run), plan, best=best)
         if isinstance(path, Path):
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
@@ -108,7 +108,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     elif best:
         raise UsageError("no-run", f"`{run}` is not the folder of a run, of which `--best` could take a checkpoint")
     may_exist = is_remote(str(path)) or Path(path).is_dir()
-    checkpoint = files_of(plan).open(str(path)) if may_exist else None
+    checkpoint = checkpoint_reader(plan).open(str(path)) if may_exist else None
     if checkpoint is None:
         raise UsageError("no-run", f"`{run}` is neither a run folder with a `{PLAN}` nor a checkpoint")
     saved_plan, source = plan_and_weights(checkpoint)

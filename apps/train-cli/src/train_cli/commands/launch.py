@@ -32,7 +32,9 @@ PORT = 29500
 
 def launch(
     plan: PlanArgument,
-    on: Annotated[str, typer.Option("--on", metavar="LAUNCHER", help="The launcher: torchrun, slurm, or that of a package.")],
+    on: Annotated[
+        str, typer.Option("--on", metavar="LAUNCHER", help="The launcher: torchrun, slurm, or a launcher of a package.")
+    ],
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts.")],
     per_node: Annotated[
         int | None,
@@ -90,8 +92,8 @@ def job_of(plan: Plan, nodes: int, per_node: int | None, arguments: Sequence[str
         if plan.parallel.dp == "auto":
             message = "the plan does not set the number of ranks (`dp` is auto)"
             raise UsageError("per-node", message, hint="add `--per-node N`")
-        per_node, rest = divmod(plan.world(), nodes)
-        if rest or not per_node:
+        per_node, remainder = divmod(plan.world(), nodes)
+        if remainder or not per_node:
             raise UsageError(
                 "per-node",
                 f"the plan's {plan.world()} ranks cannot be divided evenly among {nodes} hosts",
@@ -112,9 +114,9 @@ def torchrun_command(job: Job) -> str:
     if job.nodes == 1:
         return f'torchrun --standalone {ranks} {module} "$@"\n'
     return f"""\
-# Run this on each of {job.nodes} hosts, with the same plan, files and versions. HEAD is one of them, by a name that all know.
+# Run this on each of {job.nodes} hosts, with the same plan, files and versions. HEAD is one of them, as all resolve it.
 torchrun {ranks} --rdzv-id {job.label} --rdzv-backend c10d \\
-  --rdzv-endpoint "${{HEAD:?set it to a host that all others can reach}}:${{PORT:-{PORT}}}" \\
+  --rdzv-endpoint "${{HEAD:?set it to a host that all hosts can reach}}:${{PORT:-{PORT}}}" \\
   {module} "$@"
 """
 

@@ -32,8 +32,8 @@ from train_cli.main import module_of
 from train_cli.options import FormatOption, OutputFormat, plugin_ids
 
 
-class Level(StrEnum):
-    """How far `plugins check` goes (`sley_testing.certify`)."""
+class CheckLevel(StrEnum):
+    """The last level of checks that `plugins check` runs (`sley_testing.certify`)."""
 
     loads = "loads"
     contract = "contract"
@@ -56,8 +56,9 @@ def plugins(
         str | None, typer.Argument(help="With `check`: an installed distribution, such as sley-dp.", show_default=False)
     ] = None,
     level: Annotated[
-        Level, typer.Option("--level", help="With `check`: how far to go; each level includes those before it.")
-    ] = Level.verified,
+        CheckLevel,
+        typer.Option("--level", help="With `check`: the last level of checks; each level includes the previous ones."),
+    ] = CheckLevel.verified,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """List the installed plugins and their records; with NAME, the options, types and defaults of its records.
@@ -79,7 +80,7 @@ def plugins(
     typer.echo(json.dumps(content, indent=2) if form is OutputFormat.json else text)
 
 
-def _check_distribution(dist: str | None, level: Level, form: OutputFormat) -> int:
+def _check_distribution(dist: str | None, level: CheckLevel, form: OutputFormat) -> int:
     """Checks every plugin in `dist`, prints the verdicts, and returns the exit code: 0 if no check failed."""
     if dist is None:
         raise UsageError(
@@ -116,39 +117,41 @@ def _plugin_entry(name: str, loader: Loader) -> dict[str, Any]:
     except PluginError as error:
         entry["error"] = error.diagnostics[0].message
     else:
-        entry["records"] = {kind: [f"{name}.{record}" for record in named] for kind, named in records.items() if named}
+        entry["records"] = {
+            record_kind: [f"{name}.{record}" for record in named] for record_kind, named in records.items() if named
+        }
     return entry
 
 
 def _entries_text(entries: list[dict[str, Any]]) -> str:
     lines = []
-    width = max((len(kind_name(kind)) + 1 for entry in entries for kind in entry["records"]), default=0)
+    width = max((len(kind_name(record_kind)) + 1 for entry in entries for record_kind in entry["records"]), default=0)
     for entry in entries:
         lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
         if entry["error"]:
             lines.append(f"  broken: {entry['error']}")
-        for kind, names in entry["records"].items():
-            lines.append(f"  {kind_name(kind) + ':':{width}} {', '.join(names)}")
+        for record_kind, names in entry["records"].items():
+            lines.append(f"  {kind_name(record_kind) + ':':{width}} {', '.join(names)}")
     return "\n".join(lines)
 
 
 def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
-    """Yields a JSON description of each record of the plugin. record_name: only records of this name, of which each kind may
-    have one; "" for all. Raises PlanError "unknown-record" if there is none.
+    """Yields a JSON description of each record of the plugin. record_name: the name of the records, or "" for all. Raises
+    PlanError "unknown-record" if there is none.
     """
-    records = [(kind, record) for kind, named in plugin.records.items() for record in named.values()]
-    chosen = [(kind, record) for kind, record in records if record_name in ("", record.name)]
+    records = [(record_kind, record) for record_kind, named in plugin.records.items() for record in named.values()]
+    chosen = [(record_kind, record) for record_kind, record in records if record_name in ("", record.name)]
     if not chosen:
         names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for _, record in records))
         listed = f"it has {', '.join(f'`{name}`' for name in names)}" if names else None
         hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
     headers = {spec.kind: spec.header for spec in COMPONENTS}
-    for kind, record in chosen:
+    for record_kind, record in chosen:
         yield {
             "name": f"{plugin.name}.{record.name}",
-            "kind": kind_name(kind),
-            "table": headers.get(kind),
+            "kind": kind_name(record_kind),
+            "table": headers.get(record_kind),
             "summary": record.summary or (record.config.__doc__ or "").strip().split("\n")[0],
             "options": [_option(key, info) for key, info in record.config.model_fields.items()],
         }
@@ -185,13 +188,13 @@ def _default_text(option: dict[str, Any]) -> str:
         return " (required)"
     default = option["default"]
     if default == "computed":
-        return " = computed from the others"
-    # JSON and TOML write only tables differently, and a table that is a default is empty.
-    return " (may be left out)" if default is None else f" = {json.dumps(default)}"
+        return " = computed from other options"
+    # JSON and TOML differ only in tables, and a default table is empty.
+    return " (optional)" if default is None else f" = {json.dumps(default)}"
 
 
-OURS = frozenset({CORE, *FIRST_PARTY})
-"""Sley's own plugins, installed or not; no other plugin may have one of these names."""
+SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY})
+"""Sley's plugins, installed or not. Other plugins must not have these names."""
 
 _SUFFIX = ".in"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -228,12 +231,12 @@ def new(
     say(f"next: cd {folder} && pip install -e . pytest && pytest")
 
 
-def package_files(kind: str, name: str) -> dict[str, str]:
+def package_files(plugin_kind: str, name: str) -> dict[str, str]:
     """Returns the text of each file of a plugin package, by its path. Raises the same errors as `check_name`.
 
     docs/write-a-plugin.md explains the package of a gradient handler; examples/plugins/sley-narrow is the same package.
     """
-    folder = Path(templates.__file__).parent / kind
+    folder = Path(templates.__file__).parent / plugin_kind
     paths = sorted(path for path in folder.rglob(f"*{_SUFFIX}") if path.is_file())
     files = {path.relative_to(folder).as_posix().removesuffix(_SUFFIX): path.read_text("utf-8") for path in paths}
     check_name(name, files)
@@ -271,12 +274,14 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
     if not _NAME.fullmatch(name) or iskeyword(name):
         message = f"`{name}` must be lower-case letters, digits and `_`, begin with a letter, and not be a Python keyword"
         raise UsageError("plugin-name", message, hint="use a name such as `topk`")
-    if name in OURS:
-        raise UsageError("plugin-name", f"`{name}` is one of Sley's own plugins", hint=f"use another name, such as `my_{name}`")
+    if name in SLEY_PLUGINS:
+        raise UsageError("plugin-name", f"`{name}` is one of Sley's plugins", hint=f"use another name, such as `my_{name}`")
     dists = find_plugins().get(name)
     if dists or find_spec(f"sley_{name}") is not None:
         owner = dists[0].label if dists else f"the module `sley_{name}`"
-        raise UsageError("plugin-name", f"`{name}` is already used by {owner}", hint="use another name, or uninstall that")
+        raise UsageError(
+            "plugin-name", f"`{name}` is already used by {owner}", hint="use another name, or uninstall that package"
+        )
     code = "\n".join(text for path, text in (files or {}).items() if path.endswith(".py"))
     identifiers = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
     if clashes := identifiers & {name, _class_name(name)}:
@@ -286,7 +291,7 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
 
 def _fill_in(text: str, name: str) -> str:
     text = text.replace("@name@", name).replace("@Name@", _class_name(name))
-    # The place of the module's import among the others depends on its name.
+    # The position of the module's import depends on its name.
     return re.sub(
         r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
     )

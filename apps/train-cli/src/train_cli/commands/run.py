@@ -24,7 +24,7 @@ from train_cli import console
 from train_cli.console import Settings
 from train_cli.main import module_of
 from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
-from train_cli.preflight import RankFaults, refuse_lone_worlds
+from train_cli.preflight import RankFaults, refuse_single_process_worlds
 from train_cli.progress import draws_line, ranks
 from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
 from train_cli.saved import AUTO, RESTART, check_checkpoint_path, continues_in_folder, is_restarted, run_folder
@@ -38,7 +38,7 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="auto|PATH",
-        help="Resume from a checkpoint: auto takes the newest of this run, or starts if it has taken no step; PATH that one.",
+        help="Resume from a checkpoint: auto is the newest of this run, or none if it has taken no step; PATH is a checkpoint.",
     ),
 ]
 
@@ -56,7 +56,7 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Take the first steps of each stage on tensors without values; starts no ranks and needs no device.",
+            help="Run the first steps of each stage on tensors without values; starts no ranks and needs no device.",
         ),
     ] = False,
     world: WorldOption = None,
@@ -86,10 +86,10 @@ def run(
         return
     if world is not None:
         raise UsageError("world", "`--world` needs `--dry-run`", hint="use `--nproc` to start local ranks")
-    refuse_lone_worlds(os.environ)
+    refuse_single_process_worlds(os.environ)
     if machine is not None and not estimate:
         raise UsageError("machine", "`--machine` needs `--estimate`")
-    line = draws_line(sys.stderr, wanted=not no_progress)
+    line = draws_line(sys.stderr, is_allowed=not no_progress)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
         raise UsageError("nproc", "`--nproc` cannot be used in a process that a launcher has started")
@@ -121,7 +121,7 @@ def run(
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # Importing torch takes seconds, in this process and in each rank.
         console.say(f"starting {resolved.run.name} on {ranks(size)}")
-    from train_cli.on_meta import check_model
+    from train_cli.meta_model import check_model
 
     check_model(resolved, size)
     estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --estimate`") if estimate else None
@@ -141,9 +141,9 @@ def run(
 
 
 def _dry_run(plan: Plan, world: int | None) -> None:
-    """Takes the first steps of every distinct rank, without values and without peers. Raises the errors of these steps."""
+    """Runs the first steps of every distinct rank, without values and without peers. Raises the errors of these steps."""
     size = check(plan, plan.world(None) if world is None else world)
-    from train_cli.on_meta import check_model
+    from train_cli.meta_model import check_model
 
     estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --dry-run`")
 
@@ -189,12 +189,12 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
     )
     console.show(fault, settings)
     if (folder / FAULTS).exists() and any(diagnostic.code in _BETWEEN_RANKS for diagnostic in fault.diagnostics):
-        console.say(f"for what each rank did: train-cli doctor {folder}")
+        console.say(f"use `train-cli doctor {folder}` to see the state of each rank")
     return fault.exit_code
 
 
 def check(plan: Plan, size: int) -> int:
-    """Returns `size` if `plan` can run on so many ranks, else raises PlanError with all problems."""
+    """Returns `size` if `plan` can run on `size` ranks, else raises PlanError with all problems."""
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)
     return size

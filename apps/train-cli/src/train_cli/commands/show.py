@@ -32,10 +32,10 @@ from train_cli.options import (
     world_size,
 )
 
-MOST_RANKS = 32
+MAX_RANKS = 32
 """The maximum number of ranks to list."""
 
-_MOST_GROUPS = 4
+_MAX_GROUPS = 4
 """The maximum number of groups of an axis to list."""
 
 _SIZES = ("pp", "dp", "sp", "wdp", "wp")
@@ -49,10 +49,13 @@ def sizes(topology: Topology) -> str:
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields a table of the coordinates of all ranks, or of `rank`; in a large world, of the first ranks and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
-    is_large = rank is None and topology.world > MOST_RANKS
-    for number in (*range(MOST_RANKS), topology.world - 1) if is_large else _ranks(topology, rank):
-        place = topology.coordinates(number)
-        yield "".join(f"{index:6}" for index in (place.rank, place.stage, place.dp, place.sp, place.wdp, place.wp))
+    is_large = rank is None and topology.world > MAX_RANKS
+    for number in (*range(MAX_RANKS), topology.world - 1) if is_large else _shown_ranks(topology, rank):
+        coordinates = topology.coordinates(number)
+        yield "".join(
+            f"{index:6}"
+            for index in (coordinates.rank, coordinates.stage, coordinates.dp, coordinates.sp, coordinates.wdp, coordinates.wp)
+        )
     if is_large:
         yield f"  of {topology.world} ranks; --rank N shows one rank, --format json all"
 
@@ -62,13 +65,13 @@ def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
     lines: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:  # the channels of a group follow each other
         lines.setdefault((entry.axis, entry.channel), []).append(entry)
-    for (axis, channel), every in lines.items():
+    for (axis, channel), groups in lines.items():
         name = axis if channel == "main" else f"{axis}.{channel}"
-        shown = "  ".join(each.label for each in every[:_MOST_GROUPS])
-        if len(every) > _MOST_GROUPS:
-            first, second, last = every[0], every[1], every[-1]
-            shown = f"{len(every)} groups of {len(first.ranks)}: {first.label}  {second.label}  ...  {last.label}"
-        yield f"  {name:14} {every[0].backend:7} {shown}"
+        text = "  ".join(group.label for group in groups[:_MAX_GROUPS])
+        if len(groups) > _MAX_GROUPS:
+            first, second, last = groups[0], groups[1], groups[-1]
+            text = f"{len(groups)} groups of {len(first.ranks)}: {first.label}  {second.label}  ...  {last.label}"
+        yield f"  {name:14} {groups[0].backend:7} {text}"
 
 
 WIDTH = 110
@@ -84,22 +87,22 @@ def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
         hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'
         raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
     schedule = plan.pipeline.build()
-    micros = plan.num_micros(topology)
+    num_micro_batches = plan.num_micros(topology)
     try:
         placement = schedule.placement(topology.pp)
-        lists = lower(schedule.lists(topology.pp, micros), placement, micros)
+        lists = lower(schedule.lists(topology.pp, num_micro_batches), placement, num_micro_batches)
     except PlanError as error:
         raise plan.add_places(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
-    sizes = f"{_counted(topology.pp, 'stage')}, {_counted(micros, 'micro-batch', 'es')}"
+    sizes = f"{_count_text(topology.pp, 'stage')}, {_count_text(num_micro_batches, 'micro-batch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, peak in enumerate(simulation.peaks):
         idle = simulation.timeline.idle(stage)
-        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_counted(peak.pairs, 'micro-batch', 'es')} of a chunk"
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_count_text(peak.pairs, 'micro-batch', 'es')} of a chunk"
 
 
-def _counted(number: int, word: str, plural: str = "s") -> str:
+def _count_text(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{'' if number == 1 else plural}"
 
 
@@ -121,7 +124,7 @@ def show(
         typer.Option("--machine", metavar="FILE", help="With --timeline: use times of the machine in FILE, from calibrate."),
     ] = None,
 ) -> None:
-    """Show the resolved plan with the origin of each value, and who talks to whom."""
+    """Show the resolved plan with the origin of each value, and the groups of ranks."""
     if machine is not None and not timeline:
         raise UsageError("machine-timeline", "`--machine` needs `--timeline`", hint="add `--timeline`")
     world = world_size(world, nodes, per_node)
@@ -131,35 +134,35 @@ def show(
         raise PlanError("layout", f"rank {rank} does not exist: the ranks are 0 to {topology.world - 1}")
     if timeline and machine is not None:
         estimates = module_of("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
-        known = estimates.load_machine_with_ranks(machine, per_node)
-        typer.echo("\n".join(estimates.draw_step(resolved, topology.world, known)))
+        machine_file = estimates.load_machine_with_ranks(machine, per_node)
+        typer.echo("\n".join(estimates.draw_step(resolved, topology.world, machine_file)))
     elif timeline:
         typer.echo("\n".join(timeline_lines(resolved, topology)))
     elif form is OutputFormat.json:
-        typer.echo(json.dumps(_data(resolved, topology, rank), indent=2))
+        typer.echo(json.dumps(_json_output(resolved, topology, rank), indent=2))
     else:
-        typer.echo("\n".join(_text(resolved, topology, rank)))
+        typer.echo("\n".join(_text_output(resolved, topology, rank)))
 
 
-def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
+def _json_output(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
     """Returns the JSON output of `show`."""
     return {
         "plan": [
-            {"path": format_path(path), "value": value, "origin": _origin_data(plan, path)}
+            {"path": format_path(path), "value": value, "origin": _origin_entry(plan, path)}
             for path, value in iterate_values(plan.tables)
         ],
         "digest": plan.digest,
         "world": topology.world,
-        "ranks": [asdict(topology.coordinates(each)) for each in _ranks(topology, rank)],
+        "ranks": [asdict(topology.coordinates(number)) for number in _shown_ranks(topology, rank)],
         "groups": [
-            {"axis": each.axis, "channel": each.channel, "backend": each.backend, "ranks": list(each.ranks)}
-            for each in _groups(topology, rank)
+            {"axis": group.axis, "channel": group.channel, "backend": group.backend, "ranks": list(group.ranks)}
+            for group in _shown_groups(topology, rank)
         ],
-        "gradient_handlers": list(_handlers(plan)),
+        "gradient_handlers": list(_handler_entries(plan)),
     }
 
 
-def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
+def _handler_entries(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yields the JSON entries of the gradient handlers. tolerance: the allowed relative error; 0 for exact handlers."""
     for handler in plan.gradient_handlers:
         assert isinstance(handler.record, GradientHandlerRecord), handler
@@ -167,39 +170,39 @@ def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"name": handler.name, "role": handler.record.role, "tolerance": tolerance}
 
 
-def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any] | None:
-    """Returns the place of a value in a file or `--set` option; None for a default."""
-    place = plan.document.origin(path)
-    return None if place is None else {"file": place.file, "line": place.line or None, "column": place.column or None}
+def _origin_entry(plan: Plan, path: KeyPath) -> dict[str, Any] | None:
+    """Returns the location of a value in a file or `--set` option; None for a default."""
+    origin = plan.document.origin(path)
+    return None if origin is None else {"file": origin.file, "line": origin.line or None, "column": origin.column or None}
 
 
-def _ranks(topology: Topology, rank: int | None) -> Iterable[int]:
+def _shown_ranks(topology: Topology, rank: int | None) -> Iterable[int]:
     return range(topology.world) if rank is None else (rank,)
 
 
-def _groups(topology: Topology, rank: int | None) -> Iterator[GroupEntry]:
-    return (each for each in topology.groups() if rank is None or rank in each.ranks)
+def _shown_groups(topology: Topology, rank: int | None) -> Iterator[GroupEntry]:
+    return (group for group in topology.groups() if rank is None or rank in group.ranks)
 
 
-def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
+def _text_output(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields the text output of `show`."""
-    yield from _values(plan)
+    yield from _plan_lines(plan)
     yield ""
     yield f"# world of {topology.world}: {sizes(topology)}"
     yield from rank_lines(topology, rank)
     yield ""
     yield "# groups, in the order in which all ranks make them"
-    yield from group_lines(list(_groups(topology, rank)))
+    yield from group_lines(list(_shown_groups(topology, rank)))
     yield ""
     yield "# gradient handlers: this is the order of their collectives on every rank"
-    for number, handler in enumerate(_handlers(plan), start=1):
+    for number, handler in enumerate(_handler_entries(plan), start=1):
         role = f"{handler['role']}, not exact: within {handler['tolerance']:g}" if handler["tolerance"] else handler["role"]
         yield f"{number:4}  {handler['name']}  ({role})"
     if not plan.gradient_handlers:
         yield "  none"
 
 
-def _values(plan: Plan) -> Iterator[str]:
+def _plan_lines(plan: Plan) -> Iterator[str]:
     """Yields the plan as valid TOML, with the origin of each value as a comment."""
     table: KeyPath = ()
     # Top-level keys come first: after a header they would belong to that table.
@@ -208,13 +211,13 @@ def _values(plan: Plan) -> Iterator[str]:
             table = path[:-1]
             yield ""
             yield _header(table)
-        yield f"{f'{path[-1]} = {_toml(value)}':{_COLUMN}}  # {plan.origin(path)}"
+        yield f"{f'{path[-1]} = {_toml_value(value)}':{_COLUMN}}  # {plan.origin(path)}"
 
 
-def _toml(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     """Returns a value as TOML on one line."""
     if isinstance(value, list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
     import tomli_w
 
     return tomli_w.dumps({"value": value}).partition("=")[2].strip() if value != {} else "{}"

@@ -97,7 +97,7 @@ def verify(
     if steps > loaded.run.steps:
         hint = "use fewer `--steps`, or `--set run.steps=N`"
         raise UsageError("verify-steps", f"the plan has {loaded.run.steps} steps, not {steps}", hint=hint)
-    from train_cli.on_meta import check_model
+    from train_cli.meta_model import check_model
 
     check_model(loaded, size)
     from sley_testing.verify import findings
@@ -150,8 +150,13 @@ def _compare_with_one_process(
     import torch
 
     from sley_testing.verify.findings import read_findings
-    from sley_testing.verify.measure import check_complete, dropout_modules, save_reference
-    from sley_testing.verify.plain import check_plain_support, save_plain_steps
+    from sley_testing.verify.measure import (
+        check_complete,
+        check_plain_support,
+        dropout_modules,
+        save_plain_steps,
+        save_reference,
+    )
     from train_cli.local_launch import launch
     from train_cli.rank import joined
 

@@ -8,7 +8,7 @@ from sley_core.api.plan import Table
 
 
 class NarrowConfig(Table):
-    """`narrow.reducer`: gradients travel as bfloat16."""
+    """`narrow.reducer`: sends gradients as bfloat16."""
 
     min_numel: NonNegativeInt = 1024
-    """Smaller gradients travel as they are: norms and biases are sensitive, and cost nothing."""
+    """Smaller gradients are sent unchanged: norms and biases are sensitive and small."""

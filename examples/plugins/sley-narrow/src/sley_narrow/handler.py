@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Narrow(GradientHandler):
-    """Halves the bytes of fp32 gradients; each sum is off by a few 2^-9 of its terms, bfloat16's rounding."""
+    """Halves the bytes of fp32 gradients; each sum has a relative error of a few 2^-9, by bfloat16's rounding."""
 
     def __init__(self, config: NarrowConfig) -> None:
         self.config = config
-        self._under_way: list[tuple[Pending, Tensor, Tensor]] = []
+        self._pending: list[tuple[Pending, Tensor, Tensor]] = []
 
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
         self._groups = parts.groups
 
     def begin_step(self, step: StepState) -> None:
-        self._under_way.clear()  # what a failed step has left
+        self._pending.clear()  # the state of a failed step
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
         group = self._groups[param.reduce_group]
         if group.size == 1:
             return
         gradient = self._store.gradient(param)
-        wire = gradient if param.numel < self.config.min_numel else gradient.to(torch.bfloat16)
-        # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
-        self._under_way.append((group.all_reduce(wire, what=param.name), gradient, wire))
+        sent = gradient if param.numel < self.config.min_numel else gradient.to(torch.bfloat16)
+        # The parameter's reduce group. The store reports parameters in the same order on all of its ranks.
+        self._pending.append((group.all_reduce(sent, what=param.name), gradient, sent))
 
     def finish_step(self, step: StepState) -> None:
-        for pending, gradient, wire in self._under_way:
+        for pending, gradient, summed in self._pending:
             pending.wait()
-            if wire is not gradient:
-                gradient.copy_(wire)
-        self._under_way.clear()
+            if summed is not gradient:
+                gradient.copy_(summed)
+        self._pending.clear()

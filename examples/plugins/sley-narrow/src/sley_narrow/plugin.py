@@ -1,4 +1,4 @@
-"""What this package offers to Sley. Imports no torch: it is read to check a plan."""
+"""Defines the records of this package. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Compresses one gradient into the product of two thin matrices: the state that a rank keeps, and the local computation between
-the collectives.
+"""Compresses one gradient into the product of two thin matrices: the state of a rank, and the local computations between the
+collectives.
 
     project:  G <- G + error;  P = G Q             then P is summed over the ranks
     expand:   P <- orthonormal(P);  Q = G^T P      then Q is summed over the ranks
@@ -7,8 +7,8 @@ the collectives.
     restore:  G = P Q^T
 
 Vogels, Karimireddy, Jaggi (2019), PowerSGD, algorithms 1 and 2. The sum of all ranks' gradients is projected onto the span of
-P, one step of a power iteration that starts where the last step's ended. Each rank keeps what the projection misses (the error)
-and adds it in the next step, so nothing is lost in the end.
+P. This is one step of a power iteration, which starts from the previous step's result. Each rank keeps the residual of the
+projection (the error) and adds it in the next step, so that no gradient is lost.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ MIN_RATE = 2
 """A gradient is compressed if its factors are at most 1 / MIN_RATE as large, as in torch's powerSGD_hook."""
 
 
-def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
-    """Returns `gradient` as a view [first dim, all others], or None if factors of `rank` columns would not save enough."""
+def view_as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
+    """Returns `gradient` as a view [first dim, product of the others], or None if factors of `rank` columns would not be much
+    smaller.
+    """
     if gradient.ndim < 2:
         return None
     num_rows = gradient.shape[0]
@@ -32,19 +34,20 @@ def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the span of `columns`, with as many columns; arbitrary ones replace a missing rank.
+    """Returns an orthonormal basis of the span of `columns`, with as many columns.
 
-    By QR, never by Gram-Schmidt: for a zero gradient QR still gives a basis, from which the next step's power iteration can
-    recover. Zeros would stay zeros, and the parameter would never be trained again.
+    QR returns a basis even for a zero gradient, from which the power iteration can recover. With Gram-Schmidt, zeros would stay
+    zeros, and the parameter would never be trained again.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
 class LowRank:
-    """Holds the compression state of one gradient of shape [n, m].
+    """Holds the compression state of one gradient [n, m].
 
-    q: [m, r], orthonormal, equal on all ranks, r at most `rank`. error: [n, m], this rank's own, or None without feedback.
+    q: [m, r], orthonormal, equal on all ranks, with r at most `rank`. error: [n, m], the error of this rank, or None without
+    feedback.
     """
 
     def __init__(self, gradient: Tensor, rank: int, seed: int, error_feedback: bool) -> None:
@@ -67,16 +70,16 @@ class LowRank:
         torch.mm(gradient, self.q, out=p)
 
     def expand(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
-        """Turns the summed `p` into a basis in place, writes `gradient`^T p to `q` [m, r] and updates the error."""
+        """Orthonormalizes the summed `p` in place, writes `gradient`^T p to `q` [m, r], and updates the error."""
         p.copy_(orthonormal(p))
         torch.mm(gradient.T, p, out=q)
         if self.error is not None:
             torch.addmm(gradient, p, q.T, alpha=-1, out=self.error)
 
     def restore(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
-        """Writes the approximation p q^T of the summed gradient to `gradient`; `p` and `q` as summed.
+        """Writes the approximation p q^T of the summed gradient to `gradient`. `p` and `q` are sums over ranks.
 
-        Keeps q for the next step.
+        Stores q for the next step.
         """
         torch.mm(p, q.T, out=gradient)
         self.q = orthonormal(q)

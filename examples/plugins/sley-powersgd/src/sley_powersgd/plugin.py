@@ -1,4 +1,4 @@
-"""Declares the record and the checks of the plugin `powersgd`. Imports no torch: plans are checked without it."""
+"""Defines the record and the plan checks of this package. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem for a compression that would never start, and for precisions that it cannot work in."""
+    """Yields a problem for a compression that never starts, and for unsupported precisions."""
     for number, handler in enumerate(plan.gradient_handlers):
         if not isinstance(handler.config, PowerSGDConfig):
             continue
@@ -40,8 +40,8 @@ def sley_check_plan(plan: Plan) -> Iterable[Problem]:
             hint = f"use start_step = {plan.run.steps} or less, or `core.each`"
             yield Problem((*path, "start_step"), message, hint, "beyond-the-run")
         if plan.precision.compute == "fp16":
-            message = "`powersgd.reducer` adds errors of earlier steps, whose fp16 loss scale may be another one"
+            message = "`powersgd.reducer` adds errors of earlier steps, whose fp16 loss scale may differ"
             yield Problem((*path, "use"), message, 'use compute = "bf16", or `core.each`', "handler-precision")
         if plan.precision.gradients == "bf16":
             message = "`powersgd.reducer` factorises gradients, which torch cannot do in bf16"
-            yield Problem((*path, "use"), message, "leave `[precision] gradients` out", "handler-precision")
+            yield Problem((*path, "use"), message, "remove `[precision] gradients`", "handler-precision")

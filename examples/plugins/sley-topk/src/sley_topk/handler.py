@@ -16,15 +16,12 @@ from sley_topk.sparse import SparseSum
 if TYPE_CHECKING:
     from sley_core.api.parts import Param, Parts, StepState
 
-INDEX_BYTES = 8
-"""Of an element's place, int64."""
-
 
 class TopK(GradientHandler):
-    """Each rank adds what it left out before to its gradient, sends the largest elements of that, and keeps the rest.
+    """Adds the error to the gradient, sends its largest elements, and keeps the other elements as the new error.
 
-    What it keeps, an error per parameter, is as large as the gradient. A step that fails changes none of it; after a step that
-    was not taken, for want of finite numbers, all of it is dropped.
+    There is an error per parameter, as large as the gradient. A failed step changes no error. After a step that was skipped
+    for non-finite gradients, all errors are dropped.
     """
 
     def __init__(self, config: TopKConfig) -> None:
@@ -35,14 +32,14 @@ class TopK(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        self._store, self._groups, self._book = parts.store, parts.groups, parts.registry
+        self._store, self._groups, self._registry = parts.store, parts.groups, parts.registry
 
     def begin_step(self, step: StepState) -> None:
         self._sent.begin_step()
-        self._end()  # what a failed step has left
-        trained = {param.name for param in self._book if param in self._store}
+        self._wait_and_clear()  # the state of a failed step
+        trained = {param.name for param in self._registry if param in self._store}
         if not step.was_taken:
-            trained = set()  # errors of gradients that were not finite; on all ranks alike
+            trained = set()  # drops errors of non-finite gradients, equally on all ranks
         self._errors = {name: error for name, error in self._errors.items() if name in trained}
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
@@ -51,7 +48,7 @@ class TopK(GradientHandler):
             return
         gradient = self._store.gradient(param)
         if not self._is_sparse(param):
-            # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
+            # The parameter's reduce group. The store reports parameters in the same order on all of its ranks.
             self._dense.append(group.all_reduce(gradient, what=param.name))
             self._sent.add(gradient, group, passes=2)
             return
@@ -60,40 +57,40 @@ class TopK(GradientHandler):
         self._sparse[param.name] = SparseSum(gradient, self.config.ratio, group, self._sent, param.name)
 
     def finish_step(self, step: StepState) -> None:
-        for one in self._sparse.values():
-            one.wait()  # for all of them, before any error changes: a step that fails changes none
-        for name, one in self._sparse.items():
+        for sparse in self._sparse.values():
+            sparse.wait()  # before any error changes, so that a failed step changes none
+        for name, sparse in self._sparse.items():
             if name not in self._errors:
-                self._errors[name] = torch.empty_like(self._store.gradient(self._book[name])).view(-1)
-            one.finish(self._errors[name])
+                self._errors[name] = torch.empty_like(self._store.gradient(self._registry[name])).view(-1)
+            sparse.finish(self._errors[name])
         self._sparse.clear()
-        self._end()
+        self._wait_and_clear()
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes that a step sends."""
+        """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the errors, for those who move memory."""
+        """Yields the errors for memory managers."""
         yield from self._errors.items()
 
     def saved_state(self) -> Mapping[str, Tensor]:
-        """Returns the errors by the parameters' names, for checkpoints: with them the next sums are as if nothing had been."""
+        """Returns the errors by parameter name for checkpoints, so that a resumed run computes the same sums."""
         return dict(self._errors)
 
-    def restore_saved_state(self, kept: Mapping[str, Tensor]) -> None:
-        """Takes what `saved_state` returned."""
-        params = {param.name: param for param in self._book if param in self._store}
+    def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores the result of `saved_state`."""
+        params = {param.name: param for param in self._registry if param in self._store}
         self._errors = {
-            name: error.to(params[name].parameter.device, copy=True) for name, error in kept.items() if name in params
+            name: error.to(params[name].parameter.device, copy=True) for name, error in state.items() if name in params
         }
 
     def _is_sparse(self, param: Param) -> bool:
         return param.numel >= max(1, self.config.min_numel)
 
-    def _end(self) -> None:
-        """Waits for everything that is under way, and forgets it."""
+    def _wait_and_clear(self) -> None:
+        """Waits for all collectives in flight, and drops them."""
         for sparse in self._sparse.values():
             sparse.wait()
         for dense in self._dense:

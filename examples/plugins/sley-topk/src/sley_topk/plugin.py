@@ -1,4 +1,4 @@
-"""What this package offers to Sley. Imports no torch: it is read to check a plan."""
+"""Defines the records of this package. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
             role="reducer",
             exact=False,
             compute_tolerance=compute_tolerance,
-            summary="sends the largest elements of each gradient, and what it left out later",
+            summary="sends the largest elements of each gradient, and the others in later steps",
         )
     ]
 
@@ -32,6 +32,6 @@ def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
     for number, handler in enumerate(plan.gradient_handlers):
         if isinstance(handler.config, TopKConfig) and plan.precision.compute == "fp16":
-            message = "`topk.reducer` gives later what it left out, and fp16's loss scale is another one by then"
-            hint = 'use compute = "bf16", or a reducer that sums everything'
+            message = "`topk.reducer` sends elements in later steps, when the loss scale of fp16 may differ"
+            hint = 'use compute = "bf16", or an exact reducer'
             yield Problem(("gradient_handlers", number, "use"), message, hint, "handler-precision")

@@ -1,4 +1,4 @@
-"""The largest elements of a gradient, from each rank to all, and what each rank keeps of its own."""
+"""Sums the largest elements of a gradient over ranks, and keeps the omitted elements as an error."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
 
 class SparseSum:
-    """The sum over `group` of the largest `ratio` of each rank's `gradient` [...], while it is under way.
+    """Sums the largest elements, `ratio` of each rank's `gradient` [...], over `group`.
 
-    Begins at once, and reads `gradient` alone until `finish`. what: names it in errors. All ranks of `group` make theirs in one
-    order.
+    The exchange starts at once. `gradient` is only read until `finish`. name: the name of the parameter for errors. All ranks
+    of `group` must create their sums in the same order.
     """
 
-    def __init__(self, gradient: Tensor, ratio: float, group: Group, sent: SentBytes, what: str) -> None:
+    def __init__(self, gradient: Tensor, ratio: float, group: Group, sent: SentBytes, name: str) -> None:
         self._flat = gradient.view(-1)
         count = ceil(ratio * gradient.numel())
-        # Not sorted: a sum does not ask in which order elements came.
-        chosen = torch.topk(self._flat.abs(), count, sorted=False).indices
+        indices = torch.topk(self._flat.abs(), count, sorted=False).indices
         self._values = gradient.new_empty(group.size, count)
-        self._places = chosen.new_empty(group.size, count)
-        self._own = chosen
+        self._indices = indices.new_empty(group.size, count)
+        self._local_indices = indices
         self._pending: list[Pending] = []
         # The parameter's reduce group: its ranks send equally many elements, values first.
-        for whole, own, kind in ((self._values, self._flat[chosen], "values"), (self._places, chosen, "places")):
-            self._pending.append(group.all_gather(whole, own[None], what=f"{kind} of {what}"))
-            sent.add(whole, group, passes=1)
+        for gathered, local, label in ((self._values, self._flat[indices], "values"), (self._indices, indices, "indices")):
+            self._pending.append(group.all_gather(gathered, local[None], what=f"{label} of {name}"))
+            sent.add(gathered, group, passes=1)
 
     def wait(self) -> None:
-        """Waits until all ranks' elements are here; for a step that failed, whose sums nobody wants."""
+        """Waits for the elements of all ranks."""
         for pending in self._pending:
             pending.wait()
 
     def finish(self, error: Tensor) -> None:
-        """Waits; puts what this rank did not send into `error` [numel], and the sum into the gradient.
+        """Waits, and writes the omitted elements of this rank into `error` [numel] and the sum into the gradient.
 
-        The same bits on all ranks: each adds the ranks' elements in one order, and those of a rank are at different places.
+        All ranks get the same bits, since they add the elements of ranks in the same order, and the elements of a rank have
+        different positions.
         """
         self.wait()
         error.copy_(self._flat)
-        error[self._own] = 0
+        error[self._local_indices] = 0
         self._flat.zero_()
-        for values, places in zip(self._values, self._places, strict=True):
-            self._flat.index_add_(0, places, values)
+        for values, indices in zip(self._values, self._indices, strict=True):
+            self._flat.index_add_(0, indices, values)

@@ -1,1 +1,1 @@
-"""Numbers of a training that only look at it: a plugin for Sley that uses its public modules alone."""
+"""Observes training without changing it. Uses only the public modules of Sley."""

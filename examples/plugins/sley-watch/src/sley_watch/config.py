@@ -10,14 +10,14 @@ from sley_core.api.plan import Table
 
 
 class NoiseConfig(Table):
-    """`watch.noise`: `watch/noise_scale`, the batch size beyond which larger batches help less and less."""
+    """`watch.noise`: adds `watch/noise_scale`, the batch size above which larger batches have diminishing returns."""
 
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Weight of earlier steps in the two moving averages; 0 takes each step for itself, which is very noisy."""
+    """Weight of earlier steps in the two moving averages. 0 uses only the current step, which is very noisy."""
 
 
 class LayersConfig(Table):
-    """`watch.layers`: the norms of each layer's gradient and weights."""
+    """`watch.layers`: adds the norms of the gradient and weights of each layer."""
 
     weights: bool = True
-    """Whether norms of weights are taken too; those of gradients always are."""
+    """Whether to add the norms of weights. The norms of gradients are always added."""

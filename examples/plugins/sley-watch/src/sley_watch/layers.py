@@ -1,4 +1,4 @@
-"""`watch.layers`: the norms of each layer's gradient and weights, in each row."""
+"""`watch.layers`: adds the norms of the gradient and weights of each layer to each row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Layers(GradientHandler):
-    """Adds `watch/gradient_norm/LAYER` and `watch/weight_norm/LAYER` for each layer that has trained parameters.
+    """Adds `watch/gradient_norm/LAYER` and `watch/weight_norm/LAYER` for each layer with trained parameters.
 
-    The same in every layout: 2-norms in fp64 of whole gradients, not yet clipped, and of the weights that they belong to. What
-    is frozen counts as 0. A weight that several layers share is that of the layer whose name it has.
+    The numbers are equal in every layout: fp64 2-norms of full gradients before clipping, and of the same weights. Frozen
+    parameters count as 0. A weight that several layers share belongs to the layer in its name.
     """
 
     def __init__(self, config: LayersConfig) -> None:
@@ -28,28 +28,28 @@ class Layers(GradientHandler):
 
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
-        of_layer: dict[str, list[tuple[Param, float]]] = {}
+        params_by_layer: dict[str, list[tuple[Param, float]]] = {}
         for param in parts.registry.trainable:
-            if len(param.stages) > 1:  # not every stage that holds it knows the layer after which it is named
+            if len(param.stages) > 1:  # a stage may not have the layer in the name of a tied parameter
                 layer = param.name.rpartition(".")[0]
             else:
-                layer = _layer_of(param.name, [one.name for one in parts.layers])
-            of_layer.setdefault(layer, []).append((param, parts.numbers.fraction(param)))
-        kinds: dict[str, Callable[[Param], Tensor]] = {"gradient": parts.store.gradient}
+                layer = _layer_of(param.name, [known_layer.name for known_layer in parts.layers])
+            params_by_layer.setdefault(layer, []).append((param, parts.numbers.fraction(param)))
+        sources: dict[str, Callable[[Param], Tensor]] = {"gradient": parts.store.gradient}
         if self.config.weights:
-            kinds["weight"] = lambda param: param.parameter.detach()
-        for layer, params in of_layer.items():
-            for kind, tensor_of in kinds.items():
-                share = partial(self._squares, params, tensor_of)
-                parts.numbers.add(f"watch/{kind}_norm/{layer}", share, of="root")
+            sources["weight"] = lambda param: param.parameter.detach()
+        for layer, params in params_by_layer.items():
+            for label, get_tensor in sources.items():
+                share = partial(self._squares, params, get_tensor)
+                parts.numbers.add(f"watch/{label}_norm/{layer}", share, of="root")
 
-    def _squares(self, params: Iterable[tuple[Param, float]], tensor_of: Callable[[Param], Tensor]) -> Tensor | float:
-        """Returns this rank's share of a squared norm; padding of shards is zeros, which add nothing."""
-        found = [tensor_of(param).double().square().sum() * part for param, part in params if param in self._store]
-        return sum(found, start=0.0)
+    def _squares(self, params: Iterable[tuple[Param, float]], get_tensor: Callable[[Param], Tensor]) -> Tensor | float:
+        """Returns this rank's share of a squared norm. The padding of shards is zero."""
+        squares = [get_tensor(param).double().square().sum() * fraction for param, fraction in params if param in self._store]
+        return sum(squares, start=0.0)
 
 
 def _layer_of(name: str, layers: Iterable[str]) -> str:
-    """Returns the layer of a parameter: the longest of `layers` that its name begins with, or the first part of its name."""
-    found = [layer for layer in layers if name == layer or name.startswith(f"{layer}.")]
-    return max(found, key=len, default=name.split(".")[0])
+    """Returns the layer of a parameter: the longest prefix of its name in `layers`, or the first part of its name."""
+    matches = [layer for layer in layers if name == layer or name.startswith(f"{layer}.")]
+    return max(matches, key=len, default=name.split(".")[0])

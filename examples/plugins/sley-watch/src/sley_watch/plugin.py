@@ -1,4 +1,4 @@
-"""What this package offers to Sley. Imports no torch: it is read to check a plan."""
+"""Defines the records of this package. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,12 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
             continue
         path = ("gradient_handlers", number, "use")
         if topology.dp == 1 or topology.pp * topology.sp * topology.wp > 1:
-            message = "`watch.noise` compares gradients of replicas with their sum: it needs dp = 2 or more, and no other axis"
-            yield Problem(path, message, "leave it out, or measure the noise in a run over `dp` alone", "watch-layout")
+            message = (
+                "`watch.noise` compares gradients of replicas with their sum, so it needs dp = 2 or more, and no other axis"
+            )
+            yield Problem(path, message, "remove it, or measure the noise in a run with only `dp`", "watch-layout")
         if plan.precision.compute == "fp16":
-            message = "`watch.noise` looks at gradients before they are unscaled, so fp16's loss scale would be in its numbers"
+            message = (
+                "`watch.noise` reads gradients before they are unscaled, so its numbers would include the loss scale of fp16"
+            )
             yield Problem(path, message, 'use compute = "bf16"', "handler-precision")

@@ -16,8 +16,8 @@ from sley_core.attempt import PLAN
 from sley_core.errors import UsageError
 from sley_doctor.reports.fault_report import AttemptReports, read_reports
 from sley_doctor.reports.work_record import WorkRecord, read_records
+from sley_doctor.slow.describe import describe_cause, describe_last_steps, describe_no_cause, describe_work, remedy
 from sley_doctor.slow.judge import Judgement, judge
-from sley_doctor.slow.words import describe_cause, describe_last_steps, describe_no_cause, describe_work, remedy
 from sley_doctor.verdict.verdict import describe_state, find_run_state, find_verdict, list_evidence
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.run_folder import FAULTS
@@ -27,7 +27,7 @@ def doctor(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/NAME.")],
     form: FormatOption = OutputFormat.text,
 ) -> None:
-    """Say why a run failed, or which rank makes others wait: cause, rank, layer, action, remedy."""
+    """Show why a run failed, or which rank makes other ranks wait: cause, rank, layer, action, remedy."""
     if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
         raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="pass the folder, such as `runs/NAME`")
     try:
@@ -48,17 +48,19 @@ def doctor(
                 for reports in attempts
             ],
             "state": asdict(state),
-            "slow": [{**asdict(cause), "told": describe_cause(cause), "remedy": remedy(cause)} for cause in judgement.causes],
+            "slow": [
+                {**asdict(cause), "description": describe_cause(cause), "remedy": remedy(cause)} for cause in judgement.causes
+            ],
             "why_not": judgement.why_not,
             "work": [*describe_work(judgement)],
         }
         typer.echo(json.dumps(data, indent=2))
         return
-    parts = ["\n".join(_attempt_lines(run, reports, len(attempts) > 1)) for reports in attempts]
+    paragraphs = ["\n".join(_attempt_lines(run, reports, len(attempts) > 1)) for reports in attempts]
     if not attempts:
-        parts.append(f"no rank has reported a failure in `{run}`: {describe_state(state, time.time())}")
-    parts.append("\n".join(_slow_lines(judgement, records)))
-    typer.echo("\n\n".join(parts))
+        paragraphs.append(f"no rank has reported a failure in `{run}`: {describe_state(state, time.time())}")
+    paragraphs.append("\n".join(_slow_lines(judgement, records)))
+    typer.echo("\n\n".join(paragraphs))
 
 
 def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> Iterator[str]:
@@ -77,7 +79,7 @@ def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> It
         "remedy": result.remedy,
     }
     yield from (f"{name:<10}{value}" for name, value in fields.items() if value)
-    yield "what ranks said"
+    yield "reports of ranks"
     yield from (f"  {line}" for line in list_evidence(reports.ranks))
     if reports.unreadable:
         yield f"  could not be read: {', '.join(reports.unreadable)}"
@@ -93,5 +95,5 @@ def _slow_lines(judgement: Judgement, records: Sequence[WorkRecord]) -> Iterator
     if not judgement.causes:
         yield f"{'slow':<10}{describe_no_cause(judgement)}"
     if lines := [*describe_work(judgement)] or [*describe_last_steps(records)]:
-        yield "what ranks worked at and waited for"
+        yield "work and waits of ranks"
         yield from (f"  {line}" for line in lines)

@@ -14,7 +14,7 @@ from sley_core.whole_files import write_atomically
 from train_cli.console import say
 
 NAME = "report.html"
-_NEEDED = ("matplotlib", "jinja2")
+_REQUIRED_MODULES = ("matplotlib", "jinja2")
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about runs: curves, a step, memory, counts, the plan with its origins, the environment."""
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+    if missing := [name for name in _REQUIRED_MODULES if find_spec(name) is None]:
         raise PluginError(
             "report-missing",
             f"a report needs {' and '.join(f'`{name}`' for name in missing)}, which are not installed",
@@ -42,5 +42,5 @@ def report(
         write_atomically(file, text)
     except OSError as error:
         message = f"cannot write `{file}`: {error.strerror or error}"
-        raise UsageError("report-file", message, hint="name another file with `--out`") from error
+        raise UsageError("report-file", message, hint="use another `--out`") from error
     say(f"wrote {file}: {len(text.encode()) / 1e3:.0f} kB")

@@ -40,8 +40,8 @@ FORMAT = 1  # version of these files; other versions are not read
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """Describes an exchange that a rank has started: the `number`-th of `queue`, whose exchanges all members start in one
-    order. group: the group's description. ranks: the members. peer: the rank at the other end of a message; None for a
+    """Describes an exchange that a rank has started: number `number` of `queue`, whose exchanges all members start in the same
+    order. group: the description of the group. ranks: the members. peer: the rank at the other end of a message; None for a
     collective.
     """
 
@@ -70,10 +70,10 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class FaultReport:
-    """Holds the report of rank `rank` of `world`. kind: "error" if it failed, "stuck" if it was asked to end and could not.
+    """Holds the report of rank `rank` of `world`. kind: "error" if it failed, "stuck" if it was asked to end but could not.
 
     code, message, hint: its error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first step.
-    finished, pending: entries of its action list. layer: the layer called last. exchanges: the last ones of each queue,
+    finished, pending: entries of its action list. layer: the layer called last. exchanges: the latest exchanges of each queue,
     ascending. stacks: lines by thread name.
     """
 
@@ -209,7 +209,7 @@ def _report(folder: Path, world: World, kind: str, diagnostic: Diagnostic, stack
 
 
 def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns the report of this rank's present state, read from the newest groups."""
+    """Returns the report of this rank's current state, read from the newest groups."""
     position: dict[str, Any] = {}
     if world.created:
         groups = world.created[-1]
@@ -225,8 +225,8 @@ def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mappin
             "exchanges": {queue: tuple(map(_exchange_record, list(turns))) for queue, turns in list(progress.recent.items())},
         }
     error = diagnostic.code, diagnostic.message, diagnostic.hint or ""
-    host, now = socket.gethostname(), time.time()
-    return FaultReport(world.rank, world.size, kind, now, *error, host=host, pid=os.getpid(), stacks=stacks, **position)
+    host, time_s = socket.gethostname(), time.time()
+    return FaultReport(world.rank, world.size, kind, time_s, *error, host=host, pid=os.getpid(), stacks=stacks, **position)
 
 
 def _exchange_record(turn: Turn) -> ExchangeRecord:

@@ -43,29 +43,29 @@ class _QueueWaits:
 
 
 class WorkSamples:
-    """Collects the samples of a window. spent: seconds of the current step by place index, in a new list for each step.
-    num_steps: the number of steps in the window. sent, taken: sent and received messages by queue.
+    """Collects the samples of a window. spent: seconds of the current step by location index, in a new list for each step.
+    num_steps: the number of steps in the window. sent, received: sent and received messages by queue.
     """
 
     def __init__(self) -> None:
         self.spent: list[float] = []
         self.num_steps = 0
         self.sent: dict[str, list[MessageRecord]] = {}
-        self.taken: dict[str, list[MessageRecord]] = {}
-        self._places: dict[str, int] = {}
+        self.received: dict[str, list[MessageRecord]] = {}
+        self._locations: dict[str, int] = {}
         self._layers: dict[tuple[int, str], int] = {}
         self._steps: list[list[float]] = []
         self._seconds: list[float] = []
         self._waits: dict[str, _QueueWaits] = {}
 
-    def place_index(self, name: str) -> int:
-        """Returns the index of the place `name`; adds it if it is new."""
-        if name not in self._places:
-            self._places[name] = self._add_index()
-        return self._places[name]
+    def location_index(self, name: str) -> int:
+        """Returns the index of the location `name`; adds it if it is new."""
+        if name not in self._locations:
+            self._locations[name] = self._add_index()
+        return self._locations[name]
 
     def layer_index(self, base: int, name: str) -> int:
-        """Returns the index of the work of layer `name` within the place at index `base`."""
+        """Returns the index of the work of layer `name` within the location at index `base`."""
         try:
             return self._layers[base, name]
         except KeyError:
@@ -89,7 +89,7 @@ class WorkSamples:
 
     def record_received(self, step: int, turn: Turn, time_s: float, waited_s: float) -> None:
         """Records a received message."""
-        add_roundest(self.taken, turn.queue, MessageRecord(step, turn.number, round(time_s, 6), round(waited_s, 6)))
+        add_roundest(self.received, turn.queue, MessageRecord(step, turn.number, round(time_s, 6), round(waited_s, 6)))
 
     def end_step(self, seconds: float) -> None:
         """Keeps the current step, which took `seconds`, as a sample."""
@@ -108,32 +108,35 @@ class WorkSamples:
             waits.now_s = 0.0
 
     def start_window(self) -> None:
-        """Starts a new window; places keep their indices."""
+        """Starts a new window; locations keep their indices."""
         self.num_steps = 0
-        self.sent, self.taken = {}, {}
+        self.sent, self.received = {}, {}
         self._steps, self._seconds = [], []
         for waits in self._waits.values():
             waits.steps_s, waits.exchanges, waits.num_bytes = [], 0, 0
 
     def build_window(self, last: int, time_s: float, usage: Usage, private_mb: float, device_mb: float) -> Window:
         """Returns the window of the samples, which end with step `last`. time_s: the time of writing."""
-        num_steps, num_kept = max(1, self.num_steps), len(self._steps)
-        names = {number: name for name, number in self._places.items()}
-        inside: dict[int, list[int]] = {}
+        num_steps, num_samples = max(1, self.num_steps), len(self._steps)
+        names = {number: name for name, number in self._locations.items()}
+        layer_indices: dict[int, list[int]] = {}
         layers: dict[str, dict[str, Spread]] = {}
         for (base, layer), number in self._layers.items():
-            inside.setdefault(base, []).append(number)
+            layer_indices.setdefault(base, []).append(number)
             if seconds := [step[number] for step in self._steps if _seconds_at(step, number)]:
                 layers.setdefault(names[base], {})[layer] = compute_quartiles(seconds)
         work = {
             name: compute_quartiles(
-                [sum(_seconds_at(step, number) for number in (place, *inside.get(place, ()))) for step in self._steps]
+                [
+                    sum(_seconds_at(step, number) for number in (location, *layer_indices.get(location, ())))
+                    for step in self._steps
+                ]
             )
-            for name, place in self._places.items()
+            for name, location in self._locations.items()
         }
         # 0 in steps before a queue first occurred.
         waits = {
-            queue: compute_quartiles([0.0] * (num_kept - len(queue_waits.steps_s)) + queue_waits.steps_s)
+            queue: compute_quartiles([0.0] * (num_samples - len(queue_waits.steps_s)) + queue_waits.steps_s)
             for queue, queue_waits in self._waits.items()
         }
         queues = {
@@ -158,7 +161,7 @@ class WorkSamples:
             private_mb,
             device_mb,
             self.sent,
-            self.taken,
+            self.received,
         )
 
     def _add_index(self) -> int:
@@ -176,7 +179,7 @@ def compute_quartiles(values: Iterable[float]) -> Spread:
 
 
 def _seconds_at(step: list[float], index: int) -> float:
-    """Returns the seconds at place `index`; 0 if the step is older than the place."""
+    """Returns the seconds at location `index`; 0 if the step is older than the location."""
     return step[index] if index < len(step) else 0.0
 
 
@@ -203,13 +206,15 @@ NEWEST_SHARE = 1 / 8
 _Value = TypeVar("_Value")
 
 
-def shorten_windows(windows: Sequence[Window], most: int) -> list[Window]:
-    """Returns at most `most` windows with all steps of `windows`: the newest unchanged, older ones merged evenly by steps."""
-    if len(windows) <= most:
+def merge_old_windows(windows: Sequence[Window], max_windows: int) -> list[Window]:
+    """Returns at most `max_windows` windows with all steps of `windows`: the newest unchanged, older ones merged evenly by
+    steps.
+    """
+    if len(windows) <= max_windows:
         return list(windows)
-    num_newest = int(most * NEWEST_SHARE)
+    num_newest = int(max_windows * NEWEST_SHARE)
     older, newest = windows[: len(windows) - num_newest], windows[len(windows) - num_newest :]
-    max_older = most - num_newest
+    max_older = max_windows - num_newest
     first, num_steps = older[0].first, older[-1].last - older[0].first + 1
     groups: dict[int, list[Window]] = {}
     for window in older:
@@ -226,14 +231,14 @@ def merge_windows(windows: Sequence[Window]) -> Window:
         last.time,
         _mean_spread([(window.seconds, window.num_steps) for window in windows]),
         _field_means(windows, lambda window: window.work),
-        {place: _mean_by_name(values) for place, values in _group_by_name(windows, lambda window: window.layers).items()},
+        {location: _mean_by_name(values) for location, values in _group_by_name(windows, lambda window: window.layers).items()},
         _field_means(windows, lambda window: window.waits),
         {name: _mean_queue(values) for name, values in _group_by_name(windows, lambda window: window.queues).items()},
         Usage(*(round(sum(counts), 6) for counts in zip(*(window.usage for window in windows), strict=True))),
         last.private_mb,
         last.device_mb,
         _merge_messages(windows, lambda window: window.sent),
-        _merge_messages(windows, lambda window: window.taken),
+        _merge_messages(windows, lambda window: window.received),
     )
 
 
@@ -328,7 +333,7 @@ class WorkFile:
                 self._shorten()
         except Exception as error:  # any error: a failure to record must not end the run
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {reason}")
+            self._notes.append(f"slow ranks are not recorded: cannot write `{self._path}`: {reason}")
             self.close()
 
     def close(self) -> None:
@@ -353,7 +358,7 @@ class WorkFile:
         record = read_record(self._path)
         if record is None:
             raise ValueError("the start that this rank wrote is missing")
-        windows = shorten_windows(record.windows, SHORTENED_LINES - 1)
+        windows = merge_old_windows(record.windows, SHORTENED_LINES - 1)
         write_atomically(self._path, "".join([format_line(record.start), *map(format_line, windows)]))
         self._num_lines = 1 + len(windows)
         self._close_file()

@@ -33,9 +33,9 @@ DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
     "between",
     "evaluation",
 )
-"""Places of work that are no actions: the wait for the feed; the beginning of a step; starting sends and receives; the end of
-the gradients' reduction; norm, clip and optimizer; the wait until the device has finished a step, which on CUDA includes waits
-for other ranks; the time between two steps (rows, checkpoints, listeners); evaluations."""
+"""Locations of work that are no actions: the wait for the feed; the beginning of a step; starting sends and receives; the
+end of the gradients' reduction; norm, clip and optimizer; the wait until the device has finished a step, which on CUDA
+includes waits for other ranks; the time between two steps (rows, checkpoints, listeners); evaluations."""
 
 
 class Spread(NamedTuple):
@@ -85,13 +85,13 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the epoch.
-    seconds: the duration of a step.
+    """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the
+    epoch. seconds: the duration of a step.
 
-    work: seconds of work per step by place, without waits. `F0` is the forward of chunk 0 over all micro-batches; B0, I0, W0,
-    C0 likewise. layers: the same for `F0` and the like by layer, measured every few steps. waits: seconds per step by queue.
-    sent, taken: sent and received messages of some steps by queue. private_mb, device_mb: memory of the process in MiB, on the
-    host (private memory) and on its device.
+    work: seconds of work per step by location, without waits. `F0` is the forward of chunk 0 over all micro-batches; B0, I0,
+    W0, C0 likewise. layers: the same for `F0` and the like by layer, measured every few steps. waits: seconds per step by
+    queue. sent, received: sent and received messages of some steps by queue. private_mb, device_mb: memory of the process in
+    MiB, on the host (private memory) and on its device.
     """
 
     first: int
@@ -106,7 +106,7 @@ class Window:
     private_mb: float
     device_mb: float
     sent: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
-    taken: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
+    received: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -182,11 +182,11 @@ def read_record(path: Path) -> WorkRecord | None:
 
 
 def roundness(step: int) -> int:
-    """Returns how often 2 divides the number of steps before `step`; for the first step, more than for any other step. All
-    ranks thin out their messages by this number, so they keep the same steps without communication.
+    """Returns how often 2 divides the number of steps before `step`, and the largest number for the first step. All ranks
+    select messages by this number, so that they keep the same steps without communication.
     """
-    before = step - 1
-    return (before & -before).bit_length() - 1 if before else 64
+    num_before = step - 1
+    return (num_before & -num_before).bit_length() - 1 if num_before else 64
 
 
 @cache

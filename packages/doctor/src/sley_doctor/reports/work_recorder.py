@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action, Transfer
-from sley_core.comm import progress as standing_at
+from sley_core.comm import progress as entry_names
 from sley_doctor.reports.work_file import WorkFile, WorkSamples
 from sley_doctor.reports.work_record import (
     BEGINNING,
@@ -78,21 +78,21 @@ DETAILED, LONG_S = 4, 1.0
 WINDOW_SHARE, MIN_WINDOW_S, MAX_WINDOW_S = (1 / 20, 0.5, 300.0)  # length of a window: its share of the time so far, and limits
 MIN_WINDOW_STEPS = 8  # quartiles of fewer steps mean little; a window of MAX_WINDOW_S may have fewer
 
-_PLACES = {
-    standing_at.BEGINNING: BEGINNING,
-    standing_at.REDUCTION: REDUCTION,
-    standing_at.UPDATE: UPDATE,
-    standing_at.DEVICE: DEVICE,
-    standing_at.BETWEEN: BETWEEN,
+_LOCATIONS = {
+    entry_names.BEGINNING: BEGINNING,
+    entry_names.REDUCTION: REDUCTION,
+    entry_names.UPDATE: UPDATE,
+    entry_names.DEVICE: DEVICE,
+    entry_names.BETWEEN: BETWEEN,
 }
-"""The places of entries that are strings; any other string belongs to an evaluation."""
+"""The locations of entries that are strings. Any other string belongs to an evaluation."""
 
 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Records the steps of a run in its folder `folder` while the context is active. No rank waits for another.
+    """Records the steps of a run in its folder `folder` while the context is active. Ranks do not wait for each other.
 
-    feed: the run's sample feed, for which a step waits. notes: the run's notes. A file that cannot be written ends the
+    feed: the sample feed that a step waits for. notes: the run's notes. A file that cannot be written ends the
     recording and adds a note.
     """
     start = Start(
@@ -124,7 +124,7 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
 
 
 class WorkRecorder:
-    """Measures the work and the waits of a run. feed: the sample feed, for which a step waits. add: writes a line
+    """Measures the work and the waits of a run. feed: the sample feed that a step waits for. add: writes a line
     to the file.
     """
 
@@ -136,13 +136,13 @@ class WorkRecorder:
         self._samples = WorkSamples()
         self._entries: dict[object, int] = {}
         self._spent = self._samples.spent
-        self._place = self._base = self._between = self._samples.place_index(BETWEEN)
-        self._data, self._beginning = self._samples.place_index(DATA), self._samples.place_index(BEGINNING)
+        self._location = self._base = self._between = self._samples.location_index(BETWEEN)
+        self._data, self._beginning = self._samples.location_index(DATA), self._samples.location_index(BEGINNING)
         self._is_detailed = False
         self._entry_start = self._start = self._window_start = self._step_start = time.perf_counter()
         self._to_epoch = time.time() - time.perf_counter()
         self._usage = process_usage()
-        self._ends = {self._between, self._samples.place_index(EVALUATION)}
+        self._ends = {self._between, self._samples.location_index(EVALUATION)}
         self._step = self._last = 0
         self._outgoing = f" {parts.groups['pp'].coord}>"
         self._numbers: dict[str, int] | None = None
@@ -154,7 +154,7 @@ class WorkRecorder:
 
     def detach(self) -> None:
         """Removes the callbacks, and writes the last window."""
-        self.on_entry(standing_at.BEGINNING)
+        self.on_entry(entry_names.BEGINNING)
         self.unhook()
         self._write()
 
@@ -165,25 +165,25 @@ class WorkRecorder:
 
     def on_entry(self, entry: object) -> None:
         """Records the end of the previous entry and the start of `entry`."""
-        now = time.perf_counter()
-        self._spent[self._place] += now - self._entry_start
-        self._entry_start = now
+        time_s = time.perf_counter()
+        self._spent[self._location] += time_s - self._entry_start
+        self._entry_start = time_s
         if self._is_detailed:
-            self._record_sent_messages(entry, now)
-        before = self._base
+            self._record_sent_messages(entry, time_s)
+        previous_base = self._base
         try:
-            self._place = self._base = self._entries[entry]
+            self._location = self._base = self._entries[entry]
         except KeyError:
-            self._place = self._base = self._entries[entry] = self._samples.place_index(_place_name(entry))
-        if self._place == self._beginning:
-            self._end_step(now, was_taken=before in self._ends)
+            self._location = self._base = self._entries[entry] = self._samples.location_index(_location_name(entry))
+        if self._location == self._beginning:
+            self._end_step(time_s, was_taken=previous_base in self._ends)
 
     def on_layer(self, layer: str) -> None:
         """Records the start of `layer` in a forward or a recomputation; "" means the end of the last layer."""
-        now = time.perf_counter()
-        self._spent[self._place] += now - self._entry_start
-        self._entry_start = now
-        self._place = self._samples.layer_index(self._base, layer) if layer else self._base
+        time_s = time.perf_counter()
+        self._spent[self._location] += time_s - self._entry_start
+        self._entry_start = time_s
+        self._location = self._samples.layer_index(self._base, layer) if layer else self._base
 
     def on_output(self, layer: str, output: Any) -> None:
         """Hooks `output`, the output of `layer`, to record the start of that layer's backward."""
@@ -193,43 +193,43 @@ class WorkRecorder:
 
     def on_wait(self, turn: Turn, since: float) -> None:
         """Records the end of a wait in the exchange `turn` that began at time `since`."""
-        now = time.perf_counter()
-        self._entry_start += now - since
-        self._samples.record_wait(turn, now - since)
+        time_s = time.perf_counter()
+        self._entry_start += time_s - since
+        self._samples.record_wait(turn, time_s - since)
         if self._is_detailed and turn.peer is not None and turn.operation == "receive":
-            self._samples.record_received(self._step, turn, now + self._to_epoch, now - since)
+            self._samples.record_received(self._step, turn, time_s + self._to_epoch, time_s - since)
 
-    def _record_sent_messages(self, entry: object, now: float) -> None:
+    def _record_sent_messages(self, entry: object, time_s: float) -> None:
         """Records the end of the previous entry as the sending time of its messages."""
         numbers = self._progress.numbers
         if self._numbers is not None:
             old_numbers, self._numbers = self._numbers, None
             for queue, number in numbers.items():
                 if number != old_numbers.get(queue) and self._outgoing in queue:
-                    self._samples.record_sent(self._step, queue, number, now + self._to_epoch)
+                    self._samples.record_sent(self._step, queue, number, time_s + self._to_epoch)
         if type(entry) is Transfer and entry.op == "send":
             self._numbers = dict(numbers)
 
-    def _end_step(self, now: float, *, was_taken: bool) -> None:
+    def _end_step(self, time_s: float, *, was_taken: bool) -> None:
         """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
         if was_taken and self._step:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[self._between])
             self._spent[self._between] -= data_s
             self._spent[self._data] += data_s
-            self._samples.end_step(now - self._step_start)
+            self._samples.end_step(time_s - self._step_start)
             self._last = self._step
         else:
             self._samples.discard_step()
-        steps, seconds = self._samples.num_steps, now - self._window_start
-        is_long = seconds >= max((now - self._start) * WINDOW_SHARE, MIN_WINDOW_S) and steps >= MIN_WINDOW_STEPS
+        steps, seconds = self._samples.num_steps, time_s - self._window_start
+        is_long = seconds >= max((time_s - self._start) * WINDOW_SHARE, MIN_WINDOW_S) and steps >= MIN_WINDOW_STEPS
         if steps > 0 and (is_long or seconds >= MAX_WINDOW_S):
             self._write()
         self._spent = self._samples.spent
         step_progress = self._progress.step_progress
         self._step = step_progress.step
         # By step number: both ends of a message must record it, and the windows of ranks end at different steps.
-        self._is_detailed = self._step % DETAILED == 1 % DETAILED or now - self._step_start >= LONG_S
-        self._step_start = now
+        self._is_detailed = self._step % DETAILED == 1 % DETAILED or time_s - self._step_start >= LONG_S
+        self._step_start = time_s
         # Stages exchange announcements between the step's beginning and its first action.
         self._numbers = dict(self._progress.numbers) if self._is_detailed else None
         step_progress.follow_layer = self.on_layer if self._is_detailed else None
@@ -239,26 +239,26 @@ class WorkRecorder:
         """Writes the samples so far as a window; does nothing without samples."""
         if not self._samples.num_steps:
             return
-        now = time.perf_counter()
+        time_s = time.perf_counter()
         usage = process_usage()
         device_mb = torch.cuda.memory_allocated(self._device) / 2**20 if self._device.type == "cuda" else 0.0
-        used_since = Usage(*(round(after - before, 6) for after, before in zip(usage, self._usage, strict=True)))
+        used_since = Usage(*(round(new - old, 6) for new, old in zip(usage, self._usage, strict=True)))
         self._add(
             format_line(
-                self._samples.build_window(self._last, now + self._to_epoch, used_since, private_memory_mb(), device_mb)
+                self._samples.build_window(self._last, time_s + self._to_epoch, used_since, private_memory_mb(), device_mb)
             )
         )
-        self._usage, self._window_start = usage, now
+        self._usage, self._window_start = usage, time_s
         self._samples.start_window()
 
 
-def _place_name(entry: object) -> str:
-    """Returns the place of an entry of the action list: an action's kind and chunk, messages, or a phase."""
+def _location_name(entry: object) -> str:
+    """Returns the location of an action list entry: the type and chunk of an action, messages, or a phase."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     if isinstance(entry, Transfer):
         return MESSAGES
-    return _PLACES.get(str(entry), EVALUATION)
+    return _LOCATIONS.get(str(entry), EVALUATION)
 
 
 def _layer_signature(layer: Layer) -> str:

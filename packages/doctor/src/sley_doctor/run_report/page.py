@@ -28,11 +28,11 @@ from sley_core.plan.write import format_value, iterate_values
 from sley_doctor.reports.fault_report import AttemptReports, read_reports
 from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord, read_records
 from sley_doctor.slow.blocks import Block, median
+from sley_doctor.slow.describe import MIN_SHOWN_S, describe_cause, describe_no_cause, longest_waits, remedy
 from sley_doctor.slow.judge import judge
-from sley_doctor.slow.words import MIN_SHOWN_S, describe_cause, describe_no_cause, longest_waits, remedy
 from sley_doctor.verdict.verdict import find_verdict
+from train_cli.environment import StartRecord, read_start
 from train_cli.progress import SUMMARY, duration, memory_of, rate
-from train_cli.surroundings import StartRecord, read_start
 
 Row = Mapping[str, float | int | None]
 
@@ -82,8 +82,14 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return [run if names[run.label] == 1 else replace(run, label=str(run.folder)) for run in runs]
 
 
-KINDS: Mapping[str, str] = {DATA: "data", "F": "forward", "BI": "backward", "W": "backward for weights", UPDATE: "update"}
-"""The columns of the work table, by place or by first letter of actions; the column `else` has the remaining places."""
+WORK_COLUMNS: Mapping[str, str] = {
+    DATA: "data",
+    "F": "forward",
+    "BI": "backward",
+    "W": "backward for weights",
+    UPDATE: "update",
+}
+"""The columns of the work table, by location or by first letter of actions; the column `else` has the remaining locations."""
 
 MAX_RANKS = 32
 
@@ -101,23 +107,27 @@ def waiting_table(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
 
 
 def _waiting_row(rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Returns one rank's table row: seconds of work by column of KINDS, seconds of other work, seconds of waits,
+    """Returns one rank's table row: seconds of work by column of WORK_COLUMNS, seconds of other work, seconds of waits,
     longest waits.
     """
     works = [block.ranks[rank] for block in blocks]
-    names = [place for place in works[-1].work if place != DEVICE]
-    places = {place: median(work.work[place].median for work in works if place in work.work) for place in names}
-    kinds = [
-        sum(seconds for place, seconds in places.items() if place == kind or (kind.isupper() and place[0] in kind))
-        for kind in KINDS
+    names = [location for location in works[-1].work if location != DEVICE]
+    locations = {location: median(work.work[location].median for work in works if location in work.work) for location in names}
+    column_seconds = [
+        sum(
+            seconds
+            for location, seconds in locations.items()
+            if location == column or (column.isupper() and location[0] in column)
+        )
+        for column in WORK_COLUMNS
     ]
     waits = longest_waits(rank, blocks)
     return {
         "rank": rank,
         "stage": works[0].start.stage,
-        "work": [*kinds, sum(places.values()) - sum(kinds)],
+        "work": [*column_seconds, sum(locations.values()) - sum(column_seconds)],
         "waiting_s": sum(seconds for seconds, _ in waits),
-        "waits": [f"{seconds * 1e3:.3g} ms {words}" for seconds, words in waits[:2] if seconds >= MIN_SHOWN_S],
+        "waits": [f"{seconds * 1e3:.3g} ms {description}" for seconds, description in waits[:2] if seconds >= MIN_SHOWN_S],
     }
 
 
@@ -197,7 +207,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
         numbers_left_out=names[_MAX_CHARTS:],
         waiting=[waiting_table(run.label, run.work) for run in runs],
-        kinds=list(KINDS.values()),
+        kinds=list(WORK_COLUMNS.values()),
         memory=_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
         counts=_table_rows([_flatten_counts(summary.get("counts", {})) for summary in summaries]),
         plan=_table_rows([run.values for run in runs]),

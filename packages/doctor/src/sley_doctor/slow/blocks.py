@@ -51,7 +51,7 @@ class RankWork:
     @property
     def working_s(self) -> float:
         """Returns the seconds of work per step."""
-        return sum(spread.median for place, spread in self.work.items() if place != DEVICE)
+        return sum(spread.median for location, spread in self.work.items() if location != DEVICE)
 
     @property
     def waiting_s(self) -> float:
@@ -112,7 +112,7 @@ def _rank_work(record: WorkRecord, first: int, last: int) -> RankWork:
         start, end = max(window.first, first), min(window.last, last)
         share = (end - start + 1) / window.num_steps
         usage = Usage(*(count * share for count in window.usage))
-        windows.append(replace(window, first=start, last=end, usage=usage, sent={}, taken={}))
+        windows.append(replace(window, first=start, last=end, usage=usage, sent={}, received={}))
     merged = merge_windows(windows)
     user_s, system_s, faults = (count / (last - first + 1) for count in merged.usage)
     return RankWork(
@@ -131,8 +131,8 @@ MAX_RATIO = 1.5  # comparable ranks may differ by this factor without being slow
 MAX_FAR_RATIO = 3.0
 """The same for ranks or layers that are only roughly comparable: other neighbours, or weights of other shapes."""
 
-_COMMON_PLACES = frozenset({DATA, BETWEEN, EVALUATION})  # places where all ranks do comparable work
-_CHUNK_PREFIXES = "FBIW"  # first letters of places where layers run
+_COMMON_LOCATIONS = frozenset({DATA, BETWEEN, EVALUATION})  # locations where all ranks do comparable work
+_CHUNK_PREFIXES = "FBIW"  # first letters of locations where layers run
 
 
 class Excess(NamedTuple):
@@ -140,74 +140,75 @@ class Excess(NamedTuple):
     layer stands out.
     """
 
-    place: str
+    location: str
     layer: str
     seconds: float
     usual_s: float
 
 
 def find_excesses(block: Block, rank: int) -> list[Excess]:
-    """Returns the places where `rank` works longer than comparable ranks or layers, the largest excess first.
+    """Returns the locations where `rank` works longer than comparable ranks or layers, the largest excess first.
 
-    The comparison depends on the place:
+    The comparison depends on the location:
 
     * a chunk, the update, a reduction: with ranks of the same stage, which do the same work on other samples or shards
     * the same in a stage of one rank: with layers of the same type and sizes on any rank; the update is scaled by elements
     * data, work between steps, evaluations: with all other ranks
     """
-    work, other_works = block.ranks[rank], [other for number, other in block.ranks.items() if number != rank]
-    peers = [other for other in other_works if other.start.stage == work.start.stage]
-    excesses = (_find_excess(work, peers, other_works, place, block) for place in work.work if place != DEVICE)
+    work, works = block.ranks[rank], [candidate for number, candidate in block.ranks.items() if number != rank]
+    peers = [candidate for candidate in works if candidate.start.stage == work.start.stage]
+    excesses = (_find_excess(work, peers, works, location, block) for location in work.work if location != DEVICE)
     return sorted((excess for excess in excesses if excess is not None), key=lambda excess: -excess.seconds)
 
 
-def _find_excess(work: RankWork, peers: list[RankWork], other_works: list[RankWork], place: str, block: Block) -> Excess | None:
-    """Returns the excess of a rank's time at `place` over comparable ranks or chunks; None if there is no excess."""
-    spent = work.work[place]
-    if peers or place in _COMMON_PLACES:
-        comparable = other_works if place in _COMMON_PLACES else peers
-        usual = _median_spread(other.work.get(place, ZERO_SPREAD) for other in comparable)
+def _find_excess(work: RankWork, peers: list[RankWork], works: list[RankWork], location: str, block: Block) -> Excess | None:
+    """Returns the excess of a rank's time at `location` over comparable ranks or chunks; None if there is no excess."""
+    spent = work.work[location]
+    if peers or location in _COMMON_LOCATIONS:
+        comparable = works if location in _COMMON_LOCATIONS else peers
+        usual = _median_spread(candidate.work.get(location, ZERO_SPREAD) for candidate in comparable)
         if not comparable or not _exceeds(spent, usual, MAX_RATIO):
             return None
         seconds = spent.median - usual.median
         layer_excesses = {
-            layer: spread.median - _median_spread(peer.layers.get(place, {}).get(layer, ZERO_SPREAD) for peer in peers).median
-            for layer, spread in work.layers.get(place, {}).items()
+            layer: spread.median
+            - _median_spread(peer.layers.get(location, {}).get(layer, ZERO_SPREAD) for peer in peers).median
+            for layer, spread in work.layers.get(location, {}).items()
         }
         top_layer = max(layer_excesses, key=lambda layer: layer_excesses[layer], default="")
         has_top_layer = bool(peers) and bool(top_layer) and layer_excesses[top_layer] >= seconds / 2
-        return Excess(place, top_layer if has_top_layer else "", seconds, usual.median)
-    if place[0] in _CHUNK_PREFIXES and place in work.layers:
-        return max(_layer_excesses(work, place, block), key=lambda excess: excess.seconds, default=None)
-    if place in (UPDATE, MESSAGES) and other_works:
+        return Excess(location, top_layer if has_top_layer else "", seconds, usual.median)
+    if location[0] in _CHUNK_PREFIXES and location in work.layers:
+        return max(_layer_excesses(work, location, block), key=lambda excess: excess.seconds, default=None)
+    if location in (UPDATE, MESSAGES) and works:
         # A rank that steps more elements than a peer needs proportionally longer for its update.
         factors = [
-            max(1.0, work.start.trained / max(1, other.start.trained)) if place == UPDATE else 1.0 for other in other_works
+            max(1.0, work.start.trained / max(1, candidate.start.trained)) if location == UPDATE else 1.0 for candidate in works
         ]
-        times = [other.work.get(place, ZERO_SPREAD) for other in other_works]
+        times = [candidate.work.get(location, ZERO_SPREAD) for candidate in works]
         usual = _median_spread(
             Spread(*(value * factor for value in spread)) for spread, factor in zip(times, factors, strict=True)
         )
         if _exceeds(spent, usual, MAX_FAR_RATIO):
-            return Excess(place, "", spent.median - usual.median, usual.median)
+            return Excess(location, "", spent.median - usual.median, usual.median)
     return None
 
 
-def _layer_excesses(work: RankWork, place: str, block: Block) -> Iterator[Excess]:
+def _layer_excesses(work: RankWork, location: str, block: Block) -> Iterator[Excess]:
     """Yields layers that take longer than layers of the same type, sizes and direction on any rank."""
-    for layer, spent in work.layers[place].items():
+    for layer, spent in work.layers[location].items():
         signature = work.start.layers.get(layer)
         comparable = [
             spread
             for rank in block.ranks.values()
-            for other_place, layers in rank.layers.items()
-            if other_place[0] == place[0] and signature is not None
+            for candidate_location, layers in rank.layers.items()
+            if candidate_location[0] == location[0] and signature is not None
             for other_layer, spread in layers.items()
             if other_layer != layer and rank.start.layers.get(other_layer) == signature
         ]
         usual = _median_spread(comparable)
         if comparable and _exceeds(spent, usual, MAX_FAR_RATIO):
-            yield Excess(place, layer, spent.median - usual.median, usual.median)
+            yield Excess(location, layer, spent.median - usual.median, usual.median)
 
 
 def _median_spread(spreads: Iterable[Spread]) -> Spread:

@@ -1,10 +1,10 @@
-"""Decides which rank makes others wait, from the work records of all ranks.
+"""Decides which rank makes other ranks wait, from the work records of all ranks.
 
     work of a rank longer than its peers' ───────┐
     slow exchanges without a late rank ──────────┼──> in most of the run, or of its last part ──> a cause, or none
     the same rank slower than before ────────────┘
 
-Victims wait and causes work: a rank is named for work that takes longer than that of others, never for its waits. A cause must
+Victims wait and causes work: a rank is named for work that takes longer than on other ranks, never for its waits. A cause must
 cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise of a busy machine.
 """
 
@@ -41,15 +41,15 @@ class Cause:
     """Describes one reason for longer steps.
 
     kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data, "link" for slow exchanges, "change"
-    if a rank has become slower, "memory" if memory grows. ranks: the slow ranks, or the ends of a link. place: a place of
-    `work_record`, or a queue's name. layer: "" if no layer stands out. seconds: the cost per step; step_s: the duration of a
+    if a rank has become slower, "memory" if memory grows. ranks: the slow ranks, or the ends of a link. location: a location of
+    `work_record`, or a queue name. layer: "" if no layer stands out. seconds: the cost per step; step_s: the duration of a
     step. usual_s: the time of comparable work. first, last: the steps with this cause. faults: excess page faults per step, if
     they are the reason. megabytes: the growth of memory.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    place: str
+    location: str
     layer: str
     seconds: float
     usual_s: float
@@ -124,30 +124,30 @@ def _slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank`, with the place and the layer of its largest excess. slow_blocks: blocks with their
+    """Returns the cause for `rank`, with the location and the layer of its largest excess. slow_blocks: blocks with their
     excesses.
     """
     steps = sum(block.num_steps for block, _ in slow_blocks)
-    places: dict[str, float] = {}
+    locations: dict[str, float] = {}
     layers: dict[tuple[str, str], float] = {}
     usual: dict[str, float] = {}
     for block, excesses in slow_blocks:
         for excess in excesses:
-            places[excess.place] = places.get(excess.place, 0.0) + excess.seconds * block.num_steps
-            usual[excess.place] = usual.get(excess.place, 0.0) + excess.usual_s * block.num_steps
-            layers[excess.place, excess.layer] = (
-                layers.get((excess.place, excess.layer), 0.0) + excess.seconds * block.num_steps
+            locations[excess.location] = locations.get(excess.location, 0.0) + excess.seconds * block.num_steps
+            usual[excess.location] = usual.get(excess.location, 0.0) + excess.usual_s * block.num_steps
+            layers[excess.location, excess.layer] = (
+                layers.get((excess.location, excess.layer), 0.0) + excess.seconds * block.num_steps
             )
-    place = max(places, key=lambda name: places[name])
-    layer = max((key for key in layers if key[0] == place), key=lambda key: layers[key])[1]
-    seconds = places[place] / steps
+    location = max(locations, key=lambda name: locations[name])
+    layer = max((key for key in layers if key[0] == location), key=lambda key: layers[key])[1]
+    seconds = locations[location] / steps
     return Cause(
         "work",
         (rank,),
-        place,
+        location,
         layer,
         seconds,
-        usual[place] / steps,
+        usual[location] / steps,
         median(block.step_s for block, _ in slow_blocks),
         slow_blocks[0][0].first,
         slow_blocks[-1][0].last,
@@ -239,21 +239,21 @@ def _slowed_ranks(settled: Sequence[Block], last_part: Sequence[Block]) -> list[
         if any(block.has_idle_host(rank) for block in last_part):
             continue
         increases = {
-            place: median(block.ranks[rank].work[place].low for block in last_part)
-            - median(block.ranks[rank].work[place].high for block in early if place in block.ranks[rank].work)
-            for place in last_part[-1].ranks[rank].work
-            if place != DEVICE
+            location: median(block.ranks[rank].work[location].low for block in last_part)
+            - median(block.ranks[rank].work[location].high for block in early if location in block.ranks[rank].work)
+            for location in last_part[-1].ranks[rank].work
+            if location != DEVICE
         }
-        place = max(increases, key=lambda name: increases[name])
-        if increases[place] >= MIN_SHARE * step_s_after:
-            usual_s = median(block.ranks[rank].work.get(place, ZERO_SPREAD).median for block in early)
+        location = max(increases, key=lambda name: increases[name])
+        if increases[location] >= MIN_SHARE * step_s_after:
+            usual_s = median(block.ranks[rank].work.get(location, ZERO_SPREAD).median for block in early)
             causes.append(
                 Cause(
                     "change",
                     (rank,),
-                    place,
+                    location,
                     "",
-                    increases[place],
+                    increases[location],
                     usual_s,
                     step_s_after,
                     last_part[0].first,
@@ -271,7 +271,7 @@ def _memory_growth(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
     if not causes:
         return []
     largest = max(causes, key=lambda cause: cause.megabytes)
-    similar = [cause for cause in causes if cause.place == largest.place and cause.megabytes >= largest.megabytes / 2]
+    similar = [cause for cause in causes if cause.location == largest.location and cause.megabytes >= largest.megabytes / 2]
     return [replace(largest, ranks=tuple(sorted(cause.ranks[0] for cause in similar)))]
 
 
@@ -297,11 +297,11 @@ def _rank_memory_growth(record: WorkRecord, memory: str, step_s: float) -> Cause
         return None
     sizes = [window.private_mb if memory == "host" else window.device_mb for window in windows]
     total = sizes[-1] - sizes[0]
-    rising_share = sum(after > before for before, after in pairwise(sizes)) / (len(sizes) - 1)
+    rising_share = sum(new > old for old, new in pairwise(sizes)) / (len(sizes) - 1)
     # A cache that is full no longer grows. Measured in steps, since older windows have more steps.
     last_third = windows[-1].last - (windows[-1].last - windows[0].last) / 3
-    before = [mb for mb, window in zip(sizes, windows, strict=True) if window.last <= last_third]
-    recent = sizes[-1] - (before[-1] if before else sizes[0])
+    earlier_sizes = [mb for mb, window in zip(sizes, windows, strict=True) if window.last <= last_third]
+    recent = sizes[-1] - (earlier_sizes[-1] if earlier_sizes else sizes[0])
     is_growing = total >= max(MIN_MB, MIN_GROWTH * sizes[0]) and rising_share >= STEADY and recent >= total / 6
     if not is_growing:
         return None
@@ -339,14 +339,14 @@ def find_slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[Slo
 
 def _collective_exchanges(block: Block) -> Iterator[SlowExchange]:
     """Yields each collective queue, with the shortest wait of its members, which is the duration of the exchange."""
-    done: set[tuple[str, tuple[int, ...]]] = set()
+    known_keys: set[tuple[str, tuple[int, ...]]] = set()
     for rank in block.ranks.values():
         for name, queue in rank.queues.items():
             key = name, queue.ranks
             members = [block.ranks.get(number) for number in queue.ranks]
-            if queue.peer is not None or key in done:
+            if queue.peer is not None or key in known_keys:
                 continue
-            done.add(key)
+            known_keys.add(key)
             waits = [member.waits[name].low for member in members if member is not None and name in member.waits]
             if len(waits) == len(members):  # otherwise a member without a record may not have waited
                 yield _build_slow_exchange(name, queue, queue.ranks, min(waits))
@@ -360,7 +360,7 @@ def _message_exchanges(records: Sequence[WorkRecord], block: Block) -> Iterator[
         for name, messages in _block_messages(record, block, "sent").items()
     }
     for record in records:
-        received = _block_messages(record, block, "taken")
+        received = _block_messages(record, block, "received")
         for name, queue in block.ranks[record.start.rank].queues.items():
             if queue.peer is None:
                 continue
@@ -374,7 +374,7 @@ def _message_exchanges(records: Sequence[WorkRecord], block: Block) -> Iterator[
 
 
 def _block_messages(record: WorkRecord, block: Block, end: str) -> dict[str, list[MessageRecord]]:
-    """Returns a rank's messages in the block by queue. end: "sent" or "taken" (received)."""
+    """Returns a rank's messages in the block by queue. end: "sent" or "received"."""
     messages_by_queue: dict[str, list[MessageRecord]] = {}
     for window in record.windows_between(block.first, block.last):
         for name, messages in getattr(window, end).items():

@@ -1,7 +1,7 @@
 """Finds where ranks have diverged, by comparing their reported exchanges.
 
     rank 0   16 gather of a   17 gather of b   18 gather of c     one queue: number 17 of rank 1 is number 18 of the
-    rank 1   16 gather of a   17 gather of c                      others, so rank 1 has left out the gather of b
+    rank 1   16 gather of a   17 gather of c                      other ranks: rank 1 has skipped the gather of b
     rank 2   16 gather of a   17 gather of b
 
 Two ranks show only that they differ, not which one is wrong. With more ranks, the rank that differs from most is named.
@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 
 from sley_doctor.reports.fault_report import ExchangeRecord, FaultReport, WaitRecord
 
-Kind = Literal["size", "left out", "too many", "other", "group", "not started"]
+DivergenceType = Literal["size", "left out", "too many", "other", "group", "not started"]
 
 _MESSAGES = frozenset({"send", "receive"})
-_PLACE = re.compile(r"(announcement|what stage).* (forward|backward), .* of micro-batch (\d+)")
+_MESSAGE_PATTERN = re.compile(r"(announcement|what stage).* (forward|backward), .* of micro-batch (\d+)")
 """Matches the description of a pipeline message: its type, its flow and its micro-batch."""
 
-_READ = re.compile(r" of \d+$")
+_READ_QUEUE_PATTERN = re.compile(r" of \d+$")
 """Matches the end of a queue name in which a rank waits until other ranks have read its data."""
 
 
@@ -32,7 +32,7 @@ class Divergence:
     the differing exchanges, the likeliest first. description: a sentence.
     """
 
-    kind: Kind
+    kind: DivergenceType
     ranks: tuple[int, ...]
     exchanges: tuple[ExchangeRecord, ...]
     description: str
@@ -41,7 +41,7 @@ class Divergence:
 def find_divergence(reports: Sequence[FaultReport]) -> Divergence | None:
     """Returns the exchange in which `reports` differ, or in which ranks wait for each other; None if there is none."""
     by_rank = {report.rank: report for report in reports}
-    return _find_other_group(by_rank) or _find_mismatch(by_rank) or _find_missing_start(by_rank)
+    return _find_different_group(by_rank) or _find_mismatch(by_rank) or _find_missing_start(by_rank)
 
 
 def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
@@ -54,9 +54,9 @@ def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool
     if not {first.operation, second.operation} <= _MESSAGES:
         return (first.operation, first.what) == (second.operation, second.what)
     # Some messages, such as the first of a walk, name no flow and micro-batch at one end.
-    matches = [re.search(_PLACE, description) for description in (first.what, second.what)]
-    places = {match.groups() for match in matches if match}
-    return len(places) <= 1
+    matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.what, second.what)]
+    message_ids = {match.groups() for match in matches if match}
+    return len(message_ids) <= 1
 
 
 def find_late_ranks(wait: WaitRecord, by_rank: Mapping[int, FaultReport]) -> list[int]:
@@ -68,17 +68,17 @@ def find_late_ranks(wait: WaitRecord, by_rank: Mapping[int, FaultReport]) -> lis
     waiting_rank = next(
         (rank for rank, report in by_rank.items() if report.wait is not None and report.wait.exchange is exchange), -1
     )
-    late = []
+    late_ranks = []
     for rank in ranks:
         report = by_rank.get(rank)
-        started = report.exchanges.get(_READ.sub("", exchange.queue), ()) if report is not None else ()
+        started = report.exchanges.get(_READ_QUEUE_PATTERN.sub("", exchange.queue), ()) if report is not None else ()
         if rank != waiting_rank and not (started and started[-1].number >= exchange.number):
-            late.append(rank)
-    return late
+            late_ranks.append(rank)
+    return late_ranks
 
 
-def _find_other_group(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if a rank waits over one group for an exchange that others start over another group."""
+def _find_different_group(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
+    """Returns a divergence if a rank waits over one group for an exchange that other ranks start over another group."""
     for rank, report in by_rank.items():
         if report.wait is None:
             continue
@@ -89,23 +89,23 @@ def _find_other_group(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
             for peer in peers
         ):
             continue
-        for other_rank, other_report in by_rank.items():
-            for candidate in _all_exchanges(other_report):
+        for peer_rank, peer_report in by_rank.items():
+            for candidate in _all_exchanges(peer_report):
                 is_candidate = (
                     candidate.what == awaited.what
                     and candidate.group != awaited.group
-                    and {rank, other_rank} <= set(candidate.ranks)
+                    and {rank, peer_rank} <= set(candidate.ranks)
                 )
-                if is_candidate and _count_exchanges(other_report, candidate.what, candidate.group) > _count_exchanges(
+                if is_candidate and _count_exchanges(peer_report, candidate.what, candidate.group) > _count_exchanges(
                     report, candidate.what, candidate.group
                 ):
-                    description = f"rank {rank} is in the {awaited}, where rank {other_rank} is in the {candidate}"
+                    description = f"rank {rank} is in the {awaited}, where rank {peer_rank} is in the {candidate}"
                     return Divergence("group", (rank,), (awaited, candidate), description)
     return None
 
 
-def _count_exchanges(report: FaultReport, what: str, group: str) -> int:
-    return sum(exchange.what == what and exchange.group == group for exchange in _all_exchanges(report))
+def _count_exchanges(report: FaultReport, description: str, group: str) -> int:
+    return sum(exchange.what == description and exchange.group == group for exchange in _all_exchanges(report))
 
 
 def _all_exchanges(report: FaultReport) -> Iterator[ExchangeRecord]:
@@ -117,7 +117,9 @@ def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     """Returns the divergence at the first number of a queue where ranks started different exchanges; tries awaited queues
     first.
     """
-    awaited_queues = [_READ.sub("", report.wait.exchange.queue) for report in by_rank.values() if report.wait is not None]
+    awaited_queues = [
+        _READ_QUEUE_PATTERN.sub("", report.wait.exchange.queue) for report in by_rank.values() if report.wait is not None
+    ]
     all_queues = [queue for report in by_rank.values() for queue in report.exchanges]
     for queue in dict.fromkeys([*awaited_queues, *all_queues]):
         groups: dict[tuple[int, ...], dict[int, dict[int, ExchangeRecord]]] = {}
@@ -161,16 +163,19 @@ def _describe_mismatch(
     differ = f"rank {odd_rank} makes the {odd} where rank {usual_rank} makes the {usual}, the {number}{ending} of that queue"
     next_usual, next_odd = usual_exchanges.get(number + 1), odd_exchanges.get(number + 1)
     if next_usual is not None and is_same_exchange(next_usual, odd):
-        description = f"{differ}: rank {odd_rank} has left that out" if is_clear else f"{differ}: one has left it out"
+        description = f"{differ}: rank {odd_rank} has skipped that" if is_clear else f"{differ}: one rank has skipped it"
         return Divergence(
-            "left out", names, exchanges, description if is_clear else f"{description}, or the other makes it once too often"
+            "left out",
+            names,
+            exchanges,
+            description if is_clear else f"{description}, or the other rank makes it once too often",
         )
     if next_odd is not None and is_same_exchange(next_odd, usual):
         description = (
-            f"{differ}: rank {odd_rank} makes it once too often" if is_clear else f"{differ}: one makes it once too often"
+            f"{differ}: rank {odd_rank} makes it once too often" if is_clear else f"{differ}: one rank makes it once too often"
         )
         return Divergence(
-            "too many", names, (odd, usual), description if is_clear else f"{description}, or the other has left it out"
+            "too many", names, (odd, usual), description if is_clear else f"{description}, or the other rank has skipped it"
         )
     return Divergence("other", names, exchanges, differ)
 
@@ -186,25 +191,24 @@ class _LateExchange(NamedTuple):
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     """Returns a divergence if some ranks wait in an exchange that other ranks, which wait elsewhere, have not started."""
-    late_exchanges = sorted(_late_exchanges(by_rank), key=lambda late: late[:2])
+    late_exchanges = sorted(_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
-    # The exchange that fewest ranks have started: the last exchange that all ranks wait in only shows followers. Ranks that
-    # wait
-    # for a cycle of messages follow too.
+    # The exchange that the fewest ranks have started. The last exchange, in which all ranks wait, only shows followers, and so
+    # do ranks that wait for a cycle of messages.
     first = (_message_cycle(late_exchanges) or late_exchanges)[0]
-    other_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
-    is_usual = any(exchange.what == first.exchange.what for started in other_exchanges for exchange in started)
+    peer_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
+    is_usual = any(exchange.what == first.exchange.what for started in peer_exchanges for exchange in started)
     if len(first.late) > first.started and is_usual:
         # Other ranks have made this exchange before: the rank is ahead, because it left out the exchange that they wait in.
-        first = next((late for late in late_exchanges if late.late == (first.rank,)), first)
+        first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late == (first.rank,)), first)
     wait = by_rank[first.late[0]].wait
     assert wait is not None, first
-    other_exchange = wait.exchange
-    exchanges = (first.exchange, other_exchange)
+    second_exchange = wait.exchange
+    exchanges = (first.exchange, second_exchange)
     description = (
         f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started; that rank is in the "
-        f"{other_exchange}"
+        f"{second_exchange}"
     )
     if first.started > len(first.late):
         return Divergence("left out", first.late, exchanges, description)

@@ -27,7 +27,7 @@ from sley_doctor.reports.fault_report import AttemptReports, ExchangeRecord, Fau
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.verdict.divergence import Divergence, find_divergence, find_late_ranks
 from train_cli.progress import SUMMARY
-from train_cli.run_folder import TakenError, check_free
+from train_cli.run_folder import FolderInUseError, check_unlocked
 from train_cli.stopping import WARNINGS
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
@@ -65,8 +65,8 @@ def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunS
         )
         step, time = (last_window.last, last_window.time) if last_window else (0, None)
     try:
-        check_free(run)
-    except TakenError:
+        check_unlocked(run)
+    except FolderInUseError:
         return RunState(RUNNING, step, time)
     outcome = _last_outcome(run, len(steps), max((record.start.time for record in records), default=0.0))
     # A run may be active without a lock on this host: only rank 0's host has the lock.
@@ -105,7 +105,7 @@ def describe_state(state: RunState, now: float) -> str:
             beyond = f", and none finished step {state.step + 1}" if state.step else ""
             return f"{no_summary}: it was killed; {progress}{beyond}"
         case "unknown":
-            hint = "ask again in a minute, or on the host of rank 0"
+            hint = "repeat this command in a minute, or on the host of rank 0"
             return f"{no_summary}: it may be running on another host, or was killed ({hint}); {progress}"
     return f"the run has ended: {state.state}; {progress}"
 
@@ -123,18 +123,18 @@ _EXPECTED_EXIT_CODES = frozenset(
 _ABORT = -signal.SIGABRT
 _STUCK = "stuck"
 
-_SLOW = "look at that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
+_SLOW = "check that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
 _STOPPED = "the cause is outside of the run: a user, a debugger, a batch system that suspends jobs; start the run again"
 _ORDER = (
-    "all ranks of a group must start the same exchanges in the same order: look for code that depends on the rank or its "
+    "all ranks of a group must start the same exchanges in the same order: check for code that depends on the rank or its "
     "data, in the forward and in your own hooks and handlers, near this exchange"
 )
-_KILLED = "the process was killed from outside: look for the OOM killer in `dmesg`"
+_KILLED = "the process was killed from outside: check `dmesg` for the OOM killer"
 _ABORTED = (
     "native code aborted the process; the run's output has its message. After gloo's `Received data size doesn't match`, ranks "
-    "diverged in this exchange or a concurrent one, and either may be wrong: look for code that depends on a rank's data"
+    "diverged in this exchange or a concurrent one, and either may be wrong: check for code that depends on a rank's data"
 )
-_UNKNOWN = "look at that rank's machine; the report of every rank is in the folder `faults` of the run"
+_UNKNOWN = "check the machine of that rank; the report of every rank is in the folder `faults` of the run"
 
 
 @dataclass(frozen=True)

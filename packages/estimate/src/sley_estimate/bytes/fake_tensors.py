@@ -32,8 +32,8 @@ _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
-    """Makes new tensors fake within the mode and counts their memory in `ledger`. Operations on its fake tensors count outside
-    the mode too.
+    """Makes new tensors fake within the mode and counts their memory in `ledger`. Operations on these tensors also count
+    outside the mode.
 
     listener: a function called after each operation with the key in `result_cache` or None, the operator, its arguments, its
     keyword arguments and its result. has_scratch: whether the memory inside CPU operators counts. An operation whose result
@@ -88,11 +88,11 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         key = self.result_cache.call_key(func, args, kwargs)
         if key is None:
             return self._run(func, types, args, kwargs)
-        known = self.result_cache.replay(self, key, args, kwargs)
-        if known is not None:
-            result, new_tensors, scratch = known
-            for new in new_tensors:
-                self.ledger.track(new)
+        cached = self.result_cache.replay(self, key, args, kwargs)
+        if cached is not None:
+            result, new_tensors, scratch = cached
+            for tensor in new_tensors:
+                self.ledger.track(tensor)
             self.ledger.scratch(scratch)
             if self.listener is not None:
                 self.listener(key, func, args, kwargs, result)
@@ -144,8 +144,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         """Patches torch within the block: the ledger tracks resized and weakly referenced storages, and fake tensors have
         addresses.
         """
-        kind, ledger = torch.UntypedStorage, self.ledger
-        resize, address, refer = kind.resize_, kind.data_ptr, kind._weak_ref
+        storage_type, ledger = torch.UntypedStorage, self.ledger
+        resize, address, weak_ref = storage_type.resize_, storage_type.data_ptr, storage_type._weak_ref
 
         def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             result = resize(storage, num_bytes)
@@ -155,7 +155,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         def weak_reference(storage: torch.UntypedStorage) -> Any:
             if storage.device.type == "meta":
                 ledger.poll(storage)
-            return refer(storage)
+            return weak_ref(storage)
 
         def storage_address(storage: torch.UntypedStorage) -> int:
             return ledger.address(storage) if storage.device.type == "meta" else address(storage)
@@ -177,7 +177,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
                 stack.enter_context(patch.object(owner, name, replacement))
             yield
 
-    def from_values(self, value: Tensor, *, counts: bool = False) -> Tensor:
+    def keep_values(self, value: Tensor, *, counts: bool = False) -> Tensor:
         """Returns a fake tensor that keeps the values of `value`. Results computed on the CPU only from such tensors keep
         theirs, up to `MAX_CONSTANT_NUMEL` elements. counts: whether the ledger counts its memory.
         """
@@ -201,12 +201,12 @@ class OpResultCache:
     """Caches the results of operations for any `FakeTensors`. num_hits: the number of replayed calls."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, Any] = {}
         self.num_hits = 0
 
-    def merge(self, other: OpResultCache) -> None:
-        """Adds the entries of `other`."""
-        self._known |= other._known
+    def merge(self, cache: OpResultCache) -> None:
+        """Adds the entries of `cache`."""
+        self._results |= cache._results
 
     def call_key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
         """Returns the key of a call, which can be pickled, or None for a call that is never cached."""
@@ -225,29 +225,29 @@ class OpResultCache:
         """Returns the result of a cached call, made of fake tensors of `mode`, its tensors with new memory, and the operator's
         scratch bytes. The caller counts the new memory. Returns None if the call is not cached.
         """
-        known = self._known.get(key)
-        if known is None:
+        cached = self._results.get(key)
+        if cached is None:
             return None
         self.num_hits += 1
         inputs = _fake_tensors(args, kwargs)
-        new: list[Tensor] = []
-        results = [_replay_result(mode, recipe, inputs, new) for recipe in known[1]]
-        return (known[0](results) if known[0] is not None else results[0]), new, known[2]
+        new_tensors: list[Tensor] = []
+        results = [_replay_result(mode, recipe, inputs, new_tensors) for recipe in cached[1]]
+        return (cached[0](results) if cached[0] is not None else results[0]), new_tensors, cached[2]
 
     def store(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
         """Stores the result of a call unless it cannot be replayed."""
         inputs = _fake_tensors(args, kwargs)
-        kind = type(result) if isinstance(result, tuple | list) else None
-        leaves = result if kind else [result]
+        container = type(result) if isinstance(result, tuple | list) else None
+        items = result if container else [result]
         try:
-            recipes = [_make_recipe(leaf, inputs) for leaf in leaves]
+            recipes = [_make_recipe(item, inputs) for item in items]
         except _UncacheableError:
             return
-        storage_ids = [storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        storage_ids = [storage_id(item) for item in items if isinstance(item, Tensor)]
         tensor_recipes = [recipe for recipe in recipes if recipe is not None]
-        new_tensors = [storage for storage, recipe in zip(storage_ids, tensor_recipes, strict=True) if recipe[0] == "new"]
-        if kind in (None, tuple, list) and len(set(new_tensors)) == len(new_tensors):
-            self._known[key] = kind, recipes, scratch
+        new_storages = [storage for storage, recipe in zip(storage_ids, tensor_recipes, strict=True) if recipe[0] == "new"]
+        if container in (None, tuple, list) and len(set(new_storages)) == len(new_storages):
+            self._results[key] = container, recipes, scratch
 
 
 @cache
@@ -256,35 +256,37 @@ def _operator_name(func: Any) -> str | None:
     return None if is_uncached else func.name()
 
 
-def _replay_result(mode: FakeTensors, recipe: Any, inputs: Sequence[FakeTensor], new: list[Tensor]) -> Any:
-    """Returns the result that `recipe` describes, and adds it to `new` if it has new memory."""
+def _replay_result(mode: FakeTensors, recipe: Any, inputs: Sequence[FakeTensor], new_tensors: list[Tensor]) -> Any:
+    """Returns the result that `recipe` describes, and adds it to `new_tensors` if it has new memory."""
     if recipe is None:
         return None
-    kind, source, size, stride, dtype, device = recipe
-    if kind == "same":
+    recipe_type, source, size, stride, dtype, device = recipe
+    if recipe_type == "same":
         return inputs[source]
-    elem = torch.empty_strided(size if kind == "new" else (0,), stride if kind == "new" else (1,), dtype=dtype, device="meta")
-    if kind == "view":
+    elem = torch.empty_strided(
+        size if recipe_type == "new" else (0,), stride if recipe_type == "new" else (1,), dtype=dtype, device="meta"
+    )
+    if recipe_type == "view":
         index, offset = source
         elem.set_(inputs[index].untyped_storage(), offset, size, stride)
     fake = mode.fake(elem, device)
-    if kind == "new":
-        new.append(fake)
+    if recipe_type == "new":
+        new_tensors.append(fake)
     return fake
 
 
 def _argument_key(value: Any) -> Hashable:
     """Returns the key of one argument. Raises _UncacheableError for a tensor with values or an object of another type."""
-    kind = type(value)
-    if kind is FakeTensor:
+    value_type = type(value)
+    if value_type is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided:
             raise _UncacheableError
-        special = value.is_conj() or value.is_neg()
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, special
-    if kind is list or kind is tuple:
-        return kind, tuple(map(_argument_key, value))
-    if kind in _PLAIN_TYPES:
-        return kind, value
+        is_lazy = value.is_conj() or value.is_neg()
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, is_lazy
+    if value_type is list or value_type is tuple:
+        return value_type, tuple(map(_argument_key, value))
+    if value_type in _PLAIN_TYPES:
+        return value_type, value
     raise _UncacheableError
 
 
@@ -300,8 +302,8 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns (kind, source, sizes, strides, dtype, device) of a result. The kind is "same" for an argument, "view" for a view
-    of one, or "new". Raises _UncacheableError for a result that memory and a shape do not describe.
+    """Returns (type, source, sizes, strides, dtype, device) of a result. The type is "same" for an argument, "view" for a view
+    of an argument, or "new". Raises _UncacheableError for a result that memory and a shape do not describe.
     """
     if result is None:
         return None
@@ -317,7 +319,7 @@ def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
     for index, tensor in enumerate(inputs):
         if storage_id(tensor) == storage:
             return "view", (index, result.storage_offset()), size, stride, dtype, device
-    needed = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
-    if result.storage_offset() or result.untyped_storage().nbytes() != needed:
+    minimal_bytes = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
+    if result.storage_offset() or result.untyped_storage().nbytes() != minimal_bytes:
         raise _UncacheableError
     return "new", None, size, stride, dtype, device

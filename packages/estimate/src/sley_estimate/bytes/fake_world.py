@@ -38,9 +38,9 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.variants import module_signature
-from train_cli.on_meta import meta_micro_batch, meta_output, meta_state
+from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
-CopyKind = Literal["to_host", "to_device"]
+CopyDirection = Literal["to_host", "to_device"]
 
 _COLLECTIVES: Mapping[Exchange, Collective] = {
     **dict.fromkeys(("sum", "max", "min"), "sum"),
@@ -55,14 +55,14 @@ class StepListener:
     def __init__(self) -> None:
         self._copies = 0
 
-    def on_exchange(self, kind: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
+    def on_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
         """Handles the start of an exchange of `num_bytes`. Returns a function that the caller runs when the rank waits for the
         exchange.
         """
         return nothing
 
-    def on_copy(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        """Handles a copy on stream number `stream`, after copy number `after`. Returns its number; numbers ascend."""
+    def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
+        """Handles a copy on stream number `stream`, after copy number `previous`. Returns its number. Numbers ascend."""
         self._copies += 1
         return self._copies
 
@@ -105,18 +105,18 @@ class FakeStream(HostStream):
         self.pending: deque[int] = deque()
         self._copies = copies
         self._number = number
-        self._after: int | None = None
+        self._previous_copy: int | None = None
 
     def after(self, event: CopyEvent) -> None:
         assert isinstance(event, FakeEvent), event
-        self._after = event.last
+        self._previous_copy = event.last
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with patch.object(self._copies.tensors, "listener", None):  # a copy is not an operator of the device
             super().copy(target, source)
-        kind: CopyKind = "to_host" if self._copies.is_on_host(target) else "to_device"
-        after, self._after = self._after, None
-        self.pending.append(self._copies.listener.on_copy(kind, self._number, source.nbytes, after))
+        direction: CopyDirection = "to_host" if self._copies.is_on_host(target) else "to_device"
+        previous, self._previous_copy = self._previous_copy, None
+        self.pending.append(self._copies.listener.on_copy(direction, self._number, source.nbytes, previous))
         if not self._copies.runs_ahead:
             self.wait_until(self.pending[-1])
 
@@ -176,7 +176,7 @@ class FakeDevice(Device):
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:
-            return self.tensors.from_values(tensor, counts=self.copies.runs_ahead)
+            return self.tensors.keep_values(tensor, counts=self.copies.runs_ahead)
         with self.tensors:
             return torch.empty_like(tensor, device=self.torch_device)
 
@@ -236,7 +236,7 @@ class FakeTransport(Transport):
 
     members: Members
     channel: str
-    on_begin: Callable[[Collective, str, str, int], Callable[[], None]]
+    on_start: Callable[[Collective, str, str, int], Callable[[], None]]
     scratch_rows: Callable[[int], int]
     scratch: Callable[[Tensor], object]
 
@@ -256,9 +256,9 @@ class FakeTransport(Transport):
         flat = tensor.view(-1)
         return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
-    def _begin(self, kind: Collective, tensors: Sequence[Tensor], reduced: Sequence[Tensor] = ()) -> Work:
+    def _begin(self, collective: Collective, tensors: Sequence[Tensor], reduced: Sequence[Tensor] = ()) -> Work:
         """Reports the exchange. reduced: the tensors that this rank sums one after the other."""
-        on_wait = self.on_begin(kind, self.members.axis, self.channel, sum(tensor.nbytes for tensor in tensors))
+        on_wait = self.on_start(collective, self.members.axis, self.channel, sum(tensor.nbytes for tensor in tensors))
 
         def reduce() -> None:
             for tensor in reduced:
@@ -268,13 +268,13 @@ class FakeTransport(Transport):
 
 
 class StepSimulation(Simulation):
-    """Lets a rank run steps on fake tensors. kind: "cpu" or "cuda". gloo allocates memory in addition to the exchanged tensors;
-    NCCL does not.
+    """Lets a rank run steps on fake tensors. device_type: "cpu" or "cuda". gloo allocates memory in addition to the exchanged
+    tensors; NCCL does not.
     """
 
-    def __init__(self, tensors: FakeTensors, kind: str) -> None:
+    def __init__(self, tensors: FakeTensors, device_type: str) -> None:
         self.listener = StepListener()
-        self._kind = kind
+        self._device_type = device_type
         self._tensors = tensors
 
     def transports(
@@ -283,10 +283,10 @@ class StepSimulation(Simulation):
         """Returns transports that allocate the same memory as those of this device type. CPU ranks that attach memory use the
         first installed transport.
         """
-        records = installed_transports() if cross_memory and self._kind == "cpu" else ()
+        records = installed_transports() if cross_memory and self._device_type == "cpu" else ()
         load_scratch = records[0].scratch if records else None
         scratch: Callable[[Tensor], object] = records[0].load(load_scratch) if load_scratch else lambda tensor: None
-        is_direct = self._kind == "cpu" and not records
+        is_direct = self._device_type == "cpu" and not records
         return {
             name: FakeTransport(
                 members,
@@ -319,8 +319,8 @@ class StepSimulation(Simulation):
         with self._tensors:
             allocate_tensors(layers, dtype=dtype, device=torch.device("cpu"))
 
-    def _report_exchange(self, kind: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
-        return self.listener.on_exchange(kind, axis, channel, num_bytes)
+    def _report_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
+        return self.listener.on_exchange(collective, axis, channel, num_bytes)
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:

@@ -19,7 +19,7 @@ from sley_core.run import Run
 ALIGNMENT = 64  # bytes, of torch's host allocations
 
 
-class StepPlace(NamedTuple):
+class StepPosition(NamedTuple):
     """A position in a step. step: the step number from 1, or 0 before the first step. entry: the list entry, such as F0.1.
     layer: the layer called last.
     """
@@ -34,34 +34,37 @@ class StepProgress:
 
     def __init__(self) -> None:
         self._run: Run | None = None
-        self._at: object = None
-        self._place = StepPlace(0, "the start of the run", "")
+        self._position_key: object = None
+        self._position = StepPosition(0, "the start of the run", "")
 
     def follow(self, run: Run) -> None:
         self._run = run
 
-    def __call__(self) -> StepPlace:
+    def __call__(self) -> StepPosition:
         if self._run is None:
-            return self._place
+            return self._position
         progress = self._run.groups.progress.step_progress
-        at = progress.step, progress.pending, progress.layer
-        if at != self._at:  # one text per position
-            self._at, self._place = at, StepPlace(progress.step, str(progress.pending), progress.layer)
-        return self._place
+        position_key = progress.step, progress.pending, progress.layer
+        if position_key != self._position_key:  # one text per position
+            self._position_key, self._position = (
+                position_key,
+                StepPosition(progress.step, str(progress.pending), progress.layer),
+            )
+        return self._position
 
 
 @dataclass(eq=False)
 class Allocation:
-    """The memory of one storage, from event `allocated_at` to event `freed_at` (None while it is live). place, free_place: the
-    positions in the step at both events. owner: the part of the run that holds the memory between two steps, or "". A resized
-    storage has one allocation per size.
+    """The memory of one storage, from event `allocated_at` to event `freed_at` (None while it is live). position,
+    free_position: the positions in the step at both events. owner: the part of the run that holds the memory between two
+    steps, or "". A resized storage has one allocation per size.
     """
 
     num_bytes: int
     allocated_at: int
-    place: StepPlace
+    position: StepPosition
     freed_at: int | None = None
-    free_place: StepPlace | None = None
+    free_position: StepPosition | None = None
     owner: str = ""
 
 
@@ -70,7 +73,7 @@ class Ledger:
     current_bytes: the bytes of live allocations. num_events: the number of allocations and frees.
     """
 
-    def __init__(self, locate: Callable[[], StepPlace]) -> None:
+    def __init__(self, locate: Callable[[], StepPosition]) -> None:
         self.locate = locate
         self.allocations: list[Allocation] = []
         self.current_bytes = 0
@@ -137,8 +140,8 @@ class Ledger:
         """Records `num_bytes` that an operator allocates and frees at once."""
         if num_bytes:
             self.num_events += 2
-            place = self.locate()
-            self.allocations.append(Allocation(num_bytes, self.num_events - 1, place, self.num_events, place))
+            position = self.locate()
+            self.allocations.append(Allocation(num_bytes, self.num_events - 1, position, self.num_events, position))
 
     def address(self, storage: torch.UntypedStorage) -> int:
         """Returns the address of `storage`, valid until a resize and without overlap with other live storages, or 0 if it is
@@ -176,53 +179,54 @@ class Ledger:
             allocation.num_bytes = 0
         self.ignore(tensor)
 
-    def backdate(self, owners: Collection[str], event: int, place: StepPlace) -> None:
-        """Moves the start of live allocations of `owners` back to `event` and `place`, since a long run already has them at
+    def backdate(self, owners: Collection[str], event: int, position: StepPosition) -> None:
+        """Moves the start of live allocations of `owners` back to `event` and `position`, since a long run already has them at
         that time.
         """
         for allocation in self._live.values():
             if allocation.owner in owners and allocation.allocated_at > event:
-                allocation.allocated_at, allocation.place = event, place
+                allocation.allocated_at, allocation.position = event, position
 
-    def peak(self) -> tuple[int, StepPlace, list[Allocation]]:
+    def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
         """Returns the peak bytes, the position of the last event with that many bytes, and the live allocations at that event,
         oldest first. The step is 0 if there was no memory.
         """
-        num_bytes, event = max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
-        place = next(
-            (allocation.place for allocation in self.allocations if allocation.allocated_at == event), StepPlace(0, "", "")
+        num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
+        position = next(
+            (allocation.position for allocation in self.allocations if allocation.allocated_at == event),
+            StepPosition(0, "", ""),
         )
         alive = [
             allocation
             for allocation in self.allocations
             if allocation.allocated_at <= event and (allocation.freed_at is None or allocation.freed_at > event)
         ]
-        return num_bytes, place, alive
+        return num_bytes, position, alive
 
     def curve(self, step: int) -> list[tuple[str, int]]:
         """Returns (entry, peak bytes during it) for each entry of a step that allocated or freed memory, in order."""
         curve: list[tuple[str, int]] = []
-        for _, total, place in self._totals():
-            if place.step != step:
+        for _, total, position in self._totals():
+            if position.step != step:
                 continue
-            if curve and curve[-1][0] == place.entry:
-                curve[-1] = place.entry, max(curve[-1][1], total)
+            if curve and curve[-1][0] == position.entry:
+                curve[-1] = position.entry, max(curve[-1][1], total)
             else:
-                curve.append((place.entry, total))
+                curve.append((position.entry, total))
         return curve
 
-    def _totals(self) -> Iterator[tuple[int, int, StepPlace]]:
-        """Yields (event, bytes after it, place) in order."""
-        events = [(allocation.allocated_at, allocation.num_bytes, allocation.place) for allocation in self.allocations]
+    def _totals(self) -> Iterator[tuple[int, int, StepPosition]]:
+        """Yields (event, bytes after it, position) in order."""
+        events = [(allocation.allocated_at, allocation.num_bytes, allocation.position) for allocation in self.allocations]
         events += [
-            (allocation.freed_at, -allocation.num_bytes, allocation.free_place)
+            (allocation.freed_at, -allocation.num_bytes, allocation.free_position)
             for allocation in self.allocations
-            if allocation.freed_at and allocation.free_place
+            if allocation.freed_at and allocation.free_position
         ]
         total = 0
-        for at, change, place in sorted(events):
+        for event, change, position in sorted(events):
             total += change
-            yield at, total, place
+            yield event, total, position
 
     def _remove_ignored(self, key: int, _: object) -> None:
         del self._ignored[key]
@@ -237,7 +241,7 @@ class Ledger:
     def _free(self, key: int) -> None:
         allocation = self._live.pop(key)
         self.num_events += 1
-        allocation.freed_at, allocation.free_place = self.num_events, self.locate()
+        allocation.freed_at, allocation.free_position = self.num_events, self.locate()
         self.current_bytes -= allocation.num_bytes
 
 
@@ -269,8 +273,8 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     if result.dtype.is_floating_point and not common.is_floating_point:
         common = result.dtype  # for integers, as in a division
     is_in_place = "out" in kwargs or any(result is tensor for tensor in tensors)
-    written = [result] if is_in_place and result.dtype != torch.bool else []
-    return _conversion_bytes([*tensors, *written], common)
+    outputs = [result] if is_in_place and result.dtype != torch.bool else []
+    return _conversion_bytes([*tensors, *outputs], common)
 
 
 def _conversion_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:

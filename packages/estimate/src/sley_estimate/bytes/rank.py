@@ -37,10 +37,10 @@ from sley_core.process import disable_gc
 from sley_core.run import Run
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, StepSimulation
-from sley_estimate.bytes.ledger import Allocation, Ledger, StepPlace, StepProgress
+from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition, StepProgress
 from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.step.record import Recording
-from train_cli.on_meta import micro_batch
+from train_cli.meta_model import micro_batch
 
 STEPS = 3
 """The first step creates the optimizer states, and buckets have their final order from the second step on. Both have as few
@@ -54,10 +54,10 @@ POOL_PARTS = ("pools", "messages")
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
 BATCHES = 2  # the batch of the step, and the next batch of the feed
 
-MIN_MICROS = 3
-"""The first micro-batch, which allocates gradients, one between, and the last, which reduces them."""
+MIN_MICRO_BATCHES = 3
+"""The first micro-batch, which allocates gradients, a middle one, and the last, which reduces them."""
 
-MIN_MICROS_BETWEEN_STAGES = 12
+MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
 """A link may have eight pending messages without a wait, while one is written, one is used and one is expected."""
 
 
@@ -66,9 +66,9 @@ class RankBytes:
     """The memory of rank `rank` of stage `stage`, in bytes of its device.
 
     states: bytes by part between two steps. batch: the bytes of samples on the device. peak: the peak bytes, reached at
-    `place`. alive: the peak by owner. curve: (entry, peak bytes) of the step with the peak, which is the first or a later one.
-    num_micros: the number of simulated micro-batches. of_micros: the number of micro-batches in the plan; simulating all of
-    them would not change the peak.
+    `position`. alive: the peak by owner. curve: (entry, peak bytes) of the step with the peak, which is the first or a later
+    one. num_micro_batches: the number of simulated micro-batches. num_plan_micro_batches: the number of micro-batches in the
+    plan; simulating all of them would not change the peak.
     """
 
     rank: int
@@ -76,11 +76,11 @@ class RankBytes:
     states: Mapping[str, int]
     batch: int
     peak: int
-    place: StepPlace
+    position: StepPosition
     alive: Mapping[str, int]
     curve: Sequence[tuple[str, int]]
-    num_micros: int
-    of_micros: int
+    num_micro_batches: int
+    num_plan_micro_batches: int
 
 
 def rank_bytes(
@@ -99,7 +99,7 @@ def rank_bytes(
     """
     result_cache = result_cache or OpResultCache()
     result, is_exact = _run_steps(plan, rank, size, result_cache, draft, recording, is_first_full=False)
-    if result.place.step == 1 and not is_exact:
+    if result.position.step == 1 and not is_exact:
         result, _ = _run_steps(plan, rank, size, result_cache, None, recording, is_first_full=True)
     return result
 
@@ -122,11 +122,15 @@ def _run_steps(
     with fake_run(plan, rank, size, result_cache, draft) as (run, ledger, tensors):
         if recording is not None:
             recording.follow(run, tensors)
-        of_micros = plan.num_micros(run.topology)
+        num_plan_micro_batches = plan.num_micros(run.topology)
         has_reduction_tree = run.store.reduction.fixed_order  # the tree of sums grows with the number of micro-batches
-        micros = of_micros if has_reduction_tree else peak_preserving_micros(run.stepper.lists, of_micros)
-        min_micros = min_schedulable_micros(run.stepper.lists, of_micros)
-        first = micros if is_first_full else min_micros
+        num_last = (
+            num_plan_micro_batches
+            if has_reduction_tree
+            else min_equivalent_micro_batches(run.stepper.lists, num_plan_micro_batches)
+        )
+        num_min = min_schedulable_micro_batches(run.stepper.lists, num_plan_micro_batches)
+        num_first = num_last if is_first_full else num_min
         batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
         # Master weights and states of a host optimizer are on the host, except on a CPU, which is its own host.
@@ -134,19 +138,19 @@ def _run_steps(
         kernels = imitate_cuda(recording.record_kernel if recording else None) if is_cuda else nullcontext()
         starts = []
         with estimate_bytes(lambda: ledger.current_bytes), kernels:
-            for num_micros in (first, *[min_micros] * (STEPS - 2), micros):
+            for num_micro_batches in (num_first, *[num_min] * (STEPS - 2), num_last):
                 starts.append(ledger.num_events)
                 if recording is not None and len(starts) == STEPS:
                     recording.begin()
                 # New tensors over the same memory, since layers cache results by tensor.
-                take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micros)])
+                take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micro_batches)])
                 _set_owners(run, ledger, on_host)
                 gc.collect(0)  # reference cycles count until the end of the step
             if recording is not None:
                 recording.end()
-            ledger.backdate(POOL_PARTS, starts[0] if first < micros else starts[-1], StepPlace(STEPS, BEGINNING, ""))
-        batch_bytes = 0 if is_cuda else BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        peak, place, allocations = ledger.peak()
+            ledger.backdate(POOL_PARTS, starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
+        batch_bytes = 0 if is_cuda else BATCHES * num_plan_micro_batches * sum(value.nbytes for value in batch.values())
+        peak, position, allocations = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
         for allocation in allocations:
             alive[allocation.owner or classify_allocation(allocation)] += allocation.num_bytes
@@ -156,13 +160,13 @@ def _run_steps(
             states={part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
             batch=batch_bytes,
             peak=peak + batch_bytes,
-            place=place,
+            position=position,
             alive=dict(alive.most_common()),
-            curve=[(entry, num_bytes + batch_bytes) for entry, num_bytes in ledger.curve(place.step or STEPS)],
-            num_micros=micros,
-            of_micros=of_micros,
+            curve=[(entry, num_bytes + batch_bytes) for entry, num_bytes in ledger.curve(position.step or STEPS)],
+            num_micro_batches=num_last,
+            num_plan_micro_batches=num_plan_micro_batches,
         )
-        return result, first == micros
+        return result, num_first == num_last
 
 
 @contextmanager
@@ -180,9 +184,9 @@ def fake_run(
     tensors = FakeTensors(ledger, result_cache or OpResultCache(), has_scratch=not is_cuda)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
     limit = time_limit(plan.limits.estimate_timeout_s)
-    kind = assume_device_type("cuda") if is_cuda else nullcontext()
+    device_type = assume_device_type("cuda") if is_cuda else nullcontext()
     world = World.fake(rank, size, device, StepSimulation(tensors, "cuda" if is_cuda else "cpu"))
-    with disable_gc(), limit, tensors.patch_torch(), kind, world as joined, assemble(plan, joined, draft=draft) as run:
+    with disable_gc(), limit, tensors.patch_torch(), device_type, world as joined, assemble(plan, joined, draft=draft) as run:
         progress.follow(run)
         yield run, ledger, tensors
 
@@ -216,38 +220,38 @@ def classify_allocation(allocation: Allocation) -> str:
     """Returns "temporary buffers" for memory that is freed in the entry that allocated it, else "activations". The allocation
     has no owner.
     """
-    is_temporary = allocation.free_place is not None and allocation.free_place[:2] == allocation.place[:2]
+    is_temporary = allocation.free_position is not None and allocation.free_position[:2] == allocation.position[:2]
     return "temporary buffers" if is_temporary else "activations"
 
 
-def peak_preserving_micros(lists: Lists, num_micros: int) -> int:
-    """Returns the smallest number of micro-batches for which this stage's list has the same peaks as with `num_micros`: of
-    pending pairs, graphs and receives, and in total. Returns at least 3, or 12 between stages, and `num_micros` if no smaller
-    number fits.
+def min_equivalent_micro_batches(lists: Lists, num_micro_batches: int) -> int:
+    """Returns the smallest number of micro-batches with the same peaks of this stage's list as `num_micro_batches`: of pending
+    pairs, graphs and receives, and in total. Returns at least 3, or 12 between stages, and `num_micro_batches` if no
+    smaller number has the same peaks.
     """
-    peaks = _peaks(lists, num_micros)
-    least = MIN_MICROS if lists.placement.num_positions == 1 else MIN_MICROS_BETWEEN_STAGES
-    for count in range(least, num_micros):
+    peaks = _peaks(lists, num_micro_batches)
+    min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES
+    for count in range(min_count, num_micro_batches):
         try:
             if _peaks(lists, count) == peaks:
                 return count
         except SleyError:
             continue  # the schedule has no list for this number
-    return num_micros
+    return num_micro_batches
 
 
-def min_schedulable_micros(lists: Lists, num_micros: int) -> int:
-    """Returns the smallest number of micro-batches, up to `num_micros`, for which the schedule has a list."""
-    for count in range(1, num_micros):
+def min_schedulable_micro_batches(lists: Lists, num_micro_batches: int) -> int:
+    """Returns the smallest number of micro-batches, up to `num_micro_batches`, for which the schedule has a list."""
+    for count in range(1, num_micro_batches):
         try:
             lists.training(count)
         except SleyError:
             continue
         return count
-    return num_micros
+    return num_micro_batches
 
 
-def _peaks(lists: Lists, num_micros: int) -> Peaks:
+def _peaks(lists: Lists, num_micro_batches: int) -> Peaks:
     positions = lists.placement.num_positions
     # Sizes of a graph, a deferred weight gradient and a message with distinct sums.
     costs = replace(
@@ -256,7 +260,7 @@ def _peaks(lists: Lists, num_micros: int) -> Peaks:
         queued_bytes=(499,) * positions,
         boundary_bytes=(11,) * (positions - 1),
     )
-    return compute_peaks(lists.training(num_micros), lists.stage, lists.placement, costs)
+    return compute_peaks(lists.training(num_micro_batches), lists.stage, lists.placement, costs)
 
 
 @contextmanager
@@ -292,7 +296,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
 def timeout_error(limit_s: float) -> RunError:
     return RunError(
         "estimate-late",
-        f"the steps of a stage, without values, were not done after {limit_s:g} s",
-        hint="`train-cli run --dry-run` takes the same steps: does a layer wait for a lock, a file or a peer? "
-        "If it only takes long, raise [limits] estimate_timeout_s",
+        f"the simulated steps of a stage were not complete after {limit_s:g} s",
+        hint="use `train-cli run --dry-run` to run the same steps and to check whether a layer waits for a lock, a file or a "
+        "peer; if a step is only slow, set a larger [limits] estimate_timeout_s",
     )

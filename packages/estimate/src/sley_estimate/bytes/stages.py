@@ -1,7 +1,7 @@
-"""Estimates the memory and the work of the stages of a run, from one rank per kind of stage, in parallel processes if useful.
+"""Estimates the memory and the work of the stages of a run, from one rank per distinct stage, in parallel processes if useful.
 
-plan ──draft──> kinds of stages ──fork──> first rank of a kind: bytes, and its recorded step
-                                ──fork──> the next kind, with the cached results of operations
+plan ──draft──> distinct stages ──fork──> first rank of a stage: bytes, and its recorded step
+                                ──fork──> the next stage, with the cached results of operations
 
 All ranks of a stage need equal memory.
 """
@@ -33,11 +33,17 @@ from sley_core.plan.write import iterate_values
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import meta_outputs
-from sley_estimate.bytes.ledger import Ledger, StepPlace
-from sley_estimate.bytes.rank import RankBytes, min_schedulable_micros, peak_preserving_micros, rank_bytes, timeout_error
+from sley_estimate.bytes.ledger import Ledger, StepPosition
+from sley_estimate.bytes.rank import (
+    RankBytes,
+    min_equivalent_micro_batches,
+    min_schedulable_micro_batches,
+    rank_bytes,
+    timeout_error,
+)
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 T = TypeVar("T")
 
@@ -69,10 +75,10 @@ def estimate_stages(
     equal work.
     """
     topology = plan.topology(size)
-    kinds = stage_memory_keys(plan, topology, draft)
-    firsts = sorted({kinds.index(kind) for kind in kinds})
-    known = dict(zip(firsts, take_steps(plan, size, firsts, cores, draft, records=records), strict=True))
-    stages = ((number, *known[kinds.index(kind)]) for number, kind in enumerate(kinds))
+    keys = stage_memory_keys(plan, topology, draft)
+    first_stages = sorted({keys.index(key) for key in keys})
+    first_results = dict(zip(first_stages, take_steps(plan, size, first_stages, cores, draft, records=records), strict=True))
+    stages = ((number, *first_results[keys.index(key)]) for number, key in enumerate(keys))
     return [(_relabel_stage(memory, draft.stage.at(number), topology), record) for number, memory, record in stages]
 
 
@@ -123,25 +129,25 @@ def take_steps(
 def _relabel_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
     """Returns the bytes of a rank as those of `stage`, which needs equal memory. Only numbers and names change."""
     number, estimated_stage = stage.lists.stage, stage.at(memory.stage)
-    layers = {here.name: there.name for here, there in zip(estimated_stage.layers, stage.layers, strict=True)}
-    lists = (estimated_stage.lists.training(memory.num_micros), stage.lists.training(memory.num_micros))
-    entries = {str(here): str(there) for here, there in zip(*lists, strict=True)}
-    step, entry, layer = memory.place
+    layers = {estimated.name: relabeled.name for estimated, relabeled in zip(estimated_stage.layers, stage.layers, strict=True)}
+    lists = (estimated_stage.lists.training(memory.num_micro_batches), stage.lists.training(memory.num_micro_batches))
+    entries = {str(estimated): str(relabeled) for estimated, relabeled in zip(*lists, strict=True)}
+    step, entry, layer = memory.position
     return replace(
         memory,
         stage=number,
         rank=number * topology.ranks_per_stage,
-        place=StepPlace(step, entries.get(entry, entry), layers.get(layer, layer)),
+        position=StepPosition(step, entries.get(entry, entry), layers.get(layer, layer)),
         curve=[(entries.get(entry, entry), num_bytes) for entry, num_bytes in memory.curve],
     )
 
 
 def stage_memory_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
     """Returns one key per stage; stages with equal keys need equal memory. Raises the errors of `stage_work_keys`."""
-    lists, of_micros = draft.stage.lists, plan.num_micros(topology)
+    lists, num_plan_micro_batches = draft.stage.lists, plan.num_micros(topology)
     work_keys = stage_work_keys(plan, topology, draft)
     return (
-        [(kind, _list_key(lists.at(number), of_micros)) for number, kind in enumerate(work_keys)]
+        [(work_key, _list_key(lists.at(number), num_plan_micro_batches)) for number, work_key in enumerate(work_keys)]
         if topology.pp > 1
         else work_keys
     )
@@ -158,17 +164,19 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, meta_micro_batch(plan, draft.dataset))
     patterns = _matching_patterns(plan, model.layers)
-    known = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
-    parts = [tuple(known[layer.name] for layer in layers) for _, layers in stage.stages]
+    layer_key = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
+    layers_by_position = [tuple(layer_key[layer.name] for layer in layers) for _, layers in stage.stages]
     outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, weight_dtypes(plan)[0])), None]
     tied = {number for stages in stage.ties for number in stages}
     placement = stage.lists.placement
-    kinds: list[Hashable] = []
+    stage_keys: list[Hashable] = []
     for number in range(topology.pp):
         positions = [placement.position(number, chunk) for chunk in range(placement.chunks)]
-        chunks = tuple((at and outputs[at - 1], parts[at], outputs[at]) for at in positions)
-        kinds.append((chunks, number if number in tied else None))
-    return kinds
+        chunks = tuple(
+            (position and outputs[position - 1], layers_by_position[position], outputs[position]) for position in positions
+        )
+        stage_keys.append((chunks, number if number in tied else None))
+    return stage_keys
 
 
 def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[int, ...]]:
@@ -180,13 +188,16 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
     two have nearly all pairs of actions.
     """
     lists = draft.stage.lists
-    work_keys, micros = stage_work_keys(plan, topology, draft), peak_preserving_micros(lists, plan.num_micros(topology))
-    waiting = [max_pending_forwards(steps) for steps in lists.of_all_stages(micros)]
-    ends: dict[Hashable, tuple[int, ...]] = {}
-    for number in sorted(range(topology.pp), key=lambda stage: (-waiting[stage], stage)):
-        known = ends.get(work_keys[number], ())
-        ends[work_keys[number]] = (*known[:1], number) if plan.parallel.wp > 1 else known or (number,)
-    return [tuple(sorted(ends[kind], key=lambda end: abs(end - number))) for number, kind in enumerate(work_keys)]
+    work_keys, num_micro_batches = (
+        stage_work_keys(plan, topology, draft),
+        min_equivalent_micro_batches(lists, plan.num_micros(topology)),
+    )
+    pending_forwards = [max_pending_forwards(steps) for steps in lists.of_all_stages(num_micro_batches)]
+    by_key: dict[Hashable, tuple[int, ...]] = {}
+    for number in sorted(range(topology.pp), key=lambda stage: (-pending_forwards[stage], stage)):
+        representatives = by_key.get(work_keys[number], ())
+        by_key[work_keys[number]] = (*representatives[:1], number) if plan.parallel.wp > 1 else representatives or (number,)
+    return [tuple(sorted(by_key[key], key=lambda stage: abs(stage - number))) for number, key in enumerate(work_keys)]
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
@@ -197,9 +208,12 @@ def max_pending_forwards(steps: Sequence[Step]) -> int:
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
-def _list_key(lists: Lists, of_micros: int) -> Hashable:
+def _list_key(lists: Lists, num_plan_micro_batches: int) -> Hashable:
     """Returns the action lists of the steps that estimate this stage. A transfer's peer is relative to the stage."""
-    counts = {min_schedulable_micros(lists, of_micros), peak_preserving_micros(lists, of_micros)}
+    counts = {
+        min_schedulable_micro_batches(lists, num_plan_micro_batches),
+        min_equivalent_micro_batches(lists, num_plan_micro_batches),
+    }
     return tuple(
         tuple(step if isinstance(step, Action) else step._replace(peer=step.peer - lists.stage) for step in steps)
         for steps in map(lists.training, sorted(counts))
@@ -213,7 +227,7 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
     def texts(value: object) -> list[str]:
         if isinstance(value, list):
-            return [text for each in value for text in texts(each)]
+            return [text for item in value for text in texts(item)]
         return [value] if isinstance(value, str) else []
 
     patterns = {text for _, value in iterate_values(plan.tables) for text in texts(value)}
@@ -244,7 +258,7 @@ def can_fork() -> bool:
 @cache
 def _import_fake_tensors() -> None:
     """Runs an operation on fake tensors. The first operation imports much of torch, which every forked process would repeat."""
-    with FakeTensors(Ledger(lambda: StepPlace(0, "", ""))):
+    with FakeTensors(Ledger(lambda: StepPosition(0, "", ""))):
         torch.empty(2).add_(1)
 
 
@@ -280,9 +294,11 @@ def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: fl
                     is_done, result = cast("tuple[bool, Any]", connection.recv())
                 except EOFError:
                     process.join()
-                    message = f"a process that ran a stage's steps without values ended with code {process.exitcode}"
+                    message = f"a process that simulated the steps of a stage exited with code {process.exitcode}"
                     raise RunError(
-                        "estimate-ended", message, hint="the code -9 means that the system ran out of memory"
+                        "estimate-ended",
+                        message,
+                        hint="if the code is -9, use a machine with more memory: the system has killed the process",
                     ) from None
                 process.join()
                 if not is_done:

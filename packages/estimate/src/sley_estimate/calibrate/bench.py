@@ -39,7 +39,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import SequenceCommunicator
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.layers.trace import MICRO, Value, output_gradients, queue_weight_gradients, run_backward, start_call
+from sley_estimate.layers.trace import MICRO_STEP, Value, output_gradients, queue_weight_gradients, run_backward, start_call
 
 REPETITIONS = 5
 """Default number of timed calls of a layer, after one warm-up call. The median counts: disturbances affect runs too."""
@@ -110,57 +110,59 @@ class LayerBench:
         value: the output of the previous layer, or None for the first layer. split: whether to time the halves of a split
         backward, which are 0 otherwise.
         """
-        on_meta = layer.module
-        on_host = [
+        meta_module = layer.module
+        host_tensors = [
             (module, name, tensor)
             for module in self._host.factory_module(layer).modules()
             for named in (module.named_parameters, module.named_buffers)
             for name, tensor in named(recurse=False, remove_duplicate=False)
         ]
-        device, keep = self.device.torch_device, self.plan.precision.keep
-        self._host.load_values({layer.name}, dtype=self.dtype, device=device, keep=keep)
+        device, fp32_patterns = self.device.torch_device, self.plan.precision.keep
+        self._host.load_values({layer.name}, dtype=self.dtype, device=device, keep=fp32_patterns)
         if self._attention is not None:
             self._attention.attach(self.model.layers)
         queue, outputs = WeightQueue(), list[Any]()
         with self._accumulate_gradients(layer):
             products = partial(queue_weight_gradients, layer.module, queue, self.gradients or self.dtype)
             with products() if self._is_direct else nullcontext():
-                whole = self._medians(
-                    lambda host_s: self._time_whole(layer, value, outputs, host_s), lambda: self._time_rows(layer, value, None)
+                whole_halves = self._median_halves(
+                    lambda host_s: self._time_layer(layer, value, outputs, host_s), lambda: self._time_rows(layer, value, None)
                 )
-            parts = Half(0.0, 0.0), Half(0.0, 0.0)
+            split_halves = Half(0.0, 0.0), Half(0.0, 0.0)
             if split:
                 with products():
-                    parts = self._medians(
+                    split_halves = self._median_halves(
                         lambda host_s: self._time_split(layer, value, queue, host_s),
                         lambda: self._time_rows(layer, value, queue),
                     )
         if self._attention is not None:
             self._attention.detach()
-        for module, name, tensor in on_host:
+        for module, name, tensor in host_tensors:
             setattr(module, name, tensor)
-        layer.module = on_meta
+        layer.module = meta_module
         description, tensors = describe(outputs[-1])
-        halves = *whole, *parts
+        halves = *whole_halves, *split_halves
         times = LayerSeconds(*(half.device_s for half in halves), *(half.host_s for half in halves))
         return times, (description, [tensor.detach() for tensor in tensors])
 
-    def _medians(self, call: Callable[[tuple[float, float]], Halves], time_rows: Callable[[], tuple[float, float]]) -> Halves:
+    def _median_halves(
+        self, call: Callable[[tuple[float, float]], Halves], time_rows: Callable[[], tuple[float, float]]
+    ) -> Halves:
         """Returns the median seconds of both halves of `call`. The argument of `call` is the host's seconds to launch each
         half, 0 if unknown. time_rows: returns the host's seconds.
         """
-        ahead = unknown = (0.0, 0.0)
-        call(unknown)  # loads kernels and allocates memory
+        launch_s = no_lead = (0.0, 0.0)
+        call(no_lead)  # loads kernels and allocates memory
         if self.device.is_async:
-            ahead = _median_host_s([call(unknown) for _ in range(NUM_HOST_CALLS)])
-        calls = [call(ahead) for _ in range(self.repetitions)]
-        device_s = [median(halves[at].device_s for halves in calls) for at in (0, 1)]
+            launch_s = _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])
+        calls = [call(launch_s) for _ in range(self.repetitions)]
+        device_s = [median(halves[index].device_s for halves in calls) for index in (0, 1)]
         host_s = (0.0, 0.0)
         if self.device.is_async:
-            is_host_bound = any(host > HOST_BOUND_SHARE * device for host, device in zip(ahead, device_s, strict=True))
+            is_host_bound = any(host > HOST_BOUND_SHARE * device for host, device in zip(launch_s, device_s, strict=True))
             with self._gradients.drop_gradients() if self._gradients else nullcontext():
                 until_s = time.perf_counter() + HOST_S * self.repetitions
-                rows = [time_rows() if is_host_bound else _median_host_s([call(unknown) for _ in range(NUM_HOST_CALLS)])]
+                rows = [time_rows() if is_host_bound else _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])]
                 while is_host_bound and time.perf_counter() < until_s:
                     rows.append(time_rows())
                 host_s = median(first for first, _ in rows), median(second for _, second in rows)
@@ -191,7 +193,7 @@ class LayerBench:
         first = SequenceSlicer(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
 
-    def _time_whole(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
+    def _time_layer(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
         """Times the forward and backward of the layer, and sets `outputs` to its output. host_s: the host's seconds to launch
         each half.
         """
@@ -244,7 +246,7 @@ class LayerBench:
         calls = [start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
-        outputs = [self._call_layer(layer, *each) for each in calls]
+        outputs = [self._call_layer(layer, *started_call) for started_call in calls]
         times.append(time.perf_counter())
         gradients = [output_gradients(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)]
         times.append(time.perf_counter())
@@ -266,7 +268,7 @@ class LayerBench:
             layer.module.zero_grad(set_to_none=True)
 
     def _call_layer(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
-        output = self._caller(layer, args, named, MICRO)
+        output = self._caller(layer, args, named, MICRO_STEP)
         if layer is self.model.layers[-1]:
             in_flight.loss = self._loss.loss(output, self._fields)
         return output
@@ -340,12 +342,12 @@ def _register_hook(hooks: ExitStack, parameter: Parameter, function: Callable[[T
     hooks.callback(hook.remove)
 
 
-def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
+def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
     """Returns the forward and backward seconds of each layer, equal on every rank, as the `timer` of a partitioner's record.
 
     A blocking collective of `world`: the first rank times each layer on one micro-batch of the plan's data, so that all ranks
-    cut the model identically. draft: makes the model on meta; only the first rank calls it. dtype: the dtype of the working
-    weights.
+    cut the model identically. build_model: makes the model on meta; only the first rank calls it. dtype: the dtype of the
+    working weights.
     """
 
     def measure() -> list[float]:
@@ -353,10 +355,10 @@ def layer_seconds(plan: Plan, world: World, draft: Callable[[DataInfo], Model], 
         seconds = []
         value: Value | None = None
         with world.device.preserve_random_state():
-            bench = LayerBench(plan, world.device, draft(dataset.info), dataset, dtype)
+            bench = LayerBench(plan, world.device, build_model(dataset.info), dataset, dtype)
             for layer in bench.model.layers:
                 times, value = bench.time(layer, value)
-                seconds.append(round(times.whole_s, DIGITS))
+                seconds.append(round(times.total_s, DIGITS))
         return seconds
 
     return measure() if world.size == 1 else call_on_ranks(world, measure, "time the layers", only_first=True)

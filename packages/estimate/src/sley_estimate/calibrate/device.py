@@ -44,7 +44,7 @@ LEAD = 1.5  # seconds of device work per second of the host, which varies
 
 def measure_device(device: Device) -> dict[str, Any]:
     """Returns the table `[device]` of a machine file. Needs some seconds and three times `MOVED_BYTES`."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    device_type = "cuda" if device.type == "cuda" else "cpu"
 
     def product_s(size: int, dtype: torch.dtype) -> float:
         square = torch.ones(size, size, dtype=dtype, device=device.torch_device)
@@ -53,16 +53,16 @@ def measure_device(device: Device) -> dict[str, Any]:
 
     small = torch.ones(1 << 10, device=device.torch_device)
     table: dict[str, Any] = {
-        "name": torch.cuda.get_device_name(device.torch_device) if kind == "cuda" else platform.processor() or "CPU",
-        "kind": kind,
-        "memory_bandwidth": measure_bandwidth(device, MOVED_BYTES[kind]),
+        "name": torch.cuda.get_device_name(device.torch_device) if device_type == "cuda" else platform.processor() or "CPU",
+        "kind": device_type,
+        "memory_bandwidth": measure_bandwidth(device, MOVED_BYTES[device_type]),
         "launch_s": _min_seconds(device, lambda: [small.add_(1.0) for _ in range(NUM_LAUNCHES)]) / NUM_LAUNCHES,
         "matmul": {
-            name: fit_saturation([(2.0 * size**3, product_s(size, dtype)) for size in SIZES[kind]])
+            name: fit_saturation([(2.0 * size**3, product_s(size, dtype)) for size in SIZES[device_type]])
             for name, dtype in DTYPES.items()
         },
     }
-    if kind == "cuda":
+    if device_type == "cuda":
         table["memory"] = torch.cuda.get_device_properties(device.torch_device).total_memory
     return table
 
@@ -139,8 +139,8 @@ def measure_host(device: Device) -> dict[str, float]:
     times = [_time_round_trip(device, memory, stream, tensor)]
     while len(times) <= REPETITIONS and sum(map(sum, times)) < MAX_FIGURE_S:
         times.append(_time_round_trip(device, memory, stream, tensor))
-    ways = zip(*(times[1:] or times), strict=True)  # the first copy touches new pages
-    to_host, to_device = (max(statistics.median(way), 1e-9) for way in ways)
+    directions = zip(*(times[1:] or times), strict=True)  # the first copy touches new pages
+    to_host, to_device = (max(statistics.median(times_s), 1e-9) for times_s in directions)
     table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _copy_start_s(device)}
     if device.is_async:
         table["memory_bandwidth"] = measure_host_bandwidth(device)
@@ -171,36 +171,36 @@ class HostOptimizerBench:
             parameter.grad = self._gradients_on_host[index % RING]
         self._gradient = torch.ones(BUCKET_NUMEL, device=device.torch_device)
         self.device_weights = torch.ones(BUCKET_NUMEL, dtype=torch.bfloat16, device=device.torch_device)
-        self._out, self._into = device.copy_stream(), device.copy_stream()
-        for stream in (self._out, self._into):
+        self._from_device, self._to_device = device.copy_stream(), device.copy_stream()
+        for stream in (self._from_device, self._to_device):
             stream.follow()
 
     def step(self) -> float:
         """Steps all buckets once. Returns the seconds from the arrival of the first gradients to the last rounding."""
-        arriving = [self._copy_gradient(index) for index in range(RING)]
-        for event in arriving:
+        gradient_copies = [self._copy_gradient(index) for index in range(RING)]
+        for event in gradient_copies:
             event.wait()
-        leaving: list[CopyEvent] = []
+        weight_copies: list[CopyEvent] = []
         start = time.perf_counter()
         for index, parameter in enumerate(self.parameters):
-            arriving[index].wait()
+            gradient_copies[index].wait()
             self._optimizer.param_groups[0]["params"] = [parameter]
             self._optimizer.step()
             if index >= RING:
-                leaving[index - RING].wait()
+                weight_copies[index - RING].wait()
             torch._foreach_copy_([self._rounded_weights[index % RING]], [parameter.detach()])
             end = time.perf_counter()
-            self._into.copy(self.device_weights, self._rounded_weights[index % RING])
-            leaving.append(self._into.record())
+            self._to_device.copy(self.device_weights, self._rounded_weights[index % RING])
+            weight_copies.append(self._to_device.record())
             if index + RING < NUM_BUCKETS:
-                arriving.append(self._copy_gradient(index + RING))
-        for event in leaving:
+                gradient_copies.append(self._copy_gradient(index + RING))
+        for event in weight_copies:
             event.wait()
         return end - start
 
     def _copy_gradient(self, index: int) -> CopyEvent:
-        self._out.copy(self._gradients_on_host[index % RING], self._gradient)
-        return self._out.record()
+        self._from_device.copy(self._gradients_on_host[index % RING], self._gradient)
+        return self._from_device.record()
 
 
 def _copy_start_s(device: Device) -> float:

@@ -28,7 +28,7 @@ from sley_core.run import Run
 from sley_estimate.machine import EngineTable
 
 WEIGHT_COUNTS = 8, 128  # of a run with few weights, and of a run with many
-MICRO_COUNTS = 1, 5  # micro-batches of a step
+MICRO_BATCH_COUNTS = 1, 5  # micro-batches of a step
 
 STEPS_PER_TURN, NUM_TURNS = 4, 7
 """Steps of each run in a turn, and turns. The median turn counts, since other work sometimes slows hosts."""
@@ -96,38 +96,40 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
     turns = []
     with ExitStack() as stack, device.preserve_random_state():
         world = stack.enter_context(World.alone(device))
-        kinds = product(WEIGHT_COUNTS, MICRO_COUNTS)
-        runs = {kind: stack.enter_context(assemble(_plan(device, precision, *kind), world)) for kind in kinds}
+        counts = product(WEIGHT_COUNTS, MICRO_BATCH_COUNTS)
+        runs = {pair: stack.enter_context(assemble(_engine_plan(device, precision, *pair), world)) for pair in counts}
         for run in runs.values():
             for _ in range(WARMUP_STEPS):
                 run.step()
         for _ in range(NUM_TURNS):
-            turns.append(solve_engine_table({kind: mean_step_s(run, STEPS_PER_TURN) for kind, run in runs.items()}))
+            turns.append(solve_engine_table({pair: mean_step_s(run, STEPS_PER_TURN) for pair, run in runs.items()}))
     return {name: median(getattr(turn, name) for turn in turns) for name in EngineTable.model_fields}
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
     """Returns the four non-negative figures. seconds: the step seconds for each pair (weights, micro-batches)."""
-    few, many = MICRO_COUNTS
-    micro_s, gradient_s = _fit_line({n: (seconds[n, many] - seconds[n, few]) / (many - few) for n in WEIGHT_COUNTS})
-    step_s, parameter_s = _fit_line({n: seconds[n, few] - few * (micro_s + n * gradient_s) for n in WEIGHT_COUNTS})
+    min_count, max_count = MICRO_BATCH_COUNTS
+    micro_s, gradient_s = _fit_line(
+        {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}
+    )
+    step_s, parameter_s = _fit_line({n: seconds[n, min_count] - min_count * (micro_s + n * gradient_s) for n in WEIGHT_COUNTS})
     return EngineTable(step_s=step_s, parameter_s=parameter_s, micro_s=micro_s, gradient_s=gradient_s)
 
 
 def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
     """Returns the intercept and the slope of the line through two points, neither negative."""
-    (few, low), (many, high) = values.items()
-    slope = max(0.0, (high - low) / (many - few))
-    return max(0.0, low - few * slope), slope
+    (first_x, first_y), (second_x, second_y) = values.items()
+    slope = max(0.0, (second_y - first_y) / (second_x - first_x))
+    return max(0.0, first_y - first_x * slope), slope
 
 
-def _plan(device: Device, precision: Mapping[str, str], count: int, micros: int) -> Plan:
+def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int, num_micro_batches: int) -> Plan:
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
-        "model": {"factory": f"{__name__}:build_weights", "options": {"count": count}},
+        "model": {"factory": f"{__name__}:build_weights", "options": {"count": num_weights}},
         "data": {"factory": f"{__name__}:IndexDataset"},
         "loss": {"factory": f"{__name__}:Identity"},
-        "batch": {"global_size": micros, "micro_size": 1},
+        "batch": {"global_size": num_micro_batches, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
         "precision": dict(precision),
     }

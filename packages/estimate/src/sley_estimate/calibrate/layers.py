@@ -39,7 +39,7 @@ from sley_estimate.layers.trace import Value
 from sley_estimate.layers.variants import Variant, apply_variant, layer_keys
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import Choice, list_choices
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 BUDGET_S = 50.0  # of a calibration, unless the plan's own layers take longer
 REPETITIONS = 15  # of each layer in the plan's own variant
@@ -113,31 +113,33 @@ def unmeasured_variants(plan: Plan) -> Iterator[Variant]:
     sizes.
     """
     policies = [choice for choice in list_choices(plan).policies if _is_allowed(plan, choice)]
-    own, sp = plan.batch.micro_size, plan.parallel.sp
-    sizes = [own, *micro_sizes_to_measure(own, plan.batch.global_size)]
+    micro_size, sp = plan.batch.micro_size, plan.parallel.sp
+    sizes = [micro_size, *other_micro_sizes(micro_size, plan.batch.global_size)]
     yield from islice((Variant(policy, size, sp) for size in sizes for policy in policies), 1, None)
 
 
-def micro_sizes_to_measure(own: int, max_size: int) -> list[int]:
-    """Returns micro-batch sizes up to `max_size` other than `own`: 4, 1/4 and 16 times the power of two below it."""
-    power = 1 << (own.bit_length() - 1)
-    return [size for size in dict.fromkeys((4 * power, max(1, power // 4), 16 * power)) if size != own and size <= max_size]
+def other_micro_sizes(micro_size: int, max_size: int) -> list[int]:
+    """Returns micro-batch sizes up to `max_size` other than `micro_size`: 4, 1/4 and 16 times the power of two below it."""
+    power = 1 << (micro_size.bit_length() - 1)
+    return [
+        size for size in dict.fromkeys((4 * power, max(1, power // 4), 16 * power)) if size != micro_size and size <= max_size
+    ]
 
 
 def _is_allowed(plan: Plan, choice: Choice) -> bool:
     """Returns whether a policy may be timed: the plan's own policy, or one without copies that passes the plan's checks."""
-    own = plan.activations
-    if (choice.name, choice.config) == (own.name, own.config):
+    plan_policy = plan.activations
+    if (choice.name, choice.config) == (plan_policy.name, plan_policy.config):
         return True
     if not isinstance(choice.record, ActivationPolicyRecord) or choice.copies:
         return False
     world = plan.world()
     try:
-        known = {(problem.code, problem.message) for problem in check_plan(plan, world)}
+        plan_problems = {(problem.code, problem.message) for problem in check_plan(plan, world)}
         problems = check_plan(apply_variant(plan, policy=choice), world)
     except SleyError:
         return False
-    return all((problem.code, problem.message) in known for problem in problems)
+    return all((problem.code, problem.message) in plan_problems for problem in problems)
 
 
 class _TimeIsUpError(Exception):
@@ -164,7 +166,7 @@ class VariantBench:
         try:
             self.time_variant(variant, repetitions, until_s)
         except _TimeIsUpError:
-            return "the time was over"
+            return "the time budget was used up"
         except (MemoryError, torch.OutOfMemoryError):
             return "its layers do not fit into memory"
         except SleyError as error:
@@ -183,10 +185,10 @@ class VariantBench:
         except MissingRankError as error:
             assert plan.sequence is not None, variant
             attention = f'the attention of `[sequence] use = "{plan.sequence.name}"`'
-            message = f"{attention} {error}, and a slice is timed where there is no other rank"
+            message = f"{attention} {error}, and a slice is timed without other ranks"
             hint = (
-                "let the attention exchange by `group.transport()`, or by functions of `sley_core.api.comm` that send "
-                "before they receive; a machine file without these layers is made by leaving out `--plan`"
+                "use `group.transport()` in the attention, or functions of `sley_core.api.comm` that send before they "
+                "receive; remove `--plan` for a machine file without these layers"
             )
             raise PlanError.from_diagnostics(
                 [plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]
@@ -263,9 +265,9 @@ class EchoTransport(Transport):
 
         return self._time_copy(repeat)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        own = [whole.detach()[: whole.shape[0] // self._size] for whole in wholes]
-        return self._time_copy(lambda: [rows.mul_(self._size) for rows in own])
+    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+        local_rows = [output.detach()[: output.shape[0] // self._size] for output in outputs]
+        return self._time_copy(lambda: [rows.mul_(self._size) for rows in local_rows])
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._time_copy(lambda: copy_shard(sent.detach(), received.detach()))
@@ -273,18 +275,18 @@ class EchoTransport(Transport):
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return self._time_copy(lambda: tensor.detach().mul_(self._size))
 
-    def imitate(self, kind: Exchange, result: Tensor, given: Tensor, channel: str, what: str) -> Callable[[], None]:
+    def imitate(self, exchange: Exchange, result: Tensor, source: Tensor, channel: str, what: str) -> Callable[[], None]:
         """Imitates an exchange without a transport. This rank is the first, so it has the value of a broadcast."""
-        key = channel, given.numel(), given.dtype
-        match kind:
+        key = channel, source.numel(), source.dtype
+        match exchange:
             case "sum":
                 self.all_reduce(result, what=what)
             case "all_to_all":
-                self.all_to_all(result, given, what=what)
+                self.all_to_all(result, source, what=what)
             case "all_gather":
-                self.all_gather([result.view(-1)], [given.view(-1)], what=what)
+                self.all_gather([result.view(-1)], [source.view(-1)], what=what)
             case "send":
-                self._sent[key] = given.detach()
+                self._sent[key] = source.detach()
             case "receive":  # the wait finds the message, which may be sent after this call
                 return lambda: self._receive(result, channel, what)
         return lambda: None
@@ -292,7 +294,7 @@ class EchoTransport(Transport):
     def _receive(self, tensor: Tensor, channel: str, what: str) -> None:
         sent = self._sent.get((channel, tensor.numel(), tensor.dtype))
         if sent is None:
-            raise MissingRankError(f"waits for a message ({what}) like which it has sent none itself")
+            raise MissingRankError(f"waits for a message ({what}), but has sent no equal message itself")
         self._time_copy(lambda: copy_shard(sent.view(tensor.shape), tensor.detach()))
 
     def _time_copy(self, copy: Callable[[], object]) -> Work:

@@ -38,25 +38,30 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     stage_groups = world.groups(Topology.of(size, pp=size), timeout_s, cross_memory=True)
     timer, messages = LinkTimer(shard_groups, world), LinkTimer(stage_groups, world)
     exchanges = {}
-    for kind, exchange in collective_factories(shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], world).items():
-        few_s, many_s = (timer.after_work(exchange(num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
-        exchanges[kind] = {**fit_link(few_s, many_s, kind, size), "overlap": timer.overlap(exchange(LARGE_BYTES))}
-    few_s, many_s = (
+    for collective, exchange in collective_factories(
+        shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], world
+    ).items():
+        small_s, large_s = (timer.after_work(exchange(num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+        exchanges[collective] = {
+            **fit_link(small_s, large_s, collective, size),
+            "overlap": timer.overlap(exchange(LARGE_BYTES)),
+        }
+    small_s, large_s = (
         messages.seconds(_message_round_trip(stage_groups["pp"], world, num_bytes)) / 2
         for num_bytes in (SMALL_BYTES, LARGE_BYTES)
     )
     begin_messages = _messages_both_directions(stage_groups["pp"], world, LARGE_BYTES)
-    exchanges["send"] = {**fit_link(few_s, many_s, "send", size), "overlap": messages.overlap(begin_messages)}
+    exchanges["send"] = {**fit_link(small_s, large_s, "send", size), "overlap": messages.overlap(begin_messages)}
     slowest = max(exchanges.values(), key=lambda exchange: exchange["latency_s"] + LARGE_BYTES / exchange["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **exchanges}}
 
 
-def fit_link(few_s: float, many_s: float, kind: str, size: int) -> dict[str, float]:
+def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
     """Returns the latency and bandwidth from which `step.links` computes the seconds of SMALL_BYTES and LARGE_BYTES."""
-    rounds = (2 if kind == "sum" else 1) * (size - 1)
-    share = 1.0 if kind == "send" else rounds / size
-    slope = max(many_s - few_s, 1e-3 * many_s) / (LARGE_BYTES - SMALL_BYTES)
-    latency_s = max(0.0, few_s - slope * SMALL_BYTES) / (1 if kind in ("send", "swap") else rounds)
+    rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
+    share = 1.0 if exchange_type == "send" else rounds / size
+    slope = max(large_s - small_s, 1e-3 * large_s) / (LARGE_BYTES - SMALL_BYTES)
+    latency_s = max(0.0, small_s - slope * SMALL_BYTES) / (1 if exchange_type in ("send", "swap") else rounds)
     return {"latency_s": latency_s, "bandwidth": share / slope}
 
 
@@ -121,14 +126,14 @@ def _messages_both_directions(group: Group, world: World, num_bytes: int) -> Beg
     """Returns a function that starts messages between the first two stages in both directions at the same time."""
     sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
     received = torch.empty_like(sent)
-    send_lane, receive_lane = ("up", "down") if group.coord == 0 else ("down", "up")
+    send_channel, receive_channel = ("up", "down") if group.coord == 0 else ("down", "up")
 
     def begin() -> Callable[[], None]:
         if group.coord > 1:
             return lambda: None
         peer = 1 - group.coord
-        receive = group.receive(received, receive_lane, peer, what="a message to time")
-        send = group.send(sent, send_lane, peer, what="a message to time")
+        receive = group.receive(received, receive_channel, peer, what="a message to time")
+        send = group.send(sent, send_channel, peer, what="a message to time")
 
         def end() -> None:
             receive.wait()
@@ -195,5 +200,5 @@ class LinkTimer:
             for _ in range(count):
                 torch.mm(square, square, out=result)
 
-        each_s = self.seconds(lambda: products(NUM_PRODUCTS)) / NUM_PRODUCTS
-        return partial(products, max(1, round(seconds / each_s)))
+        product_s = self.seconds(lambda: products(NUM_PRODUCTS)) / NUM_PRODUCTS
+        return partial(products, max(1, round(seconds / product_s)))

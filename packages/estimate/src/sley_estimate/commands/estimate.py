@@ -21,6 +21,7 @@ from sley_core.json_text import write_json
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import load_machine
 from train_cli.commands.show import WIDTH
+from train_cli.environment import num_cores
 from train_cli.options import (
     FormatOption,
     NodesOption,
@@ -32,7 +33,6 @@ from train_cli.options import (
     world_size,
 )
 from train_cli.progress import SUMMARY
-from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,17 +100,17 @@ def estimate(
     resolved = load_plan(plan, overrides or [])
     requested_size = world_size(world, nodes, per_node)
     size = resolved.world(None) if requested_size is None else requested_size
-    known = None if machine is None else load_machine_with_ranks(machine, per_node)
-    stages, seconds = bytes_and_seconds(resolved, size, known)
-    if limit is None and known is not None:
-        limit = known.device.memory
+    machine_file = None if machine is None else load_machine_with_ranks(machine, per_node)
+    stages, seconds = bytes_and_seconds(resolved, size, machine_file)
+    if limit is None and machine_file is not None:
+        limit = machine_file.device.memory
     if form is OutputFormat.json:
         data = {"world": size, "memory": limit, "stages": [asdict(stage) for stage in stages]}
         typer.echo(json.dumps(data | ({} if seconds is None else {"seconds": seconds_data(seconds)}), indent=2))
     else:
         typer.echo("\n".join(bytes_lines(stages, size, limit)))
-        if seconds is not None and known is not None:
-            typer.echo("\n".join(seconds_lines(seconds, known)))
+        if seconds is not None and machine_file is not None:
+            typer.echo("\n".join(seconds_lines(seconds, machine_file)))
     if limit is not None and max(stage.peak for stage in stages) > limit:
         raise typer.Exit(1)
 
@@ -155,13 +155,14 @@ def bytes_lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> It
     per_stage = size // len(stages)
     for stage in stages:
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
-        layer = f", layer {stage.place.layer}" if stage.place.layer else ""
-        first = " of the first step" if stage.place.step == 1 else ""
-        yield f"stage {stage.stage} ({ranks}): peak {format_bytes(stage.peak)} in {in_words(stage.place.entry)}{first}{layer}"
+        layer = f", layer {stage.position.layer}" if stage.position.layer else ""
+        first = " of the first step" if stage.position.step == 1 else ""
+        entry = in_words(stage.position.entry)
+        yield f"stage {stage.stage} ({ranks}): peak {format_bytes(stage.peak)} in {entry}{first}{layer}"
         for owner, count in stage.alive.items():
             yield f"    {owner.replace('_', ' '):18} {format_bytes(count):>12}"
     largest = max(stages, key=lambda stage: stage.peak)
-    verdict = f"the most is {format_bytes(largest.peak)}, on stage {largest.stage}"
+    verdict = f"the maximum is {format_bytes(largest.peak)}, on stage {largest.stage}"
     if limit is not None:
         free_bytes = limit - largest.peak
         verdict += f": fits into {format_bytes(limit)}, {format_bytes(free_bytes)} are left" if free_bytes >= 0 else ""
@@ -210,8 +211,8 @@ def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         waited: dict[str, float] = defaultdict(float)
         for span in step.exposed:
             if span.rank == stage:
-                kind, _, direction = span.lane.partition(" ")
-                description = WAITS.get(kind, f"`{kind}`")
+                first_word, _, direction = span.channel.partition(" ")
+                description = WAITS.get(first_word, f"`{first_word}`")
                 if isinstance(span.key, Delivery):
                     source = "activations" if span.key.flow == "forward" else "gradients"
                     description = f"{source} from stage {direction.split('>')[0]}"
@@ -219,7 +220,7 @@ def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         by_length = sorted(waited.items(), key=lambda item: -item[1])
         texts = ((f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms", description) for description, value in by_length)
         waits = ", ".join(f"{value} waiting for {description}" for value, description in texts)
-        idle = f"idle {step.idle(stage):.1%}" + (f": {waits}" if waits else "")
+        idle = f"idle {step.timeline.idle(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
     yield f"  {_describe_sources(seconds)} ({machine.device.name})"
@@ -242,7 +243,7 @@ def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
     return {
         "step": step.seconds,
         "stages": [
-            {"computes": computing_s, "idle": step.idle(stage), "waits": step.exposed_s(stage), "host": host_s}
+            {"computes": computing_s, "idle": step.timeline.idle(stage), "waits": step.exposed_s(stage), "host": host_s}
             for stage, (computing_s, host_s) in enumerate(zip(step.computing_s, step.host_s, strict=True))
         ],
         "layers": [{"name": layer.name, "source": layer.source, **asdict(layer.seconds)} for layer in seconds.layers],

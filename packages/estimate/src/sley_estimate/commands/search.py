@@ -16,9 +16,9 @@ from sley_core.plan.write import sections
 from sley_estimate.commands.estimate import format_bytes, largest_unit, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
+from train_cli.environment import num_cores
 from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
-from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ def search(
         str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a device, such as 80GiB; no limit by default.")
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="The number of layouts to show.")] = 5,
-    keep: Annotated[
+    keep_axes: Annotated[
         list[str] | None,
         typer.Option(
             "--keep", metavar="AXIS", help=f"Axis that keeps its value in the plan; may be repeated: {', '.join(AXES)}."
@@ -71,26 +71,26 @@ def search(
 
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
-    known = load_machine(machine)
+    machine_file = load_machine(machine)
     try:
         # First, since this fails fast for a plan that does not fit the world.
-        baseline = estimate_forked(resolved, world, known) if explain else None
+        baseline = estimate_forked(resolved, world, machine_file) if explain else None
         # Finds faults such as missing files, which would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
         if located := [resolved.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
             raise PlanError.from_diagnostics(located)
         choices = list_choices(resolved)
-        space = Layouts(resolved, world, choices, keep or ())
+        space = Layouts(resolved, world, choices, keep_axes or ())
         with Progress(console=Console(stderr=True), transient=True, disable=not draws_line(sys.stderr)) as progress:
             task = progress.add_task("ranking all layouts", total=None)
 
             def report_progress(done: int, total: int) -> None:
-                progress.update(task, description="taking the steps of the best", completed=done, total=total)
+                progress.update(task, description="running the steps of the best", completed=done, total=total)
 
             cores = num_cores()
             result = search_layouts(
                 space,
-                known,
+                machine_file,
                 memory=limit,
                 top=top,
                 verify=verify,
@@ -117,27 +117,27 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
     steps = f": the best {result.num_exact:,} by a formula ran their own steps" if result.num_exact else ""
     yield f"{result.num_layouts:,} layouts considered{steps}{too_large}"
     if result.not_begun:
-        yield f"  {result.not_begun:,} more did not, since the time for it was over: a larger `--budget` takes them too"
-    yield from (f"  {count:,} left out: {reason}" for reason, count in result.refused.most_common())
-    yield from (f"  left out: {name}" for name in skipped)
+        yield f"  {result.not_begun:,} more did not, since the time budget was used up: use a larger `--budget` to include them"
+    yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refused.most_common())
+    yield from (f"  excluded: {name}" for name in skipped)
     if result.dropped:
-        yield f"  {result.dropped:,} that seemed to fit do not, as `estimate` says"
+        yield f"  {result.dropped:,} fit by the formula, but not by `estimate`"
     if not result.fastest:
         if result.smallest is None or limit is None:
             hints = (result.hints.get(reason) for reason, _ in result.refused.most_common())
             hint = next((f" (hint: {hint})" for hint in hints if hint), "")
-            yield f"no layout of this plan is left in this world, for the reasons above{hint}"
+            yield f"no layout of this plan is possible in this world, for the reasons above{hint}"
         else:
-            need, smallest = format_bytes(int(result.smallest.estimate.num_bytes)), result.smallest.layout
-            yield f"nothing fits into {format_bytes(limit)}: the smallest layout found needs {need} or more: {smallest}"
+            num_bytes, smallest = format_bytes(int(result.smallest.estimate.num_bytes)), result.smallest.layout
+            yield f"no layout fits into {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {smallest}"
         return
     method = "verified by estimate" if result.num_exact else "rough"
     yield f"fastest ({method})"
     yield from map(_format_row, result.fastest)
-    sources = {source for each in result.fastest for source in getattr(each.estimate, "sources", ())}
+    sources = {source for fast in result.fastest for source in getattr(fast.estimate, "sources", ())}
     if "counted" in sources and len(sources) > 1:
-        yield "  Some layers were measured, others are computed from their operators alone: their seconds may be far apart."
-        yield "  `calibrate --plan` measures a plan's layers."
+        yield "  Some layers were measured, others are computed from their operators: their seconds may not be comparable."
+        yield "  Use `calibrate --plan` to measure the layers of the plan."
     if result.front:
         yield f"less memory for more time ({method})"
         yield from map(_format_row, result.front)
@@ -161,17 +161,17 @@ def comparison_lines(baseline: ExactEstimate, best: ExactEstimate) -> Iterator[s
             name: (baseline_parts.get(name, 0.0), best_parts.get(name, 0.0)) for name in sorted({*baseline_parts, *best_parts})
         }
         ordered = sorted(values.items(), key=lambda item: -max(item[1]))
-        for name, (before, after) in [
+        for name, (baseline_value, best_value) in [
             (title, (baseline_total, best_total)),
             *((f"  {name.replace('_', ' ')}", pair) for name, pair in ordered),
         ]:
-            yield f"{name:34}{before:14.4g}{after:14.4g}{after - before:+14.4g}"
+            yield f"{name:34}{baseline_value:14.4g}{best_value:14.4g}{best_value - baseline_value:+14.4g}"
 
     yield f"{'':34}{'as it is':>14}{'fastest':>14}{'difference':>14}"
     yield from rows("a step, in seconds", baseline.seconds, best.seconds, baseline.seconds_parts, best.seconds_parts)
     unit, size = largest_unit(max(baseline.num_bytes, best.num_bytes))
-    before, after = ({name: value / size for name, value in each.bytes_parts.items()} for each in (baseline, best))
-    yield from rows(f"most bytes of a rank, in {unit}", baseline.num_bytes / size, best.num_bytes / size, before, after)
+    parts = [{name: value / size for name, value in result.bytes_parts.items()} for result in (baseline, best)]
+    yield from rows(f"peak bytes of a rank, in {unit}", baseline.num_bytes / size, best.num_bytes / size, *parts)
 
 
 def plan_text(plan: Plan, world: int, best: Result) -> str:

@@ -53,7 +53,7 @@ class Operator:
 @dataclass(frozen=True)
 class LayerWork:
     """The operators of one layer on one micro-batch, by phase, in order. num_parameters: the number of trained elements.
-    output_bytes: the bytes of the output. kept_bytes: the bytes of tensors saved for the backward.
+    output_bytes: the bytes of the output. saved_bytes: the bytes of tensors saved for the backward.
     """
 
     forward: tuple[Operator, ...]
@@ -63,7 +63,7 @@ class LayerWork:
     weight_gradient: tuple[Operator, ...]
     num_parameters: int
     output_bytes: int
-    kept_bytes: int
+    saved_bytes: int
 
     def operators(self, phase: PhaseName) -> tuple[Operator, ...]:
         operators: tuple[Operator, ...] = getattr(self, phase)
@@ -93,32 +93,32 @@ LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.n
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Records the operators within the mode under `phase`, and by `keep` the tensors that autograd saves. last: the latest
-    operator.
+    """Records the operators within the mode under `phase`, and by `record_saved_tensor` the tensors that autograd saves. last:
+    the latest operator.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.phase: PhaseName = "forward"
         self.last = ""
-        self.shared: set[int] = set()  # storages shared by all layers, which `keep` skips
-        self._kept: dict[int, int] = {}
+        self.shared: set[int] = set()  # storages shared by all layers, which are not counted
+        self._saved: dict[int, int] = {}
         self._operators: dict[PhaseName, list[Operator]] = {}
 
     def operators(self, phase: PhaseName) -> tuple[Operator, ...]:
         return tuple(self._operators.get(phase, ()))
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def record_saved_tensor(self, tensor: Tensor) -> Tensor:
         """Counts a tensor saved for the backward unless it is shared or a parameter. Returns the tensor."""
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
         if not is_weight and storage._cdata not in self.shared:
-            self._kept[storage._cdata] = storage.nbytes()
+            self._saved[storage._cdata] = storage.nbytes()
         return tensor
 
     @property
-    def kept_bytes(self) -> int:
-        return sum(self._kept.values())
+    def saved_bytes(self) -> int:
+        return sum(self._saved.values())
 
     def record(self, operator: Operator) -> None:
         self._operators.setdefault(self.phase, []).append(operator)
@@ -160,8 +160,8 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     outputs += _written_tensors(func, args, kwargs)
     num_bytes = _total_bytes(*inputs, *outputs)
     name = str(packet).removeprefix("aten.")
-    plain = getattr(aten, name[:-1], None) if name.endswith("_") else None  # `addmm_` uses torch's formula for `addmm`
-    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(plain)
+    out_of_place = getattr(aten, name[:-1], None) if name.endswith("_") else None  # `addmm_` uses torch's formula for `addmm`
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(out_of_place)
     if formula is None:
         return Operator(str(packet), num_bytes)
     dtype = next((DTYPE_NAMES[tensor.dtype] for tensor in inputs if tensor.dtype in DTYPE_NAMES), "fp32")
@@ -188,9 +188,9 @@ def attention_backward(
 def _varlen_attention_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
     """Returns torch's attention over documents, [positions, heads, d], or its backward. All sequences count as the longest."""
     named = _arguments_by_name(func, args, kwargs)
-    query, longest = named["query"], named["max_q"]
+    query, max_length = named["query"], named["max_q"]
     positions, heads, width = query.shape
-    rows = max(1, positions // longest), heads, longest
+    rows = max(1, positions // max_length), heads, max_length
     flops = sdpa_flop_count((*rows, width), (*rows, width), (*rows, named["value"].shape[-1]))  # type: ignore[no-untyped-call]
     num_bytes = _total_bytes(*_tensors((args, kwargs, result)))
     factor = BACKWARD_FACTOR if "grad_out" in named else 1
@@ -306,7 +306,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, record: RecordOperator, input: Tensor, weight: Tensor | None) -> Tensor:
         inputs = [input] if weight is None else [input, weight]
-        ctx.record, ctx.like = record, [(tensor.shape, tensor.dtype) for tensor in inputs]
+        ctx.record, ctx.inputs = record, [(tensor.shape, tensor.dtype) for tensor in inputs]
         ctx.save_for_backward(*inputs, _row_statistic(input))
         normed = torch.empty_like(input)
         record(Operator("rms_norm", _total_bytes(*inputs, normed)))
@@ -315,7 +315,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
         ctx.saved_tensors  # noqa: B018  # a policy with recomputation runs the layer here
-        results = [gradients[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.like]
+        results = [gradients[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs]
         ctx.record(Operator("rms_norm", 2 * _total_bytes(*results) + _total_bytes(*gradients)))
         return None, results[0], results[1] if len(results) > 1 else None
 

@@ -35,8 +35,8 @@ from sley_estimate.search.layouts import Choice, Choices, list_choices
 Source = Literal["measured", "in proportion", "counted"]
 """The source of a layer's seconds: the machine file, another variant there after scaling, or only counting."""
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-"""The kinds of actions with layer seconds, in the order of the fields of `LayerSeconds`."""
+ACTION_TYPES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+"""The types of actions with layer seconds, in the order of the fields of `LayerSeconds`."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,13 @@ class LayerSeconds:
         seconds = _price_work(work, lambda operators: operators_s(operators, device))
         if not with_host or device.kind == "cpu":
             return seconds
-        names = (f"host_{field.name}" for field in fields(cls)[: len(KINDS)])
+        names = (f"host_{field.name}" for field in fields(cls)[: len(ACTION_TYPES)])
         return replace(
-            seconds, **{name: device.launch_s * len(each) for name, each in zip(names, _operators_by_kind(work), strict=True)}
+            seconds,
+            **{
+                name: device.launch_s * len(operators)
+                for name, operators in zip(names, _operators_by_action(work), strict=True)
+            },
         )
 
     @classmethod
@@ -84,9 +88,11 @@ class LayerSeconds:
         forward = _ratio(measured.forward, baseline_counted.forward)
         recompute_s = price(work.recompute)
 
-        def backward_s(kind: Kind) -> float:
-            ratio = _ratio(measured.action_s(kind), baseline_counted.action_s(kind))
-            return recompute_s * (ratio if baseline.recompute else forward) + (counted.action_s(kind) - recompute_s) * ratio
+        def backward_s(action_type: Kind) -> float:
+            ratio = _ratio(measured.action_s(action_type), baseline_counted.action_s(action_type))
+            return (
+                recompute_s * (ratio if baseline.recompute else forward) + (counted.action_s(action_type) - recompute_s) * ratio
+            )
 
         return cls(
             counted.forward * forward,
@@ -94,21 +100,23 @@ class LayerSeconds:
             backward_s(Kind.INPUT_GRADIENT),
             counted.weight_gradient * _ratio(measured.weight_gradient, baseline_counted.weight_gradient),
             *(
-                measured.host_action_s(kind) * _ratio(len(own), len(others))
-                for kind, own, others in zip(KINDS, _operators_by_kind(work), _operators_by_kind(baseline), strict=True)
+                measured.host_action_s(action_type) * _ratio(len(operators), len(baseline_operators))
+                for action_type, operators, baseline_operators in zip(
+                    ACTION_TYPES, _operators_by_action(work), _operators_by_action(baseline), strict=True
+                )
             ),
         )
 
-    def action_s(self, kind: Kind) -> float:
-        """Returns the seconds of the layer in an action of `kind`."""
-        return self._values[KINDS.index(kind)] if kind in KINDS else 0.0
+    def action_s(self, action_type: Kind) -> float:
+        """Returns the seconds of the layer in an action of `action_type`."""
+        return self._values[ACTION_TYPES.index(action_type)] if action_type in ACTION_TYPES else 0.0
 
-    def host_action_s(self, kind: Kind) -> float:
-        """Returns the host's seconds to launch the layer in an action of `kind`."""
-        return self._values[len(KINDS) + KINDS.index(kind)] if kind in KINDS else 0.0
+    def host_action_s(self, action_type: Kind) -> float:
+        """Returns the host's seconds to launch the layer in an action of `action_type`."""
+        return self._values[len(ACTION_TYPES) + ACTION_TYPES.index(action_type)] if action_type in ACTION_TYPES else 0.0
 
     @property
-    def whole_s(self) -> float:
+    def total_s(self) -> float:
         """Returns the seconds of forward and backward, each the maximum of device and host."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
@@ -127,8 +135,8 @@ def _price_work(work: LayerWork, price: Callable[[Sequence[Operator]], float]) -
     )
 
 
-def _operators_by_kind(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
-    """Returns the operators of each of `KINDS`, with recomputation."""
+def _operators_by_action(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
+    """Returns the operators of each of `ACTION_TYPES`, with recomputation."""
     recompute = work.recompute
     return work.forward, recompute + work.backward, recompute + work.input_gradient, work.weight_gradient
 
@@ -179,7 +187,7 @@ class NearestLayers:
         self.machine = machine
         self.policies = choices.policies
         self.attention: Choice | Component | None = choices.attention[0] if choices.attention else None
-        self._known = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
+        self._measured_seconds = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
 
     def price(
         self, variant: Variant, works: Sequence[LayerWork], attention: Choice | Component | None = None
@@ -189,7 +197,7 @@ class NearestLayers:
         works: the work of each layer in this variant; equal layers share one object. attention: required for sliced sequences.
         Raises PlanError "machine-matmul".
         """
-        keys = self.variants.keys(variant, attention) if self._known else [""] * len(works)
+        keys = self.variants.keys(variant, attention) if self._measured_seconds else [""] * len(works)
         priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
         result = []
         for index, (work, key, nearest) in enumerate(zip(works, keys, self._nearest_variants(variant), strict=True)):
@@ -202,29 +210,29 @@ class NearestLayers:
     def _price_layer(
         self, index: int, work: LayerWork, key: str, nearest: MeasuredVariant | None
     ) -> tuple[LayerSeconds, Source]:
-        if key in self._known:
-            return self._known[key], "measured"
+        if key in self._measured_seconds:
+            return self._measured_seconds[key], "measured"
         if nearest is not None:
             with suppress(SleyError):  # the measured variant may not be countable
-                other = self.variants.works(nearest.variant)[index]
-                return LayerSeconds.scaled(work, other, nearest.seconds, self.machine.device), "in proportion"
+                baseline_work = self.variants.works(nearest.variant)[index]
+                return LayerSeconds.scaled(work, baseline_work, nearest.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
     def _nearest_variants(self, variant: Variant) -> list[MeasuredVariant | None]:
         """Returns the nearest measured variant of each layer: by samples, then by slices, then by policy."""
 
         def distance(measured: MeasuredVariant) -> tuple[float, bool, bool]:
-            other = measured.variant
-            samples = abs(log2(other.samples / variant.samples))
-            return samples, other.sp != variant.sp, str(other.policy) != str(variant.policy)
+            candidate = measured.variant
+            samples = abs(log2(candidate.samples / variant.samples))
+            return samples, candidate.sp != variant.sp, str(candidate.policy) != str(variant.policy)
 
-        nearest = {each: min(each, key=distance, default=None) for each in set(self._measured_variants)}
-        return [nearest[each] for each in self._measured_variants]
+        nearest = {candidates: min(candidates, key=distance, default=None) for candidates in set(self._measured_variants)}
+        return [nearest[candidates] for candidates in self._measured_variants]
 
     @cached_property
     def _measured_variants(self) -> list[tuple[MeasuredVariant, ...]]:
         """Returns the measured variants of each layer, equal for equal layers. Policies that copy are priced separately."""
-        if not self._known:
+        if not self._measured_seconds:
             return [()] * len(self.variants.model.layers)
         plan, tables = self.variants.plan, self.machine.layers
         sizes = {plan.batch.micro_size, *(table.micro_size for table in tables if table.micro_size)}
@@ -232,16 +240,16 @@ class NearestLayers:
         policies = [policy for policy in self.policies if not policy.copies]
         by_layer: list[dict[str, MeasuredVariant]] = [{} for _ in self.variants.model.layers]
         shared: dict[str, MeasuredVariant] = {}
-        for parts in product(policies, sorted(sizes), sorted(slices)):
-            variant = Variant(*parts)
+        for combination in product(policies, sorted(sizes), sorted(slices)):
+            variant = Variant(*combination)
             try:
                 keys = self.variants.keys(variant, self.attention)
             except SleyError:  # a policy that cannot be built was not measured
                 continue
-            for known, key in zip(by_layer, keys, strict=True):
-                if key in self._known:
-                    known.setdefault(key, shared.setdefault(key, MeasuredVariant(variant, self._known[key])))
-        return [tuple(known.values()) for known in by_layer]
+            for variants, key in zip(by_layer, keys, strict=True):
+                if key in self._measured_seconds:
+                    variants.setdefault(key, shared.setdefault(key, MeasuredVariant(variant, self._measured_seconds[key])))
+        return [tuple(variants.values()) for variants in by_layer]
 
 
 @dataclass(frozen=True)
@@ -264,10 +272,10 @@ def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine
     """
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, fields)
-    known = {table.key: table for table in machine.layers}
-    if known.keys() >= set(keys):
+    tables = {table.key: table for table in machine.layers}
+    if tables.keys() >= set(keys):
         return [
-            PricedLayer(layer.name, key, LayerSeconds.from_table(known[key]), known[key].output_bytes, "measured")
+            PricedLayer(layer.name, key, LayerSeconds.from_table(tables[key]), tables[key].output_bytes, "measured")
             for layer, key in zip(model.layers, keys, strict=True)
         ]
     is_sliced = plan.parallel.sp > 1
@@ -276,7 +284,7 @@ def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine
     works = [] if is_sliced else layer_works(plan, model, fields, keys)
     if not machine.layers:
         seconds = (LayerSeconds.from_operators(work, machine.device, with_host=machine.engine is not None) for work in works)
-        priced: list[tuple[LayerSeconds, Source]] = [(each, "counted") for each in seconds]
+        priced: list[tuple[LayerSeconds, Source]] = [(layer_seconds, "counted") for layer_seconds in seconds]
     else:
         choices = list_choices(plan)
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))

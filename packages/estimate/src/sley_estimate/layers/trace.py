@@ -31,7 +31,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss
 from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
 
-MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
+MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 QUEUE_KEY = (0, 0)
 
 Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form sent between stages
@@ -79,20 +79,21 @@ def trace_layer(
     on meta.
     """
     with _place_on_meta(layer.module, working):  # also computes shared results, such as a document mask
-        split, _ = _record_layer(layer, value, fields, policy, loss, gradients, split=True)
+        split_recorder, _ = _record_layer(layer, value, fields, policy, loss, gradients, split=True)
     with _place_on_meta(layer.module, working):  # new parameters, whose first gradient is not added to another
-        whole, output = _record_layer(layer, value, fields, policy, loss, gradients, split=False)
+        recorder, output = _record_layer(layer, value, fields, policy, loss, gradients, split=False)
     description, tensors = describe(output, layer.name)
     output_bytes = sum(map(moved_bytes, tensors))
     work = LayerWork(
-        forward=whole.operators("forward"),
-        recompute=whole.operators("recompute"),
-        backward=whole.operators("backward"),
-        input_gradient=split.operators("input_gradient"),
-        weight_gradient=split.operators("weight_gradient"),
+        forward=recorder.operators("forward"),
+        recompute=recorder.operators("recompute"),
+        backward=recorder.operators("backward"),
+        input_gradient=split_recorder.operators("input_gradient"),
+        weight_gradient=split_recorder.operators("weight_gradient"),
         num_parameters=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
         output_bytes=output_bytes,
-        kept_bytes=whole.kept_bytes + (output_bytes if loss is not None else 0),  # the loss saves its input or as many bytes
+        saved_bytes=recorder.saved_bytes
+        + (output_bytes if loss is not None else 0),  # the loss saves its input or as many bytes
     )
     return work, (description, [tensor.detach() for tensor in tensors])
 
@@ -128,8 +129,8 @@ def _record_layer(
     try:
         halves = queue_weight_gradients(layer.module, queue, gradients) if split else nullcontext()
         with halves, FusedKernels(recorder.record), recorder:
-            with saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
-                output = policy.call(layer.name, call, args, named, MICRO)
+            with saved_tensors_hooks(recorder.record_saved_tensor, lambda tensor: tensor):
+                output = policy.call(layer.name, call, args, named, MICRO_STEP)
             in_flight.loss = loss.loss(output, fields) if loss is not None else None
             first = output_gradients(in_flight, output, torch.empty_like)
             recorder.phase = "input_gradient" if split else "backward"
@@ -149,7 +150,7 @@ def _record_layer(
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.operators("recompute"):
         for tensor in value[1] if value else ():
-            recorder.keep(tensor)  # the input of the recomputation
+            recorder.record_saved_tensor(tensor)  # the input of the recomputation
     recorder.phase = "input_gradient" if split else "backward"
     queued = {f"{name}.weight".lstrip(".") for name, module in layer.module.named_modules() if is_plain_linear(module)}
     for name, parameter in layer.module.named_parameters():
@@ -174,13 +175,17 @@ def start_call(
     return in_flight, args, {name: fields[name] for name in layer.fields}
 
 
-def output_gradients(in_flight: InFlight, output: Any, like: Callable[[Tensor], Tensor] = torch.ones_like) -> list[Tensor]:
-    """Returns the gradients at the start of the backward: ones for the loss, or tensors made by `like` for the outputs."""
+def output_gradients(
+    in_flight: InFlight, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
+) -> list[Tensor]:
+    """Returns the gradients at the start of the backward: ones for the loss, or tensors made by `make_gradient` for the
+    outputs.
+    """
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe(output)
     in_flight.edges = gradient_edges(description, tensors)
-    return [like(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
+    return [make_gradient(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 
 def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
@@ -207,10 +212,10 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
         return result
 
     with ExitStack() as patches:
-        for each in module.modules():
-            if is_plain_linear(each) and each.weight.requires_grad:
-                sink = Handover(partial(add, torch.zeros_like(each.weight, dtype=dtype)), queue)
-                patches.callback(ForwardPatch(each, partial(forward, each, sink)).undo)
+        for submodule in module.modules():
+            if is_plain_linear(submodule) and submodule.weight.requires_grad:
+                sink = Handover(partial(add, torch.zeros_like(submodule.weight, dtype=dtype)), queue)
+                patches.callback(ForwardPatch(submodule, partial(forward, submodule, sink)).undo)
         yield
 
 
@@ -219,8 +224,8 @@ def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
     """Replaces the parameters and buffers of the module by meta tensors within the block. Tied parameters stay tied."""
     replaced: dict[int, Tensor] = {}
     originals: list[tuple[dict[str, Any], str, Any]] = []
-    for each in module.modules():
-        for tensors in (each._parameters, each._buffers):
+    for submodule in module.modules():
+        for tensors in (submodule._parameters, submodule._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue

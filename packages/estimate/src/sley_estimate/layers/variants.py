@@ -30,7 +30,7 @@ from sley_core.plan import document
 from sley_core.plan.load import resolve_plan
 from sley_estimate.layers.operators import PHASES, LayerWork, Operator
 from sley_estimate.layers.trace import Traced, layer_works
-from train_cli.on_meta import meta_micro_batch
+from train_cli.meta_model import meta_micro_batch
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
@@ -43,12 +43,12 @@ PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, to
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def module_signature(module: nn.Module, place: str) -> Any:
-    """Returns nested plain values that determine the module's cost: modules with equal `repr`s have equal costs. place: the
+def module_signature(module: nn.Module, location: str) -> Any:
+    """Returns nested plain values that determine the module's cost: modules with equal `repr`s have equal costs. location: the
     module's name in the model, which replaces attributes that are not plain.
     """
     attributes = [
-        (name, plain_value(value, f"{place}.{name}"))
+        (name, plain_value(value, f"{location}.{name}"))
         for name, value in sorted(vars(module).items())
         if name not in MODULE_ATTRIBUTES or name == "training"
     ]
@@ -57,32 +57,32 @@ def module_signature(module: nn.Module, place: str) -> Any:
         for registered in (module._parameters, module._buffers)
         for name, value in registered.items()
     ]
-    hooks = [(name, place) for name in MODULE_ATTRIBUTES if name.endswith("hooks") and vars(module)[name]]
-    inner = [(name, child and module_signature(child, f"{place}.{name}")) for name, child in module._modules.items()]
+    hooks = [(name, location) for name in MODULE_ATTRIBUTES if name.endswith("hooks") and vars(module)[name]]
+    inner = [(name, child and module_signature(child, f"{location}.{name}")) for name, child in module._modules.items()]
     local = (
-        place if "<" in type(module).__qualname__ else ""
+        location if "<" in type(module).__qualname__ else ""
     )  # a class defined in a function depends on the function's arguments
     return type(module).__module__, type(module).__qualname__, local, attributes, tensors, hooks, inner
 
 
-def plain_value(value: Any, place: str) -> Any:
-    """Returns `value` as nested plain values whose `repr` determines it, or else `place`, which is unique to the layer."""
+def plain_value(value: Any, location: str) -> Any:
+    """Returns `value` as nested plain values whose `repr` determines it, or else `location`, which is unique to the layer."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, list | tuple):
-        return [plain_value(each, place) for each in value]
+        return [plain_value(item, location) for item in value]
     if isinstance(value, Mapping):
-        return [(repr(key), plain_value(each, place)) for key, each in value.items()]
+        return [(repr(key), plain_value(item, location)) for key, item in value.items()]
     if isinstance(value, BaseModel):
         return type(value).__qualname__, value.model_dump_json()
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value).__qualname__, plain_value(asdict(value), place)
+        return type(value).__qualname__, plain_value(asdict(value), location)
     name = getattr(value, "__qualname__", "<")
     if callable(value) and "<" not in name and not hasattr(value, "__self__"):  # a function or class of a module
         return getattr(value, "__module__", ""), name
-    return place
+    return location
 
 
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
@@ -108,20 +108,20 @@ class LayerKeys:
         last = len(model.layers) - 1
         precision = plan.precision.compute, plan.precision.gradients
         self._texts: list[tuple[str, str]] = []
-        for at, layer in enumerate(model.layers):
-            loss = (plan.loss.name, plain_value(plan.loss.config, "loss")) if at == last else None
-            before = module_signature(layer.module, layer.name), layer.fields
-            after = precision, (at == 0, loss), _policy_key(plan, policy, layer)
-            self._texts.append((", ".join(map(repr, before)), ", ".join(map(repr, after))))
+        for index, layer in enumerate(model.layers):
+            loss = (plan.loss.name, plain_value(plan.loss.config, "loss")) if index == last else None
+            prefix = module_signature(layer.module, layer.name), layer.fields
+            suffix = precision, (index == 0, loss), _policy_key(plan, policy, layer)
+            self._texts.append((", ".join(map(repr, prefix)), ", ".join(map(repr, suffix))))
 
     def keys(self, fields: Mapping[str, Tensor], slices: tuple[Any, ...] = ()) -> list[str]:
         """Returns the key of each layer for a micro-batch `fields`. slices: the result of `slice_key`."""
         shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
-        known: dict[tuple[str, str], str] = {}
-        for before, after in dict.fromkeys(self._texts):
-            text = f"({', '.join([before, repr(shapes), after, *map(repr, slices)])})"
-            known[before, after] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return [known[text] for text in self._texts]
+        digests: dict[tuple[str, str], str] = {}
+        for prefix, suffix in dict.fromkeys(self._texts):
+            text = f"({', '.join([prefix, repr(shapes), suffix, *map(repr, slices)])})"
+            digests[prefix, suffix] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return [digests[text] for text in self._texts]
 
 
 def _policy_key(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
@@ -180,11 +180,11 @@ class LayerVariants:
         self.dataset = dataset
         self._names = [layer.name for layer in model.layers]
         self._plans: dict[str, tuple[Plan, ActivationPolicy] | SleyError] = {}
-        self._kinds: dict[str, LayerKeys | SleyError] = {}
+        self._layer_keys: dict[str, LayerKeys | SleyError] = {}
         self._batches: dict[int, Mapping[str, Tensor] | SleyError] = {}
         self._traced: Traced = {}
         self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
-        self._grown: dict[tuple[int, float, bool], LayerWork | SleyError] = {}
+        self._scaled_works: dict[tuple[int, float, bool], LayerWork | SleyError] = {}
 
     def policy(self, policy: Choice) -> ActivationPolicy:
         """Returns the policy, built for the model's layers. Raises PlanError if it cannot be built."""
@@ -193,7 +193,7 @@ class LayerVariants:
     def keys(self, variant: Variant, attention: Choice | Component | None = None) -> list[str]:
         """Returns each layer's key. attention: required if `sp` > 1. Raises PlanError for a policy that cannot be built."""
 
-        def kinds() -> LayerKeys:
+        def make_keys() -> LayerKeys:
             plan, policy = self._plan(variant.policy)
             return LayerKeys(plan, self.model, policy)
 
@@ -209,19 +209,22 @@ class LayerVariants:
             info = sliced_info(self.dataset.info, variant.sp)  # raises if the data has no sequences
             declared = {name: field for name, field in info.fields.items() if name in fields}
             fields = SequenceSlicer(declared, variant.sp, 0)(fields)
-        return memoize(self._kinds, str(variant.policy), kinds).keys(fields, slices)
+        return memoize(self._layer_keys, str(variant.policy), make_keys).keys(fields, slices)
 
     def works(self, variant: Variant) -> list[LayerWork]:
         """Returns the work of each layer; equal layers share one object. For slices it includes the copies that attentions make
         for their exchanges. Raises PlanError for a policy that cannot be built, and PlanError "estimate-layer".
         """
 
-        def grow(one: LayerWork, two: LayerWork) -> LayerWork:
-            work = scale_work(one, two, variant.samples)
+        def scale(single: LayerWork, double: LayerWork) -> LayerWork:
+            work = scale_work(single, double, variant.samples)
             return add_copies(work) if variant.sp > 1 else work
 
         pairs = zip(self._trace_works(variant.policy, 1), self._trace_works(variant.policy, 2), strict=True)
-        return [memoize(self._grown, (id(one), variant.samples, variant.sp > 1), partial(grow, one, two)) for one, two in pairs]
+        return [
+            memoize(self._scaled_works, (id(single), variant.samples, variant.sp > 1), partial(scale, single, double))
+            for single, double in pairs
+        ]
 
     def _trace_works(self, policy: Choice, micro_size: int) -> list[LayerWork]:
         """Returns the work of each layer on whole samples."""
@@ -248,28 +251,28 @@ class LayerVariants:
 def apply_variant(plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None) -> Plan:
     """Returns `plan` with another policy, `micro_size` or `sp`, or `plan` itself if nothing differs. Raises PlanError."""
     document, tables = plan.document.tables, dict[str, Any]()
-    own = plan.activations
-    if policy is not None and (policy.name, policy.config) != (own.name, own.config):
+    plan_policy = plan.activations
+    if policy is not None and (policy.name, policy.config) != (plan_policy.name, plan_policy.config):
         tables["activations"] = policy.table
-    for table, key, value, present in (
+    for table, key, value, current in (
         ("batch", "micro_size", micro_size, plan.batch.micro_size),
         ("parallel", "sp", sp, plan.parallel.sp),
     ):
-        if value is not None and value != present:
+        if value is not None and value != current:
             tables[table] = {**document.get(table, {}), key: value}
     return replace_tables(plan, tables) if tables else plan
 
 
-def scale_work(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
+def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWork:
     """Returns the work on `samples` samples, which may be a fraction, by linear extrapolation of the works on one and on two
     samples. Operators that are more frequent on two samples, such as those of a chunked loss, are proportional to the work on
     two.
     """
     return LayerWork(
-        **{name: _scale_operators(one.operators(name), two.operators(name), samples) for name in PHASES},
-        num_parameters=one.num_parameters,
-        output_bytes=_extrapolate(one.output_bytes, two.output_bytes, samples),
-        kept_bytes=_extrapolate(one.kept_bytes, two.kept_bytes, samples),
+        **{name: _scale_operators(single.operators(name), double.operators(name), samples) for name in PHASES},
+        num_parameters=single.num_parameters,
+        output_bytes=_extrapolate(single.output_bytes, double.output_bytes, samples),
+        saved_bytes=_extrapolate(single.saved_bytes, double.saved_bytes, samples),
     )
 
 
@@ -290,15 +293,15 @@ def add_copies(work: LayerWork) -> LayerWork:
     )
 
 
-def _scale_operators(one: Sequence[Operator], two: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
-    """Returns operators in the order of `two`, paired with `one` by name. A name with different counts has no pairs."""
+def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
+    """Returns operators in the order of `double`, paired with `single` by name. A name with different counts has no pairs."""
     firsts: dict[str, list[Operator]] = defaultdict(list)
-    for operator in one:
+    for operator in single:
         firsts[operator.name].append(operator)
-    counts = Counter(operator.name for operator in two)
+    counts = Counter(operator.name for operator in double)
     pairs = {name: iter(operators) for name, operators in firsts.items() if len(operators) == counts[name]}
     operators = []
-    for second in two:
+    for second in double:
         first = next(pairs[second.name]) if second.name in pairs else None
         if first is None:
             sizes = round(second.num_bytes * (samples / 2)), round(second.flops * (samples / 2))
@@ -308,8 +311,8 @@ def _scale_operators(one: Sequence[Operator], two: Sequence[Operator], samples: 
     return tuple(operators)
 
 
-def _extrapolate(one: int, two: int, samples: float) -> int:
-    return round(one + (two - one) * (samples - 1))
+def _extrapolate(single: int, double: int, samples: float) -> int:
+    return round(single + (double - single) * (samples - 1))
 
 
 def replace_tables(plan: Plan, tables: Mapping[str, Any]) -> Plan:

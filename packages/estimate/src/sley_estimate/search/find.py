@@ -31,7 +31,7 @@ from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Layout, Layouts
 from sley_estimate.search.roofline import Roofline, RooflineEstimate
 from sley_estimate.step.estimate import build_records, estimate_from_records, plan_for_machine
-from sley_estimate.step.lanes import StepSeconds
+from sley_estimate.step.simulate import StepSeconds
 
 T = TypeVar("T")
 
@@ -134,7 +134,9 @@ def search_layouts(
         return result
     valid_layouts = _valid_layouts(space, order_by_variety(best, space), result)
     batch = list(islice(valid_layouts, NUM_EXACT))
-    batch[MIN_EXACT:MIN_EXACT] = _valid_layouts(space, [each.layout for each in front if each.layout not in batch], result)
+    batch[MIN_EXACT:MIN_EXACT] = _valid_layouts(
+        space, [candidate.layout for candidate in front if candidate.layout not in batch], result
+    )
     end_s = time.monotonic() + budget_s
     verified: list[Result] = []
 
@@ -154,22 +156,22 @@ def search_layouts(
     while batch:
         result_cache = OpResultCache()
         calls = within_budget([partial(estimate_layout, layout, result_cache) for layout in batch])
-        done = 0
-        for done, (number, (takes, call_cache)) in enumerate(_run_calls(calls, cores, space, is_forked=is_forked), 1):
+        num_done = 0
+        for num_done, (number, (estimate, call_cache)) in enumerate(_run_calls(calls, cores, space, is_forked=is_forked), 1):
             result_cache.merge(call_cache)
-            report_progress(done, len(batch))
-            if isinstance(takes, SleyError):
-                result.refuse(takes)
-            elif takes is None:
+            report_progress(num_done, len(batch))
+            if isinstance(estimate, SleyError):
+                result.refuse(estimate)
+            elif estimate is None:
                 result.dropped += 1
             else:
-                verified.append(Result(batch[number], takes))
-        result.num_exact += done
-        result.not_begun = len(batch) - done
+                verified.append(Result(batch[number], estimate))
+        result.num_exact += num_done
+        result.not_begun = len(batch) - num_done
         batch = list(islice(valid_layouts, NUM_EXACT)) if len(verified) < top and not result.not_begun else []
-    verified.sort(key=lambda each: each.estimate.seconds)
+    verified.sort(key=lambda verified_result: verified_result.estimate.seconds)
     result.fastest = verified[:top]
-    result.front = [verified[at] for at in _memory_front([each.estimate for each in verified], top)]
+    result.front = [verified[index] for index in _memory_front([entry.estimate for entry in verified], top)]
     return result
 
 
@@ -182,7 +184,7 @@ def rank_layouts(
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
     numbers, seconds, sizes = array("q"), array("d"), array("d")
-    least, smallest = math.inf, dict[int, RooflineEstimate]()
+    min_bytes, smallest = math.inf, dict[int, RooflineEstimate]()
     fits_on_device = False
     with disable_gc():
         for number, layout in enumerate(space.all_layouts()):
@@ -198,8 +200,8 @@ def rank_layouts(
             except SleyError as error:
                 result.refuse(error)
                 continue
-            if rough.num_bytes < least:
-                least, smallest = rough.num_bytes, {number: rough}
+            if rough.num_bytes < min_bytes:
+                min_bytes, smallest = rough.num_bytes, {number: rough}
             if memory is not None and rough.num_bytes > memory:
                 result.too_large += 1
                 continue
@@ -208,22 +210,26 @@ def rank_layouts(
             seconds.append(rough.seconds)
             sizes.append(rough.num_bytes)
     order = np.argsort(seconds, kind="stable").tolist()
-    best = {numbers[at]: RooflineEstimate(seconds[at], sizes[at]) for at in order[:num_best]}
-    near = [RooflineEstimate(seconds[at], sizes[at]) for at in order if seconds[at] <= MAX_SLOWDOWN * seconds[order[0]]]
-    return result, Ranked(best, {numbers[order[at]]: near[at] for at in _memory_front(near, top)}, smallest)
+    best = {numbers[index]: RooflineEstimate(seconds[index], sizes[index]) for index in order[:num_best]}
+    competitive = [
+        RooflineEstimate(seconds[index], sizes[index]) for index in order if seconds[index] <= MAX_SLOWDOWN * seconds[order[0]]
+    ]
+    return result, Ranked(
+        best, {numbers[order[index]]: competitive[index] for index in _memory_front(competitive, top)}, smallest
+    )
 
 
-def _memory_front(takes: Sequence[ExactEstimate | RooflineEstimate], top: int) -> Iterator[int]:
-    """Yields the indices of estimates after the `top` fastest that need less memory than all before. `takes` is sorted by
+def _memory_front(estimates: Sequence[ExactEstimate | RooflineEstimate], top: int) -> Iterator[int]:
+    """Yields the indices of estimates after the `top` fastest that need less memory than all before. `estimates` is sorted by
     seconds.
     """
-    if not takes:
+    if not estimates:
         return
-    least = min(each.num_bytes for each in takes[:top])
-    for at, each in enumerate(takes[top:], top):
-        if each.num_bytes <= MAX_MEMORY_SHARE * least and each.seconds <= MAX_SLOWDOWN * takes[0].seconds:
-            least = each.num_bytes
-            yield at
+    min_bytes = min(estimate.num_bytes for estimate in estimates[:top])
+    for index, estimate in enumerate(estimates[top:], top):
+        if estimate.num_bytes <= MAX_MEMORY_SHARE * min_bytes and estimate.seconds <= MAX_SLOWDOWN * estimates[0].seconds:
+            min_bytes = estimate.num_bytes
+            yield index
 
 
 def order_by_variety(best: Sequence[Result], space: Layouts) -> list[Layout]:
@@ -234,11 +240,11 @@ def order_by_variety(best: Sequence[Result], space: Layouts) -> list[Layout]:
     """
     groups: dict[str, list[tuple[float, float]]] = {}
     leaders, followers = [], []
-    for layout, takes in best:
-        options = None if layout.num_micros(space.plan, space.world) == 1 else str(layout.weights)
+    for layout, estimate in best:
+        options = None if layout.num_micro_batches(space.plan, space.world) == 1 else str(layout.weights)
         key = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
         group = groups.setdefault(str(key), [])
-        cost = takes.seconds, takes.num_bytes
+        cost = estimate.seconds, estimate.num_bytes
         if any(all(math.isclose(*pair, rel_tol=SIMILARITY) for pair in zip(cost, member, strict=True)) for member in group):
             followers.append(layout)
         else:
@@ -277,13 +283,13 @@ def estimate_plan(
     plan = plan_for_machine(plan, machine)
     draft = build_first_draft(plan, size)
     samples = representative_stages(plan, plan.topology(size), draft)
-    stages = sorted({stage for each in samples for stage in each})
+    stages = sorted({stage for sample in samples for stage in sample})
     estimates = take_steps(plan, size, stages, 1, draft, records=True, result_cache=result_cache, max_bytes=memory)
-    fullest = max((each for each, _ in estimates), key=lambda each: each.peak)
+    fullest = max((memory_bytes for memory_bytes, _ in estimates), key=lambda memory_bytes: memory_bytes.peak)
     if memory is not None and fullest.peak > memory:
         return None
-    known = {stage: record for stage, (_, record) in zip(stages, estimates, strict=True) if record}
-    seconds = estimate_from_records(build_records(known, samples, draft), plan, size, machine, draft)
+    records = {stage: record for stage, (_, record) in zip(stages, estimates, strict=True) if record}
+    seconds = estimate_from_records(build_records(records, samples, draft), plan, size, machine, draft)
     sources = frozenset(layer.source for layer in seconds.layers)
     return ExactEstimate(seconds.step.seconds, fullest.peak, seconds_parts(seconds.step), fullest.alive, sources)
 
@@ -293,20 +299,20 @@ def estimate_forked(plan: Plan, size: int, machine: MachineFile) -> ExactEstimat
     call = partial(estimate_plan, plan, size, machine)
     limit_s = 2 * size * plan.limits.estimate_timeout_s
     estimate = next(run_forked([call], 1, limit_s))[1] if can_fork() else call()
-    assert estimate is not None, "there is no limit to exceed"
+    assert estimate is not None, "an estimate without a memory limit is never None"
     return estimate
 
 
 def seconds_parts(step: StepSeconds) -> Mapping[str, float]:
     """Returns the parts of a step's seconds on the stage with the longest computation. Their sum is the step."""
-    stage = max(range(len(step.computing_s)), key=lambda at: step.computing_s[at])
+    stage = max(range(len(step.computing_s)), key=lambda index: step.computing_s[index])
     updating_s = step.updating_s[stage]
     parts: dict[str, float] = defaultdict(
         float, {"actions": step.computing_s[stage] - updating_s, "norm and update": updating_s}
     )
-    for lane, seconds in step.exposed_s(stage).items():
-        parts[f"waiting for {lane}"] += seconds
+    for channel, seconds in step.exposed_s(stage).items():
+        parts[f"waiting for {channel}"] += seconds
     if step.seconds > step.devices_s:
         parts["waiting for the host"] = step.seconds - step.devices_s
-    parts["idle besides"] = step.seconds - sum(parts.values())
+    parts["otherwise idle"] = step.seconds - sum(parts.values())
     return dict(parts)

@@ -83,10 +83,10 @@ def list_choices(plan: Plan) -> Choices:
         except PluginError as error:
             skipped.append(f"{name}: {error.diagnostics[0].message}")
 
-    def installed_choices(kind: RecordKind) -> list[Choice]:
+    def installed_choices(record_kind: RecordKind) -> list[Choice]:
         choices = []
         for plugin, hints in plugins:
-            for key, record in plugin.records.get(kind, {}).items():
+            for key, record in plugin.records.get(record_kind, {}).items():
                 name = f"{plugin.name}.{key}"
                 hint = hints.get(name, NO_HINT)
                 for options in hint.variants:
@@ -100,15 +100,17 @@ def list_choices(plan: Plan) -> Choices:
     def is_reducer(record: object) -> bool:
         return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
 
-    def plan_choice_first(own: Component | None, kind: RecordKind) -> tuple[Choice, ...]:
+    def plan_choice_first(component: Component | None, record_kind: RecordKind) -> tuple[Choice, ...]:
         alternatives = [
-            choice for choice in installed_choices(kind) if kind != "gradient_handlers" or is_reducer(choice.record)
+            choice
+            for choice in installed_choices(record_kind)
+            if record_kind != "gradient_handlers" or is_reducer(choice.record)
         ]
-        if own is None:
+        if component is None:
             return tuple(alternatives)
         return (
-            _plan_choice(plan, own),
-            *(choice for choice in alternatives if (choice.name, choice.config) != (own.name, own.config)),
+            _plan_choice(plan, component),
+            *(choice for choice in alternatives if (choice.name, choice.config) != (component.name, component.config)),
         )
 
     return Choices(
@@ -125,7 +127,7 @@ def list_choices(plan: Plan) -> Choices:
 
 
 def _offload_choices(plan: Plan, offered: list[Choice], skipped: list[str]) -> tuple[Choice | None, ...]:
-    """Returns the ways to offload optimizer states that the plan's optimizer allows, the plan's own way first."""
+    """Returns the ways to offload optimizer states that the optimizer allows, the one in the plan first."""
     choices: list[Choice | None] = [
         next((_plan_choice(plan, manager) for manager in plan.offload if _moves_every_step(plan, manager)), None)
     ]
@@ -146,11 +148,11 @@ def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
     """Returns the `[[offload]]` tables with `choice` as the manager that moves memory in every step, without other managers of
     the same parts.
     """
-    moved = _moved_parts(choice) if choice is not None else set()
+    moved_parts = _moved_parts(choice) if choice is not None else set()
     tables = [
         dict(table)
         for component, table in zip(plan.offload, plan.document.tables.get("offload", ()), strict=True)
-        if not _moves_every_step(plan, component) and not moved & _moved_parts(component)
+        if not _moves_every_step(plan, component) and not moved_parts & _moved_parts(component)
     ]
     return [*tables, choice.table] if choice is not None else tables
 
@@ -196,7 +198,7 @@ class Layout(NamedTuple):
     attention: Choice | None = None
     offload: Choice | None = None
 
-    def num_micros(self, plan: Plan, world: int) -> int:
+    def num_micro_batches(self, plan: Plan, world: int) -> int:
         """Returns the number of micro-batches of a rank in a step."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
@@ -228,8 +230,11 @@ class Layout(NamedTuple):
         if schedule is None:
             tables |= {"link": None, "partition": None}
         elif plan.partition is not None and plan.partition.name == "pp.explicit":
-            own = plan.pipeline
-            is_same = own is not None and (schedule.name, schedule.config) == (own.name, own.config)
+            plan_schedule = plan.pipeline
+            is_same = plan_schedule is not None and (schedule.name, schedule.config) == (
+                plan_schedule.name,
+                plan_schedule.config,
+            )
             if not is_same or plan.parallel.pp != self.pp:
                 tables["partition"] = None
         return replace_tables(plan, tables)
@@ -279,10 +284,10 @@ class Layouts:
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields pp, sp, wp and micro_size, a power of two, for every even division of the ranks and the batch."""
-        own, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
-        stages = [own.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
-        slices = [own.sp] if "sp" in self.keep else divisors(world, MAX_SLICES) if choices.attention else [1]
-        shards = [own.wp] if "wp" in self.keep else divisors(world) if choices.weights else [1]
+        parallel, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
+        stages = [parallel.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
+        slices = [parallel.sp] if "sp" in self.keep else divisors(world, MAX_SLICES) if choices.attention else [1]
+        shards = [parallel.wp] if "wp" in self.keep else divisors(world) if choices.weights else [1]
         for pp, sp, wp in product(stages, slices, shards):
             if world % (pp * sp) or world % (pp * wp) or batch.global_size % (world // (pp * sp)):
                 continue

@@ -4,7 +4,7 @@
     stage   = micro-batches x layers + exposed part of sums of gradients and gathers of weights + update
     layer   = the longer of computing (measured, in proportion, or counted) and exchanges of its shards
     bubble  = idle time of the schedule's lists if all parts of the model take equally long
-    bytes   = weights, gradients, states + forwards waiting at once x bytes kept by layers + what one backward needs
+    bytes   = weights, gradients, states + pending forwards x bytes saved by layers + bytes needed by one backward
 
 A reducer sums all gradients of a stage once. A weight communicator gathers a layer before forward and backward and reduces its
 gradients. An attention exchanges its inputs and outputs. Ties and padding are ignored.
@@ -32,7 +32,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, steps_on_host
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_world import CopyKind
+from sley_estimate.bytes.fake_world import CopyDirection
 from sley_estimate.bytes.stages import max_pending_forwards
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import NearestLayers
@@ -66,8 +66,8 @@ class RooflineEstimate(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """Costs of layers, each [layers]: seconds of forward, backward and host; bytes saved, of the output, and needed in the
-    backward.
+    """Holds the costs of layers, each [layers]: seconds of forward, backward and host; bytes that are saved, of the output,
+    and needed in the backward.
     """
 
     forward: Floats
@@ -75,25 +75,25 @@ class LayerCosts(NamedTuple):
     host: Floats
     saved: Floats
     output: Floats
-    passing: Floats
+    backward_bytes: Floats
 
 
-class StageCut(NamedTuple):
-    """The division of the model into stages by a schedule. starts: the first layer of each position. places: the positions,
-    [chunks, stages]. route: the stage of each position. bubble: the idle time in micro-batches. waiting: the most pending
-    forwards of a stage, or infinite if all forwards wait.
+class StageSplit(NamedTuple):
+    """Describes the division of the model into stages by a schedule. starts: the first layer of each position. positions: the
+    positions, [chunks, stages]. route: the stage of each position. bubble: the idle time in micro-batches. max_pending: the
+    maximum number of pending forwards of a stage, or infinite if all forwards wait.
     """
 
     starts: NDArray[np.intp]
-    places: NDArray[np.intp]
+    positions: NDArray[np.intp]
     route: tuple[int, ...]
     bubble: float
-    waiting: Floats
+    max_pending: Floats
 
     def by_stage(self, values: Floats) -> Floats:
         """Returns the sums over each stage, [..., stages], of layer values, [..., layers]."""
         positions = np.add.reduceat(values, self.starts, axis=-1)
-        return np.asarray(positions[..., self.places].sum(axis=-2))
+        return np.asarray(positions[..., self.positions].sum(axis=-2))
 
 
 class Roofline:
@@ -109,61 +109,65 @@ class Roofline:
         self._working, self._wide = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient = DTYPES[plan.precision.gradients].itemsize
         self._num_states = count_states(plan)
-        self._known: dict[Hashable, Any] = {}
+        self._cached: dict[Hashable, Any] = {}
 
     def _memoize(self, key: Hashable, make: Callable[[], T]) -> T:
-        value: T = memoize(self._known, key, make)
+        value: T = memoize(self._cached, key, make)
         return value
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
         """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled or priced."""
-        cut, micros = self._cut(layout), layout.num_micros(self.plan, self.world)
-        if micros * len(cut.route) > MAX_FORWARDS:
+        split, num_micro_batches = self._split_stages(layout), layout.num_micro_batches(self.plan, self.world)
+        if num_micro_batches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
         choices = layout.activations, layout.weights, layout.attention
-        key = "micro-batch", id(cut), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
-        forward, backward, host, held_bytes, ramp = self._memoize(key, lambda: self._micro_batch(layout, cut, micros))
-        sums, gathers, attended, update, fixed_bytes = self._stages(layout, cut)
+        key = "micro-batch", id(split), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
+        forward, backward, host, held_bytes, ramp = self._memoize(
+            key, lambda: self._micro_batch_costs(layout, split, num_micro_batches)
+        )
+        sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout, split)
         exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
-        stages = micros * (forward + backward) + exposed + update
-        bubble = cut.bubble * float((forward + backward).mean())
+        stages = num_micro_batches * (forward + backward) + exposed + update
+        bubble = split.bubble * float((forward + backward).mean())
         end_s = (sum(self._totals_cost) if layout.pp > 1 else 0.0) + self.machine.device.step_s
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
         return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
 
-    def _micro_batch(self, layout: Layout, cut: StageCut, micros: int) -> tuple[Floats, Floats, Floats, Floats, float]:
+    def _micro_batch_costs(
+        self, layout: Layout, split: StageSplit, num_micro_batches: int
+    ) -> tuple[Floats, Floats, Floats, Floats, float]:
         """Returns the costs of a micro-batch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
         last result is the seconds of its messages.
         """
-        layers, (gather, reduce) = self._layers(layout), self._shard_exchanges(layout)
-        forward = cut.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
+        layers, (gather, reduce) = self._layer_costs(layout), self._shard_exchanges(layout)
+        forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         backward = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
-        waiting = np.minimum(cut.waiting, micros * len(cut.places)) / len(cut.places)
-        held_bytes = waiting * cut.by_stage(layers.saved)
-        held_bytes = held_bytes + np.maximum.reduceat(layers.passing, cut.starts)[cut.places].min(axis=0)
+        pending = np.minimum(split.max_pending, num_micro_batches * len(split.positions)) / len(split.positions)
+        held_bytes = pending * split.by_stage(layers.saved)
+        held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
         topology, links, ramp = Topology(self.world, layout.pp), self.machine.links, 0.0
-        for last, ends in zip(cut.starts[1:] - 1, pairwise(cut.route), strict=True):
+        for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True):
             if ends[0] != ends[1]:
                 num_bytes = int(layers.output[last])
                 cost = self._memoize(
                     ("message", num_bytes, ends, layout.pp), partial(slowest_message_cost, num_bytes, ends, topology, links)
                 )
                 ramp += 2 * sum(cost)
-        engine, host = self.machine.engine, cut.by_stage(layers.host) * micros
+        engine, host = self.machine.engine, split.by_stage(layers.host) * num_micro_batches
         if engine is not None:
-            counts = cut.by_stage(np.array([float(len(parameters)) for parameters in self._trained]))
-            host = host + [engine.seconds(int(count), micros) for count in counts]
-        return forward, cut.by_stage(backward), host, held_bytes, ramp
+            counts = split.by_stage(np.array([float(len(parameters)) for parameters in self._trained]))
+            host = host + [engine.seconds(int(count), num_micro_batches) for count in counts]
+        return forward, split.by_stage(backward), host, held_bytes, ramp
 
-    def _layers(self, layout: Layout) -> LayerCosts:
+    def _layer_costs(self, layout: Layout) -> LayerCosts:
         """Returns the costs of layers with whole weights."""
         variant = Variant(layout.activations, layout.micro_size, layout.sp)
 
         def layers() -> LayerCosts:
             if layout.attention is not None:
                 # Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence.
-                whole = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
-                plan = partial(whole.plan, self.plan, layout.sp)
+                sliced_layout = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
+                plan = partial(sliced_layout.plan, self.plan, layout.sp)
                 self._memoize(("slices", id(layout.attention)), lambda: build_meta_model(plan(), self.dataset.info))
             works = self._variants.works(variant)
             rows = []
@@ -171,18 +175,25 @@ class Roofline:
             priced = self._nearest.price(variant, works, layout.attention)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
                 # A backward needs at least the gradient of the layer's output.
-                forward, backward, saved, passing = seconds.forward, seconds.backward, work.kept_bytes, work.output_bytes
+                forward, backward, saved, backward_bytes = (
+                    seconds.forward,
+                    seconds.backward,
+                    work.saved_bytes,
+                    work.output_bytes,
+                )
                 if layout.sp > 1:
                     swaps_s, recompute_s = self._swaps_s(work.forward, layout.sp), self._swaps_s(work.recompute, layout.sp)
                     forward, backward = forward + swaps_s, backward + swaps_s + recompute_s
                 if layer.name in copied:
-                    out_s, back_s = (sum(copy_cost(kind, saved, self.machine)) for kind in get_args(CopyKind))
-                    is_beside = self.machine.device.kind == "cuda"
-                    forward = max(forward, out_s) if is_beside else forward + out_s
-                    backward = max(backward, back_s) if is_beside else backward + back_s
-                    saved, passing = 0, passing + saved
+                    offload_s, reload_s = (
+                        sum(copy_cost(direction, saved, self.machine)) for direction in get_args(CopyDirection)
+                    )
+                    overlaps = self.machine.device.kind == "cuda"
+                    forward = max(forward, offload_s) if overlaps else forward + offload_s
+                    backward = max(backward, reload_s) if overlaps else backward + reload_s
+                    saved, backward_bytes = 0, backward_bytes + saved
                 host_s = seconds.host_forward + seconds.host_backward
-                rows.append((forward, backward, host_s, saved, work.output_bytes, passing))
+                rows.append((forward, backward, host_s, saved, work.output_bytes, backward_bytes))
             return LayerCosts(*np.array(rows, dtype=np.float64).T)
 
         return self._memoize(("layers", id(layout.activations), layout.micro_size, layout.sp), layers)
@@ -197,26 +208,27 @@ class Roofline:
         """Returns the seconds of each layer's gather and reduction, [2, layers] each: the overlapped and the exposed part."""
 
         def exchanges() -> tuple[Floats, Floats]:
-            counts, topology = self._sharded(layout), Topology(self.world, wp=layout.wp)
-            kinds: tuple[tuple[Collective, int], ...] = ("gather", self._working), ("reduce", self._gradient)
+            counts, topology = self._sharded_numel(layout), Topology(self.world, wp=layout.wp)
+            collectives: tuple[tuple[Collective, int], ...] = ("gather", self._working), ("reduce", self._gradient)
             gather, reduce = (
-                np.array([self._exchange(kind, count * size, topology, "wp") for count in counts]).T for kind, size in kinds
+                np.array([self._exchange(collective, count * size, topology, "wp") for count in counts]).T
+                for collective, size in collectives
             )
             return gather, reduce
 
         return self._memoize(("shards", layout.wp, id(layout.weights)), exchanges)
 
-    def _exchange(self, kind: Collective, num_bytes: float, topology: Topology, axis: str) -> tuple[float, float]:
+    def _exchange(self, collective: Collective, num_bytes: float, topology: Topology, axis: str) -> tuple[float, float]:
         """Returns the seconds of an exchange in the slowest group of the axis: the overlapped and the exposed part."""
 
         def seconds() -> tuple[float, float]:
             links = self.machine.links
-            cost = slowest_cost(kind, int(num_bytes), all_groups(topology, axis, links), links) if num_bytes else NOTHING
+            cost = slowest_cost(collective, int(num_bytes), all_groups(topology, axis, links), links) if num_bytes else NOTHING
             return cost.latency_s + cost.work_s, cost.member_work_s
 
-        return self._memoize(("exchange", kind, num_bytes, topology, axis), seconds)
+        return self._memoize(("exchange", collective, num_bytes, topology, axis), seconds)
 
-    def _stages(self, layout: Layout, cut: StageCut) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    def _stage_costs(self, layout: Layout, split: StageSplit) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """Returns the costs of a step, [stages]: overlapped sums, overlapped gathers, their exposed part, the update, and the
         bytes between steps.
         """
@@ -224,31 +236,33 @@ class Roofline:
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
 
         def stages() -> tuple[Floats, Floats, Floats, Floats, Floats]:
-            sharded = cut.by_stage(self._sharded(layout))
+            sharded = split.by_stage(self._sharded_numel(layout))
             topology, ranks = Topology(self.world, layout.pp, wp=wp), self.world // layout.pp
-            whole, shards = cut.by_stage(self._numel) - sharded, sharded / wp
-            owned = shards / (ranks // wp) + whole / ranks if is_shared else shards + whole
+            unsharded, shards = split.by_stage(self._numel) - sharded, sharded / wp
+            owned = shards / (ranks // wp) + unsharded / ranks if is_shared else shards + unsharded
 
-            def exchanged(kind: Collective, itemsize: int) -> Floats:
-                parts = [
-                    [self._exchange(kind, count * itemsize, topology, axis) for count in counts]
-                    for axis, counts in (("wdp", shards), ("stage", whole))
+            def exchanged(collective: Collective, itemsize: int) -> Floats:
+                costs = [
+                    [self._exchange(collective, count * itemsize, topology, axis) for count in counts]
+                    for axis, counts in (("wdp", shards), ("stage", unsharded))
                 ]
-                return np.asarray(np.array(parts).sum(axis=0).T)
+                return np.asarray(np.array(costs).sum(axis=0).T)
 
             sums = exchanged("reduce" if is_shared else "sum", self._gradient)
             gathers = exchanged("gather", self._working) if is_shared else np.zeros_like(sums)
-            update_s, state_bytes = self._update(layout.offload)
-            held_bytes = (shards + whole) * (self._working + self._gradient) + owned * state_bytes
+            update_s, state_bytes = self._update_costs(layout.offload)
+            held_bytes = (shards + unsharded) * (self._working + self._gradient) + owned * state_bytes
             if wp > 1:  # the computing layer and the next one are gathered at the same time
-                own = self._sharded(layout)
-                largest = np.maximum.reduceat(own + np.append(own[1:], 0), cut.starts)[cut.places].max(axis=0)
+                sharded_numel = self._sharded_numel(layout)
+                largest = np.maximum.reduceat(sharded_numel + np.append(sharded_numel[1:], 0), split.starts)[
+                    split.positions
+                ].max(axis=0)
                 held_bytes = held_bytes + largest * (self._working + self._gradient)
             return sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held_bytes
 
-        return self._memoize(("stages", id(cut), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
+        return self._memoize(("stages", id(split), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
 
-    def _update(self, offload: Choice | None) -> tuple[float, float]:
+    def _update_costs(self, offload: Choice | None) -> tuple[float, float]:
         """Returns, per stepped element, the seconds of norm, update and copies, and the bytes of master weights and states on
         the device.
         """
@@ -260,15 +274,15 @@ class Roofline:
             return on_device_s, master + states
         is_on_host = steps_on_host(offload.record)
         sizes = (self._gradient, self._working) if is_on_host else (states, states)
-        parts = [
-            sum(copy_cost(kind, size * UPDATE_NUMEL, self.machine)) / UPDATE_NUMEL
-            for kind, size in zip(get_args(CopyKind), sizes, strict=True)
+        seconds = [
+            sum(copy_cost(direction, size * UPDATE_NUMEL, self.machine)) / UPDATE_NUMEL
+            for direction, size in zip(get_args(CopyDirection), sizes, strict=True)
         ]
         if is_on_host:
-            parts.append(host_operators_s([Operator("update", update_bytes * UPDATE_NUMEL)], self.machine) / UPDATE_NUMEL)
+            seconds.append(host_operators_s([Operator("update", update_bytes * UPDATE_NUMEL)], self.machine) / UPDATE_NUMEL)
         if device.kind == "cpu":  # copies do not overlap with other work
-            return sum(parts) + (0.0 if is_on_host else on_device_s), master + states if is_on_host else master
-        return (max(on_device_s, *parts), 0.0) if is_on_host else (on_device_s + max(parts), master)
+            return sum(seconds) + (0.0 if is_on_host else on_device_s), master + states if is_on_host else master
+        return (max(on_device_s, *seconds), 0.0) if is_on_host else (on_device_s + max(seconds), master)
 
     @cached_property
     def _totals_cost(self) -> tuple[float, ...]:
@@ -288,7 +302,7 @@ class Roofline:
     def _numel(self) -> Floats:
         return np.array([float(sum(param.numel() for param in parameters)) for parameters in self._trained])
 
-    def _sharded(self, layout: Layout) -> Floats:
+    def _sharded_numel(self, layout: Layout) -> Floats:
         """Returns the number of each layer's trained elements that the weight communicator shards. The communicator is built
         for two ranks.
         """
@@ -306,36 +320,38 @@ class Roofline:
                 for module in layer.module.modules():
                     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                         owners_by_id[id(parameter)].append((module, name))
-            cut = {key for key, owners in owners_by_id.items() if communicator.shard_dim(owners) is not None}
-            return np.array([float(sum(param.numel() for param in own if id(param) in cut)) for own in self._trained])
+            sharded_ids = {key for key, owners in owners_by_id.items() if communicator.shard_dim(owners) is not None}
+            return np.array(
+                [float(sum(param.numel() for param in trained if id(param) in sharded_ids)) for trained in self._trained]
+            )
 
         return self._memoize(("sharded", id(layout.weights)), sharded)
 
-    def _cut(self, layout: Layout) -> StageCut:
+    def _split_stages(self, layout: Layout) -> StageSplit:
         """Returns the stages of a layout. Layouts with equal schedule and number of stages share one object."""
         pp = layout.pp
 
-        def cut_model() -> StageCut:
+        def split_model() -> StageSplit:
             plan = layout._replace(sp=1, wp=1, micro_size=1, weights=None, attention=None).plan(self.plan, self.world)
             if pp > len(self.model.layers):
                 raise PlanError("partition-empty", "there are more stages than layers")
             stage = build_stage(plan, plan.topology(self.world), 0, self.model, self._costs)
             placement, lists = stage.lists.placement, stage.lists
             starts = list(accumulate((len(part) for _, part in stage.stages), initial=0))[:-1]
-            places = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
+            positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
             try:
-                waiting, waiting_longer = (
+                pending, longer_pending = (
                     [max_pending_forwards(steps) for steps in lists.computing(times * pp)] for times in (2, 3)
                 )
-                least = [
+                max_pending = [
                     float(count) if count == longer_count else np.inf
-                    for count, longer_count in zip(waiting, waiting_longer, strict=True)
+                    for count, longer_count in zip(pending, longer_pending, strict=True)
                 ]
                 even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
                 end = simulate(lists.of_all_stages(2 * pp), placement, even).timeline.makespan_s
                 bubble = end / placement.chunks - 2 * pp
             except SleyError:  # a schedule file has lists only for its own number of micro-batches
-                least, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
-            return StageCut(np.array(starts), np.array(places), tuple(placement.route), bubble, np.array(least))
+                max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
+            return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
 
-        return self._memoize(("cut", pp, id(layout.schedule)), cut_model)
+        return self._memoize(("cut", pp, id(layout.schedule)), split_model)

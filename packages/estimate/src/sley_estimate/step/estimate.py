@@ -1,8 +1,8 @@
 """Estimates the seconds of a step of a plan on a machine before a run: `train-cli estimate --machine`.
 
 plan ── draft ──> layers, priced one by one ──────────────────────────────────┐
-     ── a rank of each kind of stage takes steps without values: bytes, and ──┼──> programs ──> simulated step
-        what it computed, exchanged, updated                                  │
+     ── a rank of each distinct stage runs steps without values: bytes, and ──┼──> programs ──> simulated step
+        its operators, exchanges and updates                                  │
      ── schedule ──> lists of all stages, lowered ────────────────────────────┘
 
 A stage's program is its recorded step, priced on the machine. Messages between stages come from the lists; other exchanges come
@@ -35,7 +35,6 @@ from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, operators_s, price_layers
 from sley_estimate.layers.variants import memoize
 from sley_estimate.machine import MachineFile
-from sley_estimate.step.lanes import Await, Begin, Compute, Exchange, Instruction, StepSeconds, simulate_programs
 from sley_estimate.step.links import (
     Cost,
     Ranks,
@@ -56,7 +55,8 @@ from sley_estimate.step.record import (
     WaitEvent,
     expand_step,
 )
-from train_cli.on_meta import meta_micro_batch
+from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepSeconds, simulate_programs
+from train_cli.meta_model import meta_micro_batch
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
 
@@ -91,7 +91,7 @@ class _OperatorSeconds(NamedTuple):
 
 
 def simulate_records(
-    records: Records, num_micros: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
+    records: Records, num_micro_batches: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
 ) -> StepSeconds:
     """Returns the simulated step of `num_micros` micro-batches.
 
@@ -99,25 +99,29 @@ def simulate_records(
     update. Raises PlanError "machine-matmul", "machine-links" or "machine-host" for a missing part of the machine file, and
     PlanError "estimate-seconds" for an action that was not recorded.
     """
-    pricing = _Pricing(records, machine, measured or {}, num_micros, waits=waits)
-    lists = records.lists.of_all_stages(num_micros)
+    pricing = _Pricing(records, machine, measured or {}, num_micro_batches, waits=waits)
+    lists = records.lists.of_all_stages(num_micro_batches)
     return simulate_programs([list(pricing.program(stage, entries)) for stage, entries in enumerate(lists)])
 
 
 class _Pricing:
     """Prices recorded steps. If all layers of a chunk were measured, the operators of an action share their seconds."""
 
-    def __init__(self, records: Records, machine: MachineFile, measured: Measured, num_micros: int, *, waits: bool) -> None:
+    def __init__(
+        self, records: Records, machine: MachineFile, measured: Measured, num_micro_batches: int, *, waits: bool
+    ) -> None:
         self.records = records.ranks
         self.placement = records.lists.placement
         self.machine = machine
-        self.num_micros = num_micros
+        self.num_micro_batches = num_micro_batches
         self.waits = waits
         self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
         self._groups: dict[tuple[str, int], list[Ranks] | SleyError] = {}
         self._measured = measured
-        self._with_host = {place for place, layers in measured.items() if any(layer.host_forward for layer in layers)}
-        self._known: dict[int, _OperatorSeconds | SleyError] = {}  # by `id` of operators, which the records hold
+        self._with_host = {
+            stage_and_chunk for stage_and_chunk, layers in measured.items() if any(layer.host_forward for layer in layers)
+        }
+        self._prices: dict[int, _OperatorSeconds | SleyError] = {}  # by `id` of operators, which the records hold
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
         """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, and the engine's
@@ -125,19 +129,19 @@ class _Pricing:
         """
         record = self.records[stage]
         computing = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
-        step = expand_step(record.step, computing, record.more)
+        step = expand_step(record.step, computing, record.more_steps)
         awaited, numbers = _awaited_exchanges(step), count()
-        begun: dict[Queue, list[Exchange | None]] = defaultdict(list)
+        exchanges: dict[Queue, list[Exchange | None]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
-        def begin(began: BeginEvent) -> Iterator[Begin]:
+        def begin(event: BeginEvent) -> Iterator[Begin]:
             """Begins an exchange that this step waits for, unless the next step waits for it as `carried`."""
             number, exchange = next(numbers), None
             if number in awaited:
-                after = begun[began.after.queue][-began.after.distance] if began.after is not None else None
-                exchange = self._exchange(began, number, stage, counts, after)
+                previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
+                exchange = self._exchange(event, number, stage, counts, previous)
                 yield Begin(exchange)
-            begun[began.queue].append(exchange)
+            exchanges[event.queue].append(exchange)
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
             scale = Scale() if action is None else self._scale(events, stage, action)
@@ -148,14 +152,14 @@ class _Pricing:
                     seconds, host_s = self._computed_s(event.operators, stage, action, scale)
                     yield Compute(seconds, action, host_s)
                 elif isinstance(event, WaitEvent):
-                    exchange = begun[event.exchange.queue][-event.exchange.distance]
+                    exchange = exchanges[event.exchange.queue][-event.exchange.distance]
                     assert exchange is not None, event
                     yield Await(exchange.key)
                 else:
                     yield from begin(event)
 
-        for began in step.carried:
-            yield from begin(began)
+        for carried_event in step.carried:
+            yield from begin(carried_event)
         yield from instructions(step.opening, None)
         recorded = iter(step.actions)
         for entry in entries:
@@ -164,30 +168,30 @@ class _Pricing:
             elif entry.kind is not Kind.CHUNK_DONE:
                 action, events = next(recorded)
                 assert action == entry, (action, entry)
-                needed = self.placement.input_of(action, self.placement.position(stage, action.chunk))
-                if needed is not None and self.placement.holder(needed.origin).stage != stage:
-                    yield Await(needed)
+                delivery = self.placement.input_of(action, self.placement.position(stage, action.chunk))
+                if delivery is not None and self.placement.holder(delivery.origin).stage != stage:
+                    yield Await(delivery)
                 yield from instructions(events, action)
         yield from instructions(step.closing, None)
         waited_s = self._engine_s(stage, 0) if self.waits else 0.0
-        yield Compute(self.machine.device.step_s + waited_s, None, self._engine_s(stage, self.num_micros))
+        yield Compute(self.machine.device.step_s + waited_s, None, self._engine_s(stage, self.num_micro_batches))
 
-    def _engine_s(self, stage: int, num_micros: int) -> float:
+    def _engine_s(self, stage: int, num_micro_batches: int) -> float:
         engine = self.machine.engine
-        return engine.seconds(self.records[stage].num_trained, num_micros) if engine else 0.0
+        return engine.seconds(self.records[stage].num_trained, num_micro_batches) if engine else 0.0
 
     def _scale(self, events: Events, stage: int, action: Action) -> Scale:
         layers = self._measured.get((stage, action.chunk))
         if layers is None:
             return Scale()
-        parts = [self._operators_s(event.operators) for event in events if isinstance(event, ComputeEvent)]
+        priced = [self._operators_s(event.operators) for event in events if isinstance(event, ComputeEvent)]
         has_host = (stage, action.chunk) in self._with_host
-        counted_s = sum(part.device_s if has_host else part.with_starts_s for part in parts)
+        counted_s = sum(part.device_s if has_host else part.with_starts_s for part in priced)
         measured_s = sum(layer.action_s(action.kind) for layer in layers)
         if not counted_s:
             return Scale(1.0, measured_s)
         host_s = sum(layer.host_action_s(action.kind) for layer in layers)
-        return Scale(measured_s / counted_s, 0.0, host_s / sum(part.number for part in parts))
+        return Scale(measured_s / counted_s, 0.0, host_s / sum(part.number for part in priced))
 
     def _computed_s(
         self, operators: tuple[Operator, ...], stage: int, action: Action | None, scale: Scale
@@ -215,38 +219,40 @@ class _Pricing:
                 host_s, host_start_s, device_operators_s(on_device, device), operators_s(on_device, device), len(on_device)
             )
 
-        return memoize(self._known, id(operators), price)
+        return memoize(self._prices, id(operators), price)
 
-    def _exchange(self, began: BeginEvent, number: int, stage: int, counts: Counter[str], after: Exchange | None) -> Exchange:
+    def _exchange(
+        self, event: BeginEvent, number: int, stage: int, counts: Counter[str], previous: Exchange | None
+    ) -> Exchange:
         """Returns an exchange or copy. The key of an exchange over several stages is the axis and its count, which is equal on
         all members.
         """
         record = self.records[stage]
-        is_copy = began.axis == HOST
+        is_copy = event.axis == HOST
 
         def stages() -> tuple[int, ...]:
-            return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[began.axis]}))
+            return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[event.axis]}))
 
-        members = (stage,) if is_copy else memoize(self._members, (began.axis, stage), stages)
+        members = (stage,) if is_copy else memoize(self._members, (event.axis, stage), stages)
         key: Hashable = ("exchange", stage, number)
         if len(members) > 1:
-            key = began.axis, counts[began.axis]
-            counts[began.axis] += 1
+            key = event.axis, counts[event.axis]
+            counts[event.axis] += 1
         links = self.machine.links
-        if began.kind == "to_host" or began.kind == "to_device":
-            cost = copy_cost(began.kind, began.num_bytes, self.machine)
+        if event.kind == "to_host" or event.kind == "to_device":
+            cost = copy_cost(event.kind, event.num_bytes, self.machine)
         else:
-            list_groups = partial(concurrent_groups, record.topology, began.axis, record.groups[began.axis], links)
-            groups: list[Ranks] = memoize(self._groups, (began.axis, stage), list_groups)
-            cost = slowest_cost(began.kind, began.num_bytes, groups, links)
-        directions: tuple[str, ...] = (began.kind,) if is_copy else ("sends", "receives")
+            list_groups = partial(concurrent_groups, record.topology, event.axis, record.groups[event.axis], links)
+            groups: list[Ranks] = memoize(self._groups, (event.axis, stage), list_groups)
+            cost = slowest_cost(event.kind, event.num_bytes, groups, links)
+        directions: tuple[str, ...] = (event.kind,) if is_copy else ("sends", "receives")
         return Exchange(
             key,
-            f"{'all' if began.axis == 'all' else began.kind} {began.axis}.{began.lane}",
+            f"{'all' if event.axis == 'all' else event.kind} {event.axis}.{event.channel}",
             members,
             *cost,
             links=tuple((direction, member) for member in members for direction in directions),
-            after=None if after is None else after.key,
+            after=None if previous is None else previous.key,
         )
 
     def _message_cost(self, position: int) -> Cost:
@@ -276,9 +282,9 @@ def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Ca
     else:
         position, sender, receiver = placement.position(stage, entry.chunk), entry.peer, stage
     delivery = Delivery(entry.flow, position, entry.micro)
-    lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
+    channel = f"{direction_of(sender, receiver)} {sender}>{receiver}"
     ports = ("sends", sender), ("receives", receiver)
-    return Exchange(delivery, lane, (sender, receiver), *cost(min(delivery.position, delivery.origin)), links=ports)
+    return Exchange(delivery, channel, (sender, receiver), *cost(min(delivery.position, delivery.origin)), links=ports)
 
 
 @dataclass(frozen=True)
@@ -291,8 +297,8 @@ class PlanSeconds:
 
 def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
     """Returns `plan` with the machine's device type as `run.device`."""
-    kind = machine.device.kind
-    return plan if plan.run.device == kind else replace_values(plan, {("run", "device"): kind})
+    device_type = machine.device.kind
+    return plan if plan.run.device == device_type else replace_values(plan, {("run", "device"): device_type})
 
 
 def estimate_bytes_and_seconds(
@@ -327,19 +333,21 @@ def record_stages(plan: Plan, size: int, draft: Draft, cores: int = 1) -> Record
     return build_records({stage: record for stage, (_, record) in zip(stages, steps, strict=True) if record}, samples, draft)
 
 
-def build_records(known: Mapping[int, RankRecord], samples: Sequence[Sequence[int]], draft: Draft) -> Records:
-    """Returns the records of all stages. known: the records by stage. samples: the representative stages of each stage."""
+def build_records(records_by_stage: Mapping[int, RankRecord], samples: Sequence[Sequence[int]], draft: Draft) -> Records:
+    """Returns the records of all stages. records_by_stage: the records by stage. samples: the representative stages of each
+    stage.
+    """
     lists = draft.stage.lists
     names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
     chunks = range(lists.placement.chunks)
     return Records(
         [
-            known[first].on_stage(
+            records_by_stage[first_stage].on_stage(
                 number,
                 [names[lists.placement.position(number, chunk)] for chunk in chunks],
-                [known[stage].step for stage in more],
+                [records_by_stage[stage].step for stage in more_stages],
             )
-            for number, (first, *more) in enumerate(samples)
+            for number, (first_stage, *more_stages) in enumerate(samples)
         ],
         lists,
     )
@@ -358,9 +366,9 @@ def estimate_from_records(records: Records, plan: Plan, size: int, machine: Mach
         for chunk, names in enumerate(record.layers)
         if by_name.keys() >= set(names)
     }
-    num_micros = plan.num_micros(plan.topology(size))
+    num_micro_batches = plan.num_micros(plan.topology(size))
     waits = machine.engine is not None and waits_before_updates(plan)
-    step = simulate_records(records, num_micros, machine, measured, waits=waits)
+    step = simulate_records(records, num_micro_batches, machine, measured, waits=waits)
     return PlanSeconds(step, layers)
 
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from sley_core.errors import PlanError
 from sley_core.protocols import Collective
 from sley_core.topology import AXES, TIE, Topology
-from sley_estimate.bytes.fake_world import CopyKind
+from sley_estimate.bytes.fake_world import CopyDirection
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import operators_s
 from sley_estimate.machine import ExchangeTable, LinksTable, LinkTable, MachineFile
@@ -49,7 +49,7 @@ def count_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[in
     return len(hosts), max(hosts.values())
 
 
-def collective_cost(kind: Collective, num_bytes: int, ranks: Ranks, links: LinksTable) -> Cost:
+def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links: LinksTable) -> Cost:
     """Returns the cost of a collective of full tensors of `num_bytes` over global ranks, while the other ranks of their hosts
     run the same collective in their groups. Raises PlanError "machine-links" for a missing link in the machine file.
     """
@@ -57,24 +57,26 @@ def collective_cost(kind: Collective, num_bytes: int, ranks: Ranks, links: Links
     if size == 1:
         return NOTHING
     num_hosts, per_host = count_hosts(ranks if isinstance(ranks, range) else tuple(ranks), links.ranks_per_host)
-    is_swap, rounds = kind == "swap", (2 if kind == "sum" else 1) * (size - 1)
-    parts: list[tuple[Cost, float]] = []  # cost and overlap of each link
+    is_swap, rounds = collective == "swap", (2 if collective == "sum" else 1) * (size - 1)
+    link_costs: list[tuple[Cost, float]] = []  # cost and overlap of each link
     if per_host > 1:
         link = _require_link(links, "same_host")
-        table = getattr(link, kind) or link
+        table = getattr(link, collective) or link
         share = (per_host - 1 if is_swap else rounds) / size
-        parts.append((_cost(table, rounds, is_swap, num_bytes * share / _rank_bandwidth(link, kind, links)), table.overlap))
+        link_costs.append(
+            (_cost(table, rounds, is_swap, num_bytes * share / _rank_bandwidth(link, collective, links)), table.overlap)
+        )
     if num_hosts > 1:
         link = _require_link(links, "other_host")
-        table = getattr(link, kind) or link
+        table = getattr(link, collective) or link
         if is_swap:
             work_s = num_bytes * (size - per_host) / size * (links.ranks_per_host if link.shared else 1) / table.bandwidth
         else:
             groups = max(1, links.ranks_per_host // per_host)
             work_s = num_bytes * rounds / size / (table.bandwidth / groups if link.shared else table.bandwidth * per_host)
-        parts.append((_cost(table, rounds, is_swap, work_s), table.overlap))
-    slowest_link, overlap = max(parts, key=lambda part: part[0].work_s)
-    return Cost(max(cost.latency_s for cost, _ in parts), slowest_link.work_s).split_overlap(overlap)
+        link_costs.append((_cost(table, rounds, is_swap, work_s), table.overlap))
+    slowest_link, overlap = max(link_costs, key=lambda link_cost: link_cost[0].work_s)
+    return Cost(max(cost.latency_s for cost, _ in link_costs), slowest_link.work_s).split_overlap(overlap)
 
 
 def _cost(table: ExchangeTable, rounds: int, is_swap: bool, work_s: float) -> Cost:
@@ -95,9 +97,9 @@ def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) 
     return cost.split_overlap(table.overlap)
 
 
-def _rank_bandwidth(link: LinkTable, kind: Collective | Literal["send"], links: LinksTable) -> float:
+def _rank_bandwidth(link: LinkTable, collective: Collective | Literal["send"], links: LinksTable) -> float:
     """Returns one rank's bytes per second while all ranks of its host send."""
-    bandwidth: float = (getattr(link, kind) or link).bandwidth
+    bandwidth: float = (getattr(link, collective) or link).bandwidth
     return bandwidth / links.ranks_per_host if link.shared else bandwidth
 
 
@@ -107,11 +109,11 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
     if link is not None:
         return link
     if name == "same_host":
-        need, hint = "ranks of one host exchange tensors", "use `train-cli calibrate --ranks 2` to measure it"
+        reason, hint = "ranks of one host exchange tensors", "use `train-cli calibrate --ranks 2` to measure it"
     else:
-        need = f"ranks are {links.ranks_per_host} to a host, and exchange tensors between hosts"
+        reason = f"ranks are {links.ranks_per_host} to a host, and exchange tensors between hosts"
         hint = "set its latency and bandwidth, or a larger `ranks_per_host`"
-    raise PlanError("machine-links", f"the machine file has no `[links.{name}]`, but {need}", hint=hint)
+    raise PlanError("machine-links", f"the machine file has no `[links.{name}]`, but {reason}", hint=hint)
 
 
 def concurrent_groups(topology: Topology, axis: str, ranks: Ranks, links: LinksTable) -> list[Ranks]:
@@ -121,11 +123,11 @@ def concurrent_groups(topology: Topology, axis: str, ranks: Ranks, links: LinksT
     if _has_uniform_groups(topology, links):
         return [ranks]
     size = topology.ranks_per_stage
-    stage, within = divmod(min(ranks), size)
+    stage, offset = divmod(min(ranks), size)
     if axis in AXES:
         return distinct_placements([ranks, *topology.partition(axis, stage)], links)
     if axis.startswith(TIE):
-        return distinct_placements([ranks, *([rank + at - within for rank in ranks] for at in range(size))], links)
+        return distinct_placements([ranks, *([rank + index - offset for rank in ranks] for index in range(size))], links)
     return [ranks]
 
 
@@ -148,16 +150,16 @@ def _has_uniform_groups(topology: Topology, links: LinksTable) -> bool:
 
 def distinct_placements(groups: Iterable[Ranks], links: LinksTable) -> list[Ranks]:
     """Returns the first of `groups` for each distribution of ranks over hosts."""
-    firsts: dict[tuple[int, ...], Ranks] = {}
+    first_groups: dict[tuple[int, ...], Ranks] = {}
     for ranks in groups:
         hosts = Counter(rank // links.ranks_per_host for rank in ranks)
-        firsts.setdefault(tuple(sorted(hosts.values())), ranks)
-    return list(firsts.values())
+        first_groups.setdefault(tuple(sorted(hosts.values())), ranks)
+    return list(first_groups.values())
 
 
-def slowest_cost(kind: Collective, num_bytes: int, groups: Iterable[Ranks], links: LinksTable) -> Cost:
+def slowest_cost(collective: Collective, num_bytes: int, groups: Iterable[Ranks], links: LinksTable) -> Cost:
     """Returns the cost of a collective in the slowest of `groups`. Raises the errors of `collective_cost`."""
-    return max((collective_cost(kind, num_bytes, ranks, links) for ranks in groups), key=sum)
+    return max((collective_cost(collective, num_bytes, ranks, links) for ranks in groups), key=sum)
 
 
 def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topology, links: LinksTable) -> Cost:
@@ -171,13 +173,13 @@ def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topo
     return max((message_cost(num_bytes, *pair, links) for pair in pairs.values()), key=sum)
 
 
-def copy_cost(kind: CopyKind, num_bytes: int, machine: MachineFile) -> Cost:
+def copy_cost(direction: CopyDirection, num_bytes: int, machine: MachineFile) -> Cost:
     """Returns the cost of a copy to the host or to the device. On CUDA both directions overlap with computing. A CPU without
     `[host]` copies at its memory bandwidth. Raises PlanError "machine-host" for a CUDA device without `[host]`.
     """
     host = machine.host
     if host is not None:
-        return Cost(host.latency_s, num_bytes / (host.to_host if kind == "to_host" else host.to_device))
+        return Cost(host.latency_s, num_bytes / (host.to_host if direction == "to_host" else host.to_device))
     if machine.device.kind == "cuda":
         raise _missing_host_error("[host]", "a step copies between the device and its host")
     return Cost(machine.device.launch_s, 2 * num_bytes / machine.device.memory_bandwidth)
@@ -192,6 +194,6 @@ def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> flo
     return sum(operator.num_bytes for operator in operators) / machine.host.memory_bandwidth
 
 
-def _missing_host_error(key: str, need: str) -> PlanError:
+def _missing_host_error(key: str, reason: str) -> PlanError:
     hint = "use `train-cli calibrate` on a machine with a CUDA device to measure it"
-    return PlanError("machine-host", f"the machine file has no `{key}`, but {need}", hint=hint)
+    return PlanError("machine-host", f"the machine file has no `{key}`, but {reason}", hint=hint)

@@ -25,7 +25,7 @@ from sley_core.protocols import Collective
 from sley_core.run import Run
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.fake_world import CopyKind, FakeDevice, StepListener, StepSimulation
+from sley_estimate.bytes.fake_world import CopyDirection, FakeDevice, StepListener, StepSimulation
 from sley_estimate.layers.operators import Operator, describe_operator
 
 HOST = "host"  # the axis of copies between a device and its host, which has no group
@@ -39,7 +39,7 @@ class ComputeEvent:
     operators: tuple[Operator, ...]
 
 
-Queue = tuple[str, str]  # axis and lane; exchanges of one queue run one after another
+Queue = tuple[str, str]  # axis and channel; exchanges of one queue run one after another
 
 
 class ExchangeReference(NamedTuple):
@@ -51,19 +51,19 @@ class ExchangeReference(NamedTuple):
 
 @dataclass(frozen=True)
 class BeginEvent:
-    """The rank began an exchange of `num_bytes` (of full tensors) on a lane of its group of `axis`, or a copy on stream `lane`
-    of the axis `HOST`. after: a copy that must end first.
+    """The rank began an exchange of `num_bytes` (of full tensors) on a channel of its group of `axis`, or a copy on stream
+    `channel` of the axis `HOST`. after: a copy that must end first.
     """
 
-    kind: Collective | CopyKind
+    kind: Collective | CopyDirection
     axis: str
-    lane: str
+    channel: str
     num_bytes: int
     after: ExchangeReference | None = None
 
     @property
     def queue(self) -> Queue:
-        return self.axis, self.lane
+        return self.axis, self.channel
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RecordedStep:
 class RankRecord:
     """A recorded step and information about the run. groups: the global ranks of this rank's groups, by axis. messages: the
     bytes of each position's output except the last. layers: the layer names by chunk. num_trained: the number of trained
-    parameters. more: recorded steps of stages with equal work.
+    parameters. more_steps: recorded steps of stages with equal work.
     """
 
     step: RecordedStep
@@ -108,9 +108,9 @@ class RankRecord:
     messages: Sequence[int]
     layers: Sequence[Sequence[str]]
     num_trained: int
-    more: Sequence[RecordedStep] = ()
+    more_steps: Sequence[RecordedStep] = ()
 
-    def on_stage(self, stage: int, layers: Sequence[Sequence[str]], more: Sequence[RecordedStep]) -> RankRecord:
+    def on_stage(self, stage: int, layers: Sequence[Sequence[str]], more_steps: Sequence[RecordedStep]) -> RankRecord:
         """Returns the record of the first rank of a stage with equal work, with the names of its layers."""
         size = self.topology.ranks_per_stage
         first_rank = min(self.groups["stage"])
@@ -119,7 +119,7 @@ class RankRecord:
             axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(stage_ranks) else ranks
             for axis, ranks in self.groups.items()
         }
-        return replace(self, groups=shifted, layers=layers, more=more)
+        return replace(self, groups=shifted, layers=layers, more_steps=more_steps)
 
 
 class Recording(StepListener):
@@ -133,12 +133,12 @@ class Recording(StepListener):
         """Listens to `run`, which has run no step yet, and discards earlier records."""
         self._run, self._tensors = run, tensors
         self._exchanges: list[BeginEvent] = []
-        self._after: dict[int, int] = {}
+        self._previous_copy: dict[int, int] = {}
         self._awaited: set[int] = set()
         self._first = 0
         self._is_recording = False
         self._on_host: set[int] = set()
-        self._known: dict[Hashable, Operator | None] = {}
+        self._operator_by_key: dict[Hashable, Operator | None] = {}
         self._entry: object = None
         self._operators: list[Operator] = []
         self._opening: list[_Raw] = []
@@ -151,9 +151,9 @@ class Recording(StepListener):
         simulation.listener = device.copies.listener = self
 
     def begin(self) -> None:
-        masters = self._run.stepper.update.masters
-        if masters.home is not None:
-            self._on_host = {storage_id(each.parameter) for each in masters.stepped}
+        master_weights = self._run.stepper.update.masters
+        if master_weights.home is not None:
+            self._on_host = {storage_id(stepped.parameter) for stepped in master_weights.stepped}
         self._first = len(self._exchanges)
         self._is_recording = True
         self._run.groups.progress.step_progress.follow = self._record_entry
@@ -183,7 +183,7 @@ class Recording(StepListener):
     def _step(self) -> RecordedStep:
         """Returns the recorded step. Each reference to an exchange is a position in its queue."""
         lists = [self._opening, *(events for _, events in self._actions), self._closing]
-        raw = [each for events in lists for each in events if not isinstance(each, ComputeEvent)]
+        raw = [raw_event for events in lists for raw_event in events if not isinstance(raw_event, ComputeEvent)]
         carried = [number for event_type, number in raw if event_type == "awaited" and number < self._first]
         queues: dict[Queue, list[int]] = defaultdict(list)
         for number in carried:
@@ -195,17 +195,17 @@ class Recording(StepListener):
                 ExchangeReference(self._exchanges[number].queue, len(queue) - queue.index(number)) if number in queue else None
             )
 
-        def event(each: _Raw) -> Event:
-            if isinstance(each, ComputeEvent):
-                return each
-            event_type, number = each
+        def event(raw_event: _Raw) -> Event:
+            if isinstance(raw_event, ComputeEvent):
+                return raw_event
+            event_type, number = raw_event
             if event_type == "awaited":
                 exchange = reference(number)
                 assert exchange is not None, self._exchanges[number]
                 return WaitEvent(exchange)
-            began = replace(self._exchanges[number], after=reference(self._after.get(number)))
-            queues[began.queue].append(number)
-            return began
+            begin_event = replace(self._exchanges[number], after=reference(self._previous_copy.get(number)))
+            queues[begin_event.queue].append(number)
+            return begin_event
 
         opening, *actions, closing = [tuple(map(event, events)) for events in lists]
         named = [(action, events) for (action, _), events in zip(self._actions, actions, strict=True)]
@@ -216,16 +216,16 @@ class Recording(StepListener):
         if self._is_recording:
             self._operators.append(operator)
 
-    def on_exchange(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+    def on_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
         if axis == MESSAGES:
             return lambda: None
-        number = self._record_exchange(BeginEvent(kind, axis, lane, num_bytes))
+        number = self._record_exchange(BeginEvent(collective, axis, channel, num_bytes))
         return lambda: self.on_wait(number)
 
-    def on_copy(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
-        if after is not None:
-            self._after[len(self._exchanges)] = after
-        return self._record_exchange(BeginEvent(kind, HOST, str(stream), num_bytes))
+    def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
+        if previous is not None:
+            self._previous_copy[len(self._exchanges)] = previous
+        return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes))
 
     def on_wait(self, number: int) -> None:
         if number in self._awaited:
@@ -251,20 +251,20 @@ class Recording(StepListener):
         if isinstance(self._entry, Transfer):
             return
         try:
-            operator = self._known[key]
+            operator = self._operator_by_key[key]
         except KeyError:
             operator = describe_operator(func, args, kwargs, result)
             if key is not None:
-                self._known[key] = operator
+                self._operator_by_key[key] = operator
         if operator is not None:
             is_on_host = bool(self._on_host) and any(
                 isinstance(leaf, Tensor) and storage_id(leaf) in self._on_host for leaf in tree_leaves(args)
             )
             self.record_kernel(replace(operator, is_on_host=True) if is_on_host else operator)
 
-    def _record_exchange(self, began: BeginEvent) -> int:
+    def _record_exchange(self, event: BeginEvent) -> int:
         number = len(self._exchanges)
-        self._exchanges.append(began)
+        self._exchanges.append(event)
         if self._is_recording:
             self._flush_operators()
             self._events.append(("began", number))
@@ -276,27 +276,29 @@ class Recording(StepListener):
             self._operators = []
 
 
-def expand_step(step: RecordedStep, actions: Sequence[Action], more: Sequence[RecordedStep] = ()) -> RecordedStep:
+def expand_step(step: RecordedStep, actions: Sequence[Action], more_steps: Sequence[RecordedStep] = ()) -> RecordedStep:
     """Returns `step` with the compute actions `actions`, or `step` itself if it has these actions. Pure.
 
-    Each action has the events of a recorded action with the same neighbours and the same position (first or last) in its chunk.
-    If there is none, it has those of the last recorded action with its kind and chunk. Waits keep their distance in the queue.
-    more: steps of stages with equal work, for positions that `step` does not have. Raises PlanError "estimate-seconds" for an
-    action of a kind or chunk that was not recorded.
+    Each action has the events of a recorded action with the same neighbours and the same position (first or last) in its
+    chunk. If there is none, it has those of the last recorded action with its kind and chunk. Waits keep their distance in the
+    queue. more_steps: steps of stages with equal work, for positions that `step` does not have. Raises PlanError
+    "estimate-seconds" for an action of a kind or chunk that was not recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
-    known: dict[Hashable, Events] = {}
-    for each in (*more, step):
-        for (_, events), keys in zip(each.actions, _neighbour_keys([action for action, _ in each.actions]), strict=True):
+    events_by_key: dict[Hashable, Events] = {}
+    for recorded_step in (*more_steps, step):
+        for (_, events), keys in zip(
+            recorded_step.actions, _neighbour_keys([action for action, _ in recorded_step.actions]), strict=True
+        ):
             for key in keys:
-                known[key] = events
+                events_by_key[key] = events
     expanded_actions = []
     for action, keys in zip(actions, _neighbour_keys(actions), strict=True):
-        key = next((key for key in keys if key in known), None)
+        key = next((key for key in keys if key in events_by_key), None)
         if key is None:
             raise PlanError("estimate-seconds", f"no action like {action} was recorded")
-        expanded_actions.append((action, known[key]))
+        expanded_actions.append((action, events_by_key[key]))
     return replace(step, actions=expanded_actions)
 
 
@@ -306,8 +308,13 @@ def _neighbour_keys(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
     first: dict[tuple[Kind, int], int] = {}
     for index, action in enumerate(actions):
         first.setdefault((action.kind, action.chunk), index)
-    kinds = [None, *((action.kind, action.chunk) for action in actions), None]
+    action_keys = [None, *((action.kind, action.chunk) for action in actions), None]
     for index, action in enumerate(actions):
-        own = action.kind, action.chunk
-        ends = first[own] == index, last.get(action.chunk) == index
-        yield [(own, ends, kinds[index], kinds[index + 2]), (own, ends, kinds[index + 2]), (own, ends), own]
+        action_key = action.kind, action.chunk
+        ends = first[action_key] == index, last.get(action.chunk) == index
+        yield [
+            (action_key, ends, action_keys[index], action_keys[index + 2]),
+            (action_key, ends, action_keys[index + 2]),
+            (action_key, ends),
+            action_key,
+        ]

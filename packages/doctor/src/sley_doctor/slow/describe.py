@@ -29,7 +29,7 @@ _ACTIONS = {
     "W": "backward for weights",
     "C": "start of the gradients' reduction",
 }
-_PLACES = {
+_LOCATIONS = {
     DATA: "wait for data",
     BEGINNING: "beginning of the step",
     MESSAGES: "start of messages to other stages",
@@ -49,25 +49,25 @@ _AXES = {
     "sp": "exchanges of attention",
 }
 _REMEDIES = {
-    "F": "look at what that rank's layers do there, and at its machine: other processes, clock, temperature",
-    DATA: "look at where its data lies and at the data set's `__getitem__`: one thread reads one batch ahead",
-    UPDATE: "look at the optimizer and its hooks on that rank",
+    "F": "check the layers of that rank, and its machine: other processes, clock, temperature",
+    DATA: "check the storage of its data and the data set's `__getitem__`: one thread reads one batch ahead",
+    UPDATE: "check the optimizer and its hooks on that rank",
     BETWEEN: "write metrics, evaluate and save less often, or make the step listeners faster",
     EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",
-    MESSAGES: "look at the network between these stages",
-    "link": "look at the network between these ranks, and at the interface that their groups use",
-    "change": "look at that rank's machine since then: other processes, clock, temperature, memory",
-    "memory": "look for objects kept from step to step: lists of tensors, losses with their graphs, caches without a limit",
-    "faults": "the rank allocates system memory in each step: look for large temporary buffers, and for a shortage of memory",
+    MESSAGES: "check the network between these stages",
+    "link": "check the network between these ranks, and the interface that their groups use",
+    "change": "check the machine of that rank since then: other processes, clock, temperature, memory",
+    "memory": "check for objects that are kept over steps: lists of tensors, losses with their graphs, caches without a limit",
+    "faults": "the rank allocates system memory in each step: check for large temporary buffers, and for a shortage of memory",
 }
 
 
-def describe_place(place: str) -> str:
-    """Returns the description of a place of work: `forward of chunk 0 (F0)` for `F0`."""
-    match = re.fullmatch(r"([FBIWC])(\d+)", place)
+def describe_location(location: str) -> str:
+    """Returns the description of a location of work: `forward of chunk 0 (F0)` for `F0`."""
+    match = re.fullmatch(r"([FBIWC])(\d+)", location)
     if match is None:
-        return _PLACES.get(place, place)
-    return f"{_ACTIONS[match[1]]} of chunk {match[2]} ({place})"
+        return _LOCATIONS.get(location, location)
+    return f"{_ACTIONS[match[1]]} of chunk {match[2]} ({location})"
 
 
 def describe_cause(cause: Cause) -> str:
@@ -76,29 +76,21 @@ def describe_cause(cause: Cause) -> str:
     match cause.kind:
         case "work":
             layer = f", in layer `{cause.layer}`," if cause.layer else ""
-            usual = (
-                f"others take {_format_seconds(cause.usual_s)}"
-                if cause.usual_s >= MIN_SHOWN_S
-                else "others take next to nothing"
-            )
-            longer = (
-                f"its {describe_place(cause.place)}{layer} takes {_format_seconds(cause.seconds)} longer than others' {step}"
-            )
-            faults = f", with {cause.faults:,.0f} page faults more" if cause.faults else ""
-            return f"{ranks} makes others wait: {longer}; {usual}{faults}"
+            usual = _format_seconds(cause.usual_s) if cause.usual_s >= MIN_SHOWN_S else "almost no time"
+            work = f"its {describe_location(cause.location)}{layer} takes {_format_seconds(cause.seconds)} longer"
+            faults = f", with {cause.faults:,.0f} additional page faults" if cause.faults else ""
+            return f"{ranks} makes other ranks wait: {work} than on other ranks {step}; those take {usual}{faults}"
         case "data":
             return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
         case "link":
-            exchanges = f"the exchanges of `{cause.place}` ({_exchange_type(cause.place)}) between {ranks}"
-            expected = f"a slow but sound link takes {_format_seconds(cause.usual_s)}"
+            exchanges = f"the exchanges of `{cause.location}` ({_exchange_type(cause.location)}) between {ranks}"
+            expected = f"a slow but working link takes {_format_seconds(cause.usual_s)}"
             return f"{exchanges} take {_format_seconds(cause.seconds)} {step} although no rank is late; {expected}"
         case "change":
-            increase = (
-                f"takes {_format_seconds(cause.seconds)} more than the {_format_seconds(cause.usual_s)} of before, {step}"
-            )
-            return f"{ranks} has become slower: its {describe_place(cause.place)} {increase}"
+            increase = f"takes {_format_seconds(cause.seconds)} more than the earlier {_format_seconds(cause.usual_s)}, {step}"
+            return f"{ranks} has become slower: its {describe_location(cause.location)} {increase}"
         case _:
-            memory = "on the host" if cause.place == "host" else "on the device"
+            memory = "on the host" if cause.location == "host" else "on the device"
             return f"the memory of {ranks} {memory} grows: {cause.megabytes:,.0f} MiB in steps {cause.first} to {cause.last}"
 
 
@@ -106,7 +98,7 @@ def remedy(cause: Cause) -> str:
     """Returns the remedy for the cause."""
     if cause.faults:
         return _REMEDIES["faults"]
-    return _REMEDIES.get(cause.kind) or _REMEDIES.get(cause.place) or _REMEDIES["F"]
+    return _REMEDIES.get(cause.kind) or _REMEDIES.get(cause.location) or _REMEDIES["F"]
 
 
 def describe_no_cause(judgement: Judgement) -> str:
@@ -125,7 +117,7 @@ def describe_last_steps(records: Sequence[WorkRecord]) -> Iterator[str]:
     for record in records:
         if record.windows:
             window = record.windows[-1]
-            work = ", ".join(_longest_places([(place, spent.median) for place, spent in window.work.items()]))
+            work = ", ".join(_longest_locations([(location, spent.median) for location, spent in window.work.items()]))
             yield f"rank {record.start.rank} (stage {record.start.stage}): recorded up to step {window.last}: {work}"
 
 
@@ -134,19 +126,21 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
         works = [block.ranks[rank] for block in blocks]
-        places = [place for place in works[-1].work if place != DEVICE]
-        spent = [(place, median(work.work[place].median for work in works if place in work.work)) for place in places]
-        longest = ", ".join(_longest_places(spent))
+        locations = [location for location in works[-1].work if location != DEVICE]
+        spent = [
+            (location, median(work.work[location].median for work in works if location in work.work)) for location in locations
+        ]
+        longest = ", ".join(_longest_locations(spent))
         text = (
             f"works {_format_seconds(median(work.working_s for work in works))} of a step{f' ({longest})' if longest else ''}"
         )
         yield f"rank {rank} (stage {works[0].start.stage}): {text}{_describe_waits(rank, blocks)}"
 
 
-def _longest_places(spent: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Yields the three places that take most of a step, each with its time."""
+def _longest_locations(spent: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """Yields the three locations with the longest times, each with its time."""
     longest = sorted((item for item in spent if item[1] >= MIN_SHOWN_S), key=lambda item: -item[1])[:3]
-    yield from (f"{place} {_format_seconds(seconds)}" for place, seconds in longest)
+    yield from (f"{location} {_format_seconds(seconds)}" for location, seconds in longest)
 
 
 def _describe_waits(rank: int, blocks: Sequence[Block]) -> str:
@@ -155,7 +149,7 @@ def _describe_waits(rank: int, blocks: Sequence[Block]) -> str:
         for seconds, description in longest_waits(rank, blocks)
         if seconds >= MIN_SHOWN_S
     ]
-    return f", waits {'; '.join(waits[:3])}" if waits else ", waits for nobody"
+    return f", waits {'; '.join(waits[:3])}" if waits else ", waits for no rank"
 
 
 def longest_waits(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:

@@ -39,12 +39,12 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without memory or peers.
 
     calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters, the host memory
-    that first values take, and what was not checked.
+    of first values, and the parts that were not checked.
 
     Raises the errors of `assemble` and `check_layers`, and RunError "no-device" if the plan asks for CUDA and there is none.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
-        hint = '`device = "auto"` takes what there is'
+        hint = 'use `device = "auto"` for the available device'
         message = "the plan asks for CUDA, but torch finds no CUDA device"
         raise plan.add_places(RunError("no-device", message, path=("run", "device"), hint=hint))
     with World.fake(0, world) as fake:
@@ -69,10 +69,10 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     return notes
 
 
-def host_notes(model: Model, on_host: int) -> list[str]:
-    """Returns notes on the host memory that first values of `model` take, and on why its factory does not run on meta.
+def host_notes(model: Model, ranks_per_host: int) -> list[str]:
+    """Returns notes on the host memory of the first values of `model`, and on a factory that does not run on meta.
 
-    on_host: the number of ranks on a host. A rank makes all layers without a builder at once.
+    ranks_per_host: the number of ranks on a host. A rank creates all layers without a builder at the same time.
     """
     tensors = {
         id(tensor): tensor.nbytes
@@ -82,19 +82,19 @@ def host_notes(model: Model, on_host: int) -> list[str]:
     }
     notes, num_bytes = [], sum(tensors.values())
     if num_bytes:
-        total, present = num_bytes * on_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        note = f"each rank makes all first values on its host before it drops those of others: {memory(num_bytes / MIB)}"
-        note += f", {memory(total / MIB)} for {on_host} ranks on a host" if on_host > 1 else ""
-        if total > present:
-            note += f"; this one has {memory(present / MIB)}: return builders (docs/save-resume-load.md)"
+        total, available = num_bytes * ranks_per_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        note = f"each rank creates all first values on its host before it drops those of other ranks: {memory(num_bytes / MIB)}"
+        note += f", {memory(total / MIB)} for {ranks_per_host} ranks on a host" if ranks_per_host > 1 else ""
+        if total > available:
+            note += f"; this host has {memory(available / MIB)}: return builders (docs/save-resume-load.md)"
         notes.append(note)
     if model.recipe is not None and model.recipe.needs_host:
-        notes.append(f"the factory does not run without values, and took as much memory here: {model.recipe.needs_host}")
+        notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.needs_host}")
     return notes
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch of the plan's data on meta, as the first rank of `sp` gets it: {field: [micro_size, ...]}.
+    """Returns a micro-batch of the plan's data on meta, as for the first rank of `sp`: {field: [micro_size, ...]}.
 
     A dataset of a record whose sequences have one length is not read: `cu_seqlens` has one document, and other fields without
     a sequence dim are omitted. For other datasets the first sample is read. Raises ValueError for a stream of the latter kind,
@@ -105,29 +105,29 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     return {name: value.to("meta") for name, value in SequenceSlicer(declared, plan.parallel.sp, 0)(batch).items()}
 
 
-def meta_state(layer: Layer, dtype: torch.dtype, keep: Sequence[str] = ()) -> dict[str, Tensor]:
+def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = ()) -> dict[str, Tensor]:
     """Returns the layer's parameters and buffers on meta by name, in the dtypes of a run.
 
-    dtype: the dtype of parameters that no pattern of `keep` matches.
+    dtype: the dtype of parameters that no pattern in `fp32_patterns` matches.
     """
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=buffer_format(buffer, dtype))
         for name, buffer in layer.module.named_buffers()
     }
     return state | {
-        name: parameter.to(parameter_format(f"{layer.name}.{name}", dtype, keep))
+        name: parameter.to(parameter_format(f"{layer.name}.{name}", dtype, fp32_patterns))
         for name, parameter in layer.module.named_parameters()
     }
 
 
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:
-    """Returns the output of `layer` on meta, called with `args` and those of `fields` that it reads.
+    """Returns the output of `layer` on meta, called with `args` and the fields that it reads.
 
     state: from `meta_state`; the forward may write to it. Raises the errors of the layer's forward.
     """
-    own_fields = {name: fields[name] for name in layer.fields}
+    layer_fields = {name: fields[name] for name in layer.fields}
     with torch.device("meta"):  # tensors that the forward creates are on meta too
-        return torch.func.functional_call(layer.module, state, args, own_fields)
+        return torch.func.functional_call(layer.module, state, args, layer_fields)
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
@@ -172,12 +172,12 @@ def check_layers(
     raises "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics, "model-vocabulary"
     if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
     """
-    parts = (
+    stages = (
         [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).stages]
         if topology.pp > 1
         else []
     )
-    ends = [layers[-1].name for layers in parts[:-1]]
+    ends = [layers[-1].name for layers in stages[:-1]]
     if not ends and not calls_all:
         return None
     try:
@@ -188,7 +188,7 @@ def check_layers(
     written: list[tuple[str, nn.Module]] = []
     for layer in model.layers:
         if missing := [name for name in layer.fields if name not in fields]:
-            return f"layers were called up to {_layer_label(layer)}: only the data know the shape of `{missing[0]}`"
+            return f"layers were called up to {_layer_label(layer)}: only the data determines the shape of `{missing[0]}`"
         try:
             state = meta_state(layer, dtype, plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
@@ -253,8 +253,8 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
     return None
 
 
-def _is_certain(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    is_expected = isinstance(error, kinds) and not isinstance(error, NotImplementedError)
+def _is_certain(error: Exception, error_types: tuple[type[Exception], ...]) -> bool:
+    is_expected = isinstance(error, error_types) and not isinstance(error, NotImplementedError)
     return is_expected and not _DEVICE_ERROR.search(str(error))
 
 

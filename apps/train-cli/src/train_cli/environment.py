@@ -54,9 +54,9 @@ def cgroup_cores(root: Path) -> float:
         mounts = [controllers, "cpu"] if controllers else ["", "unified"]
         if controllers and "cpu" not in controllers.split(","):
             continue
-        own = PurePosixPath(path.lstrip("/"))
+        group_path = PurePosixPath(path.lstrip("/"))
         # Limits of parent groups count too. A container may see its own cgroup as the root.
-        groups = [root / "sys/fs/cgroup" / mount / group for mount in mounts for group in (own, *own.parents)]
+        groups = [root / "sys/fs/cgroup" / mount / group for mount in mounts for group in (group_path, *group_path.parents)]
         for group in groups:
             for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
                 with suppress(OSError, ValueError):  # no such file; or "max": no limit
@@ -65,26 +65,26 @@ def cgroup_cores(root: Path) -> float:
     return min(limits)
 
 
-def machine_facts(*, names_gpus: bool = True) -> dict[str, Any]:
+def machine_info(*, names_gpus: bool = True) -> dict[str, Any]:
     """Returns the platform, Python, cores, versions of torch and Sley's packages, GPUs and environment variables, by name.
 
     names_gpus: whether to list GPUs, which makes a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
-    facts: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
+    info: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
     try:
         import torch
     except ImportError as error:
-        facts["torch"] = f"cannot be imported: {error}"
+        info["torch"] = f"cannot be imported: {error}"
     else:
-        facts |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
+        info |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
         if names_gpus and torch.cuda.is_available():
             nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types here
-            facts["nccl"] = ".".join(map(str, nccl))
+            info["nccl"] = ".".join(map(str, nccl))
             for number in range(torch.cuda.device_count()):
-                facts[f"gpu {number}"] = torch.cuda.get_device_name(number)
+                info[f"gpu {number}"] = torch.cuda.get_device_name(number)
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    return {**facts, **sley_versions(), **variables}
+    return {**info, **sley_versions(), **variables}
 
 
 def sley_versions() -> dict[str, str]:
@@ -112,10 +112,10 @@ class StartRecord:
 
 
 def write_start(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
-    """Writes `start.json` for a start that happens now. plan: the resolved plan. names_gpus: as in `machine_facts`."""
+    """Writes `start.json` for a start that happens now. plan: the resolved plan. names_gpus: as in `machine_info`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     origins = {format_path(path): plan.origin(path) for path, _ in iterate_values(plan.tables)}
-    write_json(folder / START, vars(StartRecord(time, origins, machine_facts(names_gpus=names_gpus))))
+    write_json(folder / START, vars(StartRecord(time, origins, machine_info(names_gpus=names_gpus))))
 
 
 def read_start(folder: Path) -> StartRecord | None:

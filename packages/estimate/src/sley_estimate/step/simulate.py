@@ -1,4 +1,4 @@
-"""Simulates a step: a program per stage computes on one lane, and exchanges run on parallel lanes.
+"""Simulates a step: a program per stage computes in order, and exchanges run in parallel on channels.
 
     compute   F0 F1 F2 ......B0===B1===B2===|wait|update
     up          >> >> >>
@@ -36,7 +36,7 @@ class Compute(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An exchange of the programs `members`. It starts after all members have begun it and the earlier exchanges of its lane
+    """An exchange of the programs `members`. It starts after all members have begun it and the earlier exchanges of its channel
     have ended.
 
     latency_s: the latency, which is not shared. work_s: the seconds of its bytes on free links. member_work_s: the seconds that
@@ -44,7 +44,7 @@ class Exchange(NamedTuple):
     """
 
     key: Hashable
-    lane: str
+    channel: str
     members: tuple[int, ...]
     latency_s: float
     work_s: float
@@ -73,7 +73,7 @@ class ExposedWait(NamedTuple):
     """A time span in which a rank waited for the exchange `key` or did its own part of it."""
 
     rank: int
-    lane: str
+    channel: str
     key: Hashable
     start_s: float
     end_s: float
@@ -94,7 +94,7 @@ class _Running:
     version: int = 0
 
 
-class Lanes:
+class ProgramSimulator:
     """One simulation of `programs`. `run` fills `computed` (rank, instruction, start, end), `exposed` and `ends_s`."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -106,7 +106,7 @@ class Lanes:
         self._waits: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
         self._followers: dict[Hashable, list[Hashable]] = defaultdict(list)
         self._running: dict[Hashable, _Running] = {}
-        self._ended: dict[Hashable, Exchange] = {}
+        self._completed: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
         # A dict keeps the insertion order. The order of a set differs between processes.
         self._active_on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
@@ -135,7 +135,7 @@ class Lanes:
             waits = [self.programs[rank][self._next[rank]] for rank in stuck]
             names = (wait.key if isinstance(wait, Await) else wait for wait in waits)
             reasons = "; ".join(f"program {rank} waits for {name}" for rank, name in zip(stuck, names, strict=True))
-            raise PlanError("schedule-deadlock", f"the step comes to a stop: {reasons}", path=("pipeline", "use"))
+            raise PlanError("schedule-deadlock", f"the step cannot continue: {reasons}", path=("pipeline", "use"))
 
     def _run_rank(self, rank: int, now_s: float) -> None:
         """Runs a rank's instructions until one needs time or must wait."""
@@ -152,7 +152,7 @@ class Lanes:
                 continue
             if isinstance(instruction, Begin):
                 self._begin(instruction.exchange, rank, now_s)
-            elif (exchange := self._ended.get(instruction.key)) is None:
+            elif (exchange := self._completed.get(instruction.key)) is None:
                 self._waits[instruction.key].append((rank, now_s))
                 return
             elif exchange.member_work_s:
@@ -165,7 +165,7 @@ class Lanes:
         """Ends a wait that began at `wait_start_s`: the rank does its part of the exchange and continues. Both are exposed."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
-            self.exposed.append(ExposedWait(rank, exchange.lane, exchange.key, wait_start_s, end_s))
+            self.exposed.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
         self._next[rank] += 1
         if exchange.member_work_s:
             self._schedule(end_s, "rank", rank)
@@ -175,20 +175,22 @@ class Lanes:
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         running = self._running.setdefault(exchange.key, _Running(exchange))
-        assert running.exchange == exchange, f"{exchange} at {rank}, {running.exchange} elsewhere"
+        assert running.exchange == exchange, f"{exchange} at {rank}, {running.exchange} at other members"
         running.ready_members.add(rank)
-        self._queues[exchange.lane, rank].append(exchange.key)
+        self._queues[exchange.channel, rank].append(exchange.key)
         self._start_if_ready(exchange.key, now_s)
 
     def _start_if_ready(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange once all members have begun it, it is first in its lane on each member, and `after` has ended."""
+        """Starts an exchange once all members have begun it, it is first in its channel on each member, and `after` has
+        ended.
+        """
         running = self._running[key]
         exchange = running.exchange
         if len(running.ready_members) < len(exchange.members) or running.start_s >= 0:
             return
-        if any(self._queues[exchange.lane, member][0] != key for member in exchange.members):
+        if any(self._queues[exchange.channel, member][0] != key for member in exchange.members):
             return
-        if exchange.after is not None and exchange.after not in self._ended:
+        if exchange.after is not None and exchange.after not in self._completed:
             self._followers[exchange.after].append(key)
             return
         running.start_s, running.remaining_s = now_s, exchange.work_s
@@ -213,13 +215,13 @@ class Lanes:
     def _end(self, running: _Running, now_s: float) -> None:
         exchange = running.exchange
         del self._running[exchange.key]
-        self._ended[exchange.key] = exchange
+        self._completed[exchange.key] = exchange
         for link in exchange.links:
             self._active_on_link[link].pop(exchange.key, None)
         if exchange.links:
             self._update_shares(running, now_s)
         for member in exchange.members:
-            queue = self._queues[exchange.lane, member]
+            queue = self._queues[exchange.channel, member]
             assert queue.popleft() == exchange.key
             if queue:
                 self._start_if_ready(queue[0], now_s)
@@ -255,35 +257,31 @@ class StepSeconds:
         """Returns the seconds of the step: the maximum of the devices and the slowest host."""
         return max((self.devices_s, *self.host_s))
 
-    def idle(self, stage: int) -> float:
-        """Returns the share of the step in which a stage computes nothing, from 0 to 1."""
-        return self.timeline.idle(stage)
-
     def exposed_s(self, stage: int) -> dict[str, float]:
-        """Returns a stage's waiting seconds by the first word of the lane: `up`, `down`, `reduce`, `gather`, `all`, ..."""
+        """Returns a stage's waiting seconds by the first word of the channel: `up`, `down`, `reduce`, `gather`, `all`, ..."""
         seconds: dict[str, float] = defaultdict(float)
         for span in self.exposed:
             if span.rank == stage:
-                seconds[span.lane.split(" ")[0]] += span.end_s - span.start_s
+                seconds[span.channel.split(" ")[0]] += span.end_s - span.start_s
         return dict(seconds)
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
     """Returns the step of the given programs, one per stage. Pure. Raises PlanError "schedule-deadlock"."""
-    lanes = Lanes(programs)
-    lanes.run()
+    simulator = ProgramSimulator(programs)
+    simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
     spans: dict[tuple[int, Action], TimedAction] = {}
-    for rank, compute, start_s, end_s in lanes.computed:
+    for rank, compute, start_s, end_s in simulator.computed:
         computing[rank] += end_s - start_s
         if compute.action is None:
             updating[rank] += end_s - start_s
         else:
-            before = spans.get((rank, compute.action))
-            spans[rank, compute.action] = TimedAction(rank, compute.action, before.start_s if before else start_s, end_s)
-    devices_s = max(lanes.ends_s, default=0.0)
+            earlier = spans.get((rank, compute.action))
+            spans[rank, compute.action] = TimedAction(rank, compute.action, earlier.start_s if earlier else start_s, end_s)
+    devices_s = max(simulator.ends_s, default=0.0)
     host_s = tuple(sum(item.host_s for item in program if isinstance(item, Compute)) for program in programs)
     timeline = replace(
         Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
-    return StepSeconds(timeline, tuple(lanes.exposed), tuple(computing), tuple(updating), devices_s, host_s)
+    return StepSeconds(timeline, tuple(simulator.exposed), tuple(computing), tuple(updating), devices_s, host_s)
