@@ -77,7 +77,7 @@ def test_the_bubble_of_1f1b_is_that_of_the_formula(stages, micros):
     found = step(stages, micros)
     assert found.seconds == pytest.approx(3 * (micros + stages - 1))
     for stage in range(stages):
-        assert found.idle(stage) == pytest.approx((stages - 1) / (micros + stages - 1))
+        assert found.timeline.idle(stage) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
 @pytest.mark.parametrize("seed", range(6))
