@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True, "head_dim": 8},
     "gpt2": {},  # Conv1D, learned positions
     "gemma": {"head_dim": 8},  # norms that add 1
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 Trained = Callable[..., Path]

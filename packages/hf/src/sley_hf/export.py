@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from sley_core.api.data import TOKEN_FIELDS, DataInfo
 from sley_core.api.files import HuggingFaceModel, describe_model
@@ -64,6 +65,7 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
     plan: the plan of the run, whose layers have the weights in `source`. The prompt has the first ids of the vocabulary. The
     message names the first tensor whose values differ, or else the last layer with the same output.
     """
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     exported = causal.state_dict()
     for name, hf_name in model.names.items():
