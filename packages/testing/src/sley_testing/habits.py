@@ -96,7 +96,7 @@ class GradientWithin(Block):
 
 
 class Penalty(Block):
-    """Trains through a gradient, whose derivative contributes to the weights."""
+    """Uses gradients in its forward: differentiates through one, and adds another as a constant."""
 
     def forward(self, hidden: Tensor) -> Any:
         leaf = hidden.detach().requires_grad_()

@@ -123,7 +123,7 @@ class BufferShard:
     index: int
 
     def bounds(self, numel: int) -> tuple[int, int]:
-        """Returns the first element of the part and the one after its last, in a buffer of `numel` elements."""
+        """Returns the half-open index range [start, end) of the part in a buffer of `numel` elements."""
         size, rest = divmod(numel, self.count)
         assert rest == 0, f"{numel} elements over {self.count} ranks"
         return size * self.index, size * (self.index + 1)

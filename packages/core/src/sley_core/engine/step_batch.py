@@ -86,7 +86,7 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 class BatchCounts(NamedTuple):
     """The counts of a batch. trained_tokens: tokens with a label that is not ignored. positions: positions that the model
-    computes. pairs: pairs of positions in one sequence or document, the sum of their squared lengths.
+    computes. pairs: pairs of positions within a sequence or document, the sum of the squared lengths.
     """
 
     samples: float = 0.0

@@ -284,7 +284,7 @@ class FusedKernels(TorchFunctionMode):
         return dropped
 
     def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Runs torch's backward from gradient edges. A backward from tensors would disable this mode for recomputation too."""
+        """Runs torch's backward from gradient edges. Tensors would also disable this mode during recomputation."""
         with self:
             torch.autograd.backward([get_gradient_edge(tensor) for tensor in tensors], *args, **kwargs)
 
