@@ -16,7 +16,7 @@ from sley_core.attempt import PLAN
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, small_plan
-from train_cli.saved import keep_files
+from train_cli.saved import copy_run_files
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -70,7 +70,7 @@ def trained(texts: Path, folder: Path) -> Trained:
         to = folder / "run"
         to.mkdir()
         loaded = plan_from_dict(tables, texts)
-        keep_files(loaded, to)
+        copy_run_files(loaded, to)
         with assemble(loaded, World.alone("cpu")) as run:
             run.step()
             run.step()

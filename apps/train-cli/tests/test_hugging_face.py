@@ -23,7 +23,7 @@ from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, small_plan
-from train_cli.saved import keep_files, plan_of_run
+from train_cli.saved import copy_run_files, load_run_plan
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,7 +79,7 @@ def trained(texts: Path, folder: Path) -> Trained:
         to = folder / name
         to.mkdir()
         loaded = plan_from_dict(tables, texts)
-        keep_files(loaded, to)
+        copy_run_files(loaded, to)
         with assemble(loaded, World.alone("cpu")) as run:
             run.step()
             run.step()
@@ -187,7 +187,7 @@ def test_a_wrong_export_is_an_error_that_names_the_tensor(
 
 def test_wrong_names_are_an_error_that_names_the_layer(trained: Trained, folder: Path) -> None:
     run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
-    resolved, source = plan_of_run(run), WeightFiles(run / "weights")
+    resolved, source = load_run_plan(run), WeightFiles(run / "weights")
     model = hf_export.hugging_face(resolved, source)
     names = dict(model.names)
     first, second = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))

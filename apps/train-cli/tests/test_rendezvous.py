@@ -176,7 +176,7 @@ def test_a_rank_that_cannot_begin_is_named_to_all(port: int, odd: int) -> None:
 
 def test_ranks_that_do_not_come_are_named(port: int) -> None:
     found = errors_of({str(rank): comes(port, rank, 5, timeout_s=1) for rank in (0, 1, 3)})
-    words = "of 5 ranks these did not come within 1 s: 2, 4 (hosts that did: host0, host1, host3)"
+    words = "of 5 ranks these did not arrive within 1 s: 2, 4 (hosts that did: host0, host1, host3)"
     assert all(words in error for error in found.values()), found
 
 

@@ -82,7 +82,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     compared = done.out.split("as it is")[1]
     assert "peak bytes of a rank, in KiB" in compared
     parts = [line.rsplit(maxsplit=3) for line in compared.splitlines()[1:] if not line.startswith("written")]
-    step = next(at for at, part in enumerate(parts) if part[0].strip().startswith("most bytes"))
+    step = next(at for at, part in enumerate(parts) if part[0].strip().startswith("peak bytes"))
     for column in (1, 2):
         for some in (parts[:step], parts[step:]):
             whole, *of = (float(part[column]) for part in some)

@@ -16,7 +16,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 from train_cli.commands import chat as chat_module
-from train_cli.saved import keep_files
+from train_cli.saved import copy_run_files
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -48,7 +48,7 @@ def runs(texts: Path, folder: Path) -> dict[str, Path]:
         plan = plan_from_dict({**tables, "model": {"use": use, **model}}, texts)
         paths[use] = folder / use
         paths[use].mkdir()
-        keep_files(plan, paths[use])
+        copy_run_files(plan, paths[use])
         with assemble(plan, World.alone("cpu")) as run:
             run.step()
             run.save_weights(paths[use] / "weights")

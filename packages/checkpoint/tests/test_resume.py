@@ -134,7 +134,7 @@ def test_other_samples_of_a_programs_own_are_said(tmp_path, monkeypatch):
     assert not stretch(tables, 1, load=tmp_path / "saved").notes
     monkeypatch.setenv("SHIFT", "1")
     (note,) = stretch(tables, 1, load=tmp_path / "saved").notes
-    assert "other samples" in note
+    assert "the length of the dataset, or samples" in note
 
 
 # -- what resumed runs of others got wrong without a word, each with a loss that looks right ------------------------------

@@ -159,7 +159,7 @@ def error_without_the_peer(sums: bool) -> str:
 def test_a_wait_for_a_missing_peer_ends_in_time(ranks, sums):
     message, _ = ranks(2)(error_without_the_peer, sums)
     assert "the weights of block.3" in message
-    assert "with rank 1 failed on rank 0: it did not come within 1 s" in message
+    assert "with rank 1 failed on rank 0: it did not arrive within 1 s" in message
 
 
 def copies_of_invalid_memory() -> list[int]:

@@ -188,7 +188,7 @@ def refused(model: type[Table], message: str, **table: Any) -> None:
         ({"files": ["a"], "held_out": 1.0}, "less than 1"),
         ({"files": ["a"], "separator": ""}, "at least 1 character"),
         ({"files": "a"}, "tuple"),
-        ({"files": ["a"], "sequence": 0}, "greater than or equal to 1"),
+        ({"files": ["a"], "sequence": 0}, "greater than 0"),
         ({"files": ["a"], "sequence": True}, "integer"),
         ({"source": "wikipedia"}, "python-stdlib"),
     ],

@@ -157,7 +157,7 @@ def test_the_default_width_is_the_next_64_from_8_thirds(hidden: int, ffn_hidden:
         ({"kv_heads": 8}, "kv_heads", "heads / kv_heads = 4 / 8 is not a whole number"),
         ({"hidden": 12}, "head_dim", "head_dim = hidden / heads = 12 / 4 = 3 is odd"),
         ({"head_dim": 5}, "head_dim", "head_dim = 5 is odd"),
-        ({"num_layers": 0}, "num_layers", "greater than or equal to 1"),
+        ({"num_layers": 0}, "num_layers", "greater than 0"),
         ({"rope_theta": 0.0}, "rope_theta", "greater than 0"),
     ],
 )

@@ -338,7 +338,7 @@ def test_a_wrong_explicit_cut_is_refused(layers, code, words):
 @pytest.mark.parametrize("cut", [build_uniform(UniformConfig()), build_balanced(BalancedConfig())])
 @pytest.mark.parametrize("num_layers", [0, 3])
 def test_fewer_layers_than_positions_are_refused(cut, num_layers):
-    with pytest.raises(PlanError, match=f"{num_layers} layers cannot be cut into 4 parts") as caught:
+    with pytest.raises(PlanError, match=f"{num_layers} layers cannot be split into 4 parts") as caught:
         cut([1.0] * num_layers, 4)
     assert caught.value.diagnostics[0].code == "partition-empty"
 

@@ -69,7 +69,7 @@ def test_fields_that_no_layer_reads_may_be_left_out_and_no_others(alone, small):
         for wrong in ({"labels": batch["labels"]}, {**tokens, "masks": batch["tokens"]}, {}, []):
             with pytest.raises(RunError, match="batch"):
                 run.predict(wrong)
-        with pytest.raises(RunError, match="a batch has the fields"):
+        with pytest.raises(RunError, match="a batch must have the declared fields"):
             run.evaluate(tokens)
         with pytest.raises(UsageError, match=r"no \[evaluation\] table"):
             run.evaluate()

@@ -103,7 +103,7 @@ class Given:
 def rank_of(owned):
     model = build_on_meta(Given(), DataInfo({"tokens": Field("float32")}), 0)
     host = HostModel(model)
-    host.drop_unowned(host.place(owned, dtype=torch.float32, device=torch.device("cpu")), owned)
+    host.drop_unowned(host.load_values(owned, dtype=torch.float32, device=torch.device("cpu")), owned)
     refuse_unregistered(model, [layer for layer in model.layers if layer.name in owned])
     return model
 

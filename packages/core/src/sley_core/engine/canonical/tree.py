@@ -123,7 +123,9 @@ class SumMemory:
 
 class PartialSums:
     """Holds the contributions to one gradient, added up as far as the tree of `num_leaves` allows, per use of the parameter.
-    home: the tensor that should hold the final sum, if it is one of the operands. sum_memory: receives the buffers of merged sums.
+
+    home: the tensor that should hold the final sum, if it is one of the operands. sum_memory: receives the buffers of merged
+    sums.
     """
 
     def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
