@@ -48,9 +48,8 @@ class Generator:
             ends = GenerationConfig.from_pretrained(folder).eos_token_id
         self.model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # no sampling options of the files
         self.tokenizer: Any = None
-        if (
-            folder / "tokenizer.json"
-        ).is_file():  # AutoTokenizer may choose a class by the model, which splits text in its own way
+        # AutoTokenizer may choose a class by the model, which splits text in its own way.
+        if (folder / "tokenizer.json").is_file():
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         elif (folder / "tokenizer_config.json").is_file():
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
