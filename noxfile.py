@@ -28,6 +28,7 @@ import tempfile
 from pathlib import Path
 
 import nox
+import nox.command
 
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
@@ -138,6 +139,7 @@ def isolated(session: nox.Session) -> None:
     install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS)  # a wheel swaps under `nox -R` too
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, str] = {}
+        failed: list[str] = []
         for package in {one.module: one for each in packages for one in with_needs(each)}.values():
             out = Path(folder, package.module)
             files = releases.build(session, ROOT / package.folder, out, sdist=True)
@@ -154,7 +156,12 @@ def isolated(session: nox.Session) -> None:
             session.run(*install, *beside, *package.test_requirements())
             few = () if chosen else ("-p", "first_cases")
             env = FOR_TESTS | {"PYTHONPATH": str(ROOT / ".ci" / "plugins")}
-            session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *few, *options, package.tests, env=env)
+            try:
+                session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *few, *options, package.tests, env=env)
+            except nox.command.CommandFailed:
+                failed.append(package.folder)
+    if failed:
+        session.error(f"tests fail in {', '.join(failed)}")
 
 
 @nox.session(default=False)
