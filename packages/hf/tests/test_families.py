@@ -29,7 +29,7 @@ def decoder_config(folder: Any) -> DecoderConfig:
     return DecoderConfig.model_validate({"config": folder, "experts": "eager"})
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: bool, tmp_path: Any) -> None:
