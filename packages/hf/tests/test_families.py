@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_model
-from torch import nn
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
@@ -80,7 +79,6 @@ def test_no_module_of_transformers_is_changed(tmp_path: Any) -> None:
     small_config("llama").save_pretrained(tmp_path)
     layers(decoder_config(tmp_path), DATA).build()
     assert dict(vars(modeling_llama.LlamaAttention)) == before
-    assert isinstance(modeling_llama.LlamaAttention.forward, type(nn.Module.forward))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen3_moe", "falcon"])

@@ -55,6 +55,13 @@ SetOption = Annotated[
         autocompletion=_complete_set,
     ),
 ]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", metavar="T", min=0.0, help="1 samples the model's distribution; 0 is greedy.")
+]
+TopKOption = Annotated[
+    int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample only from the K most likely tokens.")
+]
+SamplingSeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the sampling.")]
 WorldOption = Annotated[
     int | None, typer.Option("--world", metavar="N", min=1, help="The number of ranks, if the plan does not set it.")
 ]

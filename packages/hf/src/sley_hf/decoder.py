@@ -101,10 +101,11 @@ def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any
     _compute_buffers(causal)
     if has_interface:
         add_attention(causal, eager=eager)
-    for module in causal.modules():
-        experts_of = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
-        if experts_of:  # for `model_flops`
-            module.active_share = hf_config.num_experts_per_tok / experts_of[0].shape[0]
+    num_active = getattr(hf_config, "num_experts_per_tok", None)
+    for module in causal.modules() if num_active else ():
+        stacked = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+        if stacked and not isinstance(module, nn.Conv1d):  # for `model_flops`
+            module.active_share = num_active / stacked[0].shape[0]
     return causal, structure
 
 

@@ -132,6 +132,8 @@ def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Runs the base model up to its last recorder; returns hidden states and further arguments of each recorder's call."""
+    for recorder in recorders:
+        recorder.calls.clear()  # a forward that failed may have left some
     with contextlib.suppress(_LastLayerReached):
         base(**inputs, use_cache=False)
     return [recorder.calls.pop() for recorder in recorders]
@@ -218,8 +220,8 @@ class LayerArguments:
                 with torch.no_grad():
                     self._last = key, compute()
             calls = self._last[1]
-        _, args, kwargs = calls[index]
-        return args, kwargs
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = calls[index]
+        return arguments
 
     def _compute(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Any:
         if hidden.device != self._device:
@@ -230,7 +232,7 @@ class LayerArguments:
         calls = record_calls(self._base, self._recorders, inputs_embeds=zeros, attention_mask=mask, **inputs)
         if hidden.is_meta:
             self._move_buffers(torch.device("cpu"))
-        return [(None, args, kwargs) for _, args, kwargs in calls]
+        return [(args, kwargs) for _, args, kwargs in calls]
 
     def _move_buffers(self, device: torch.device) -> None:
         """Makes the base model use copies of its buffers on `device`."""

@@ -21,7 +21,7 @@ from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model, merged_weights, open_weights
 from train_cli.console import say
-from train_cli.options import BestOption
+from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import TextIds
@@ -36,13 +36,9 @@ def chat(
     ],
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum length of an answer.")] = 512,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="1 samples the model's distribution; 0 is greedy.")
-    ] = 0.7,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample only from the K most likely tokens.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the sampling.")] = 0,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = None,
+    seed: SamplingSeedOption = 0,
     best: BestOption = False,
 ) -> None:
     """Talk to a trained model in the terminal."""

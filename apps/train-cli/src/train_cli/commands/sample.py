@@ -26,7 +26,7 @@ from sley_core.records import DatasetRecord, ModelRecord
 from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
 from train_cli.console import say
 from train_cli.one_process import open_trained_run, plan_with_data
-from train_cli.options import BestOption
+from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
 from train_cli.progress import repeats
 
 if TYPE_CHECKING:
@@ -44,13 +44,9 @@ def sample(
     ],
     prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="The text to continue. Repeatable.")],
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum number of tokens.")] = 200,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="1 samples the model's distribution; 0 is greedy.")
-    ] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample only from the K most likely tokens.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the sampling.")] = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    seed: SamplingSeedOption = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="Take the prompt as a user's message, by the chat template, and print the answer.")
     ] = False,
