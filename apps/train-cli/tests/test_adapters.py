@@ -9,33 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import trained_runs
 from safetensors.torch import load_file, save_file
+from trained_runs import TOKENS
 
-from sley_core.assemble import assemble
 from sley_core.attempt import PLAN
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
 from sley_testing.plans import Tables, small_plan
-from train_cli.saved import copy_run_files
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 257,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 Trained = Callable[..., tuple[Path, torch.Tensor]]
+CHANGES = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": None}
 CASES: dict[str, tuple[str, str, Tables]] = {
     "llama": ("hf.decoder", "llama", {}),
     "models.llama, rsLoRA": ("models.llama", "llama", {"rslora": True, "targets": ["query", "blocks.1.*.down"]}),
@@ -45,14 +32,9 @@ CASES: dict[str, tuple[str, str, Tables]] = {
 }
 
 
-def save_model(folder: Path, family: str) -> Path:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SIZES, **NO_DROPOUT)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return folder
+def save(run: Run, to: Path) -> None:
+    run.save_weights(to / "weights")
+    run.save_checkpoint(to / "saved" / "2")
 
 
 @pytest.fixture
@@ -64,24 +46,10 @@ def trained(texts: Path, folder: Path) -> Trained:
             data__sequence=16,
             optimizer={"use": "core.adamw", "lr": 1e-2},
             precision__compute="fp32",
-            model={"use": use, "weights": str(save_model(folder / "base", family))},
+            model={"use": use, "weights": str(trained_runs.save_model(folder / "base", family, **CHANGES))},
             adapters={"use": "hf.lora", "rank": 4, "alpha": 8.0, **adapters},
         )
-        to = folder / "run"
-        to.mkdir()
-        loaded = plan_from_dict(tables, texts)
-        copy_run_files(loaded, to)
-        with assemble(loaded, World.alone("cpu")) as run:
-            run.step()
-            run.step()
-            run.save_weights(to / "weights")
-            run.save_checkpoint(to / "saved" / "2")
-            (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
-            output: Any = TOKENS
-            with torch.no_grad():
-                for layer in run.layers:
-                    output = layer.module(output)
-        return to, output
+        return folder / "run", trained_runs.train(tables, texts, folder / "run", save)
 
     return train
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import trained_runs
 from safetensors.torch import load_file, save_file
+from trained_runs import TOKENS
 
-from sley_core.assemble import assemble
-from sley_core.attempt import PLAN
-from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.hugging_face import write_other_files
 from sley_core.plan.load import plan_from_dict
@@ -23,22 +22,10 @@ from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, small_plan
-from train_cli.saved import copy_run_files, load_run_plan
+from train_cli.saved import load_run_plan
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 255,
-}
-NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 8},
@@ -46,7 +33,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},  # norms that add 1
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
-TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 Trained = Callable[..., Path]
 
 
@@ -61,14 +47,7 @@ def plan(model: Tables, **changes: Any) -> Tables:
 
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:
-    """Writes a model with random weights and a `generation_config.json`."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **FAMILIES[family], **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return folder
+    return trained_runs.save_model(folder, family, **{**FAMILIES[family], **changes})
 
 
 @pytest.fixture
@@ -76,21 +55,10 @@ def trained(texts: Path, folder: Path) -> Trained:
     """`trained(tables)`: the folder of a run of two steps, as `train-cli run` leaves it; `trained.logits`: its logits."""
 
     def train(tables: Tables, name: str = "run") -> Path:
-        to = folder / name
-        to.mkdir()
-        loaded = plan_from_dict(tables, texts)
-        copy_run_files(loaded, to)
-        with assemble(loaded, World.alone("cpu")) as run:
-            run.step()
-            run.step()
-            run.save_weights(to / "weights", max_file_bytes=20000)
-            (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
-            output: Any = TOKENS
-            with torch.no_grad():
-                for layer in run.layers:
-                    output = layer.module(output)
-        train.logits = output.float()  # type: ignore[attr-defined]
-        return to
+        train.logits = trained_runs.train(  # type: ignore[attr-defined]
+            tables, texts, folder / name, lambda run, to: run.save_weights(to / "weights", max_file_bytes=20000)
+        )
+        return folder / name
 
     return train
 
@@ -137,7 +105,7 @@ def test_a_run_from_a_config_is_exported_with_the_end_of_its_data(cli: Any, trai
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     home = folder / "tokenizer"
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(home)
-    config = transformers.AutoConfig.for_model("llama", **{**SIZES, "bos_token_id": None, "eos_token_id": None})
+    config = transformers.AutoConfig.for_model("llama", **{**trained_runs.SIZES, "bos_token_id": None, "eos_token_id": None})
     config.save_pretrained(folder / "config")
     (folder / "config" / "config.json").rename(folder / "small.json")
     tables = plan({"use": "hf.decoder", "config": str(folder / "small.json")})

@@ -191,7 +191,7 @@ def test_pages_stay_locked_until_they_are_freed_and_are_locked_once(monkeypatch:
             event.wait()
             assert [copy[0].item() for copy in copies] == list(values)
             event.hold_device()
-        assert (len(made), len(streams)) == (2, 1), "only what is larger is locked anew"
+        assert (len(made), len(streams)) == (2, 1), "only larger buffers are locked again"
         host_copies.free()
         del copies
         gc.collect()

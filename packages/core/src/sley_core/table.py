@@ -1,6 +1,6 @@
 """The types of the plan's tables and fields.
 
-Every table is strict (a bool is no integer, "5" is no number), frozen, and rejects unknown keys.
+Every table is strict (a bool is not an integer, and "5" is not a number), frozen, and rejects unknown keys.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _GATHER, _REDUCE = (
 
 class CollectiveTransport(Transport):
     """Exchanges tensors by the collectives of the communicator `channel`. name: the name of the channel. log: the exchange log
-    of the group. is_coalesced: whether one call takes several tensors.
+    of the group. is_coalesced: whether one call handles several tensors.
     """
 
     def __init__(

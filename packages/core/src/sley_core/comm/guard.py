@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     """Describes an exchange that this rank has started: the `number`-th in `queue`.
 
     `members` start the exchanges of a queue in one order. what: the description of the content. peer: the rank at the other end
-    of a message; None if all members take part. num_bytes: the bytes that this rank sends or receives.
+    of a message; None if all members participate. num_bytes: the bytes that this rank sends or receives.
     """
 
     operation: str
@@ -81,7 +81,7 @@ def begin_turn(
     """Counts an exchange of `members` on `channel` and returns its turn.
 
     what: the description of the content, for errors. ends: the coordinates of a message's sender and receiver, which both call
-    this; None if all members take part.
+    this; None if all members participate.
     """
     queue, peer = f"{members.axis} {channel}", None
     if ends is not None:

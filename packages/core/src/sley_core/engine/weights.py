@@ -176,7 +176,7 @@ HOST = torch.device("cpu")
 @dataclass(frozen=True)
 class Stepped:
     """The tensor that the optimizer steps for one parameter; its gradient is the store's `part`. original: the working weight
-    of the modules, maybe the same object. elements: those that are stepped here, if other ranks step the others; `parameter`
+    of the modules, or the same object. elements: those that this rank steps, if other ranks step the rest; `parameter`
     has their shape then.
     """
 

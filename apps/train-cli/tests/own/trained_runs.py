@@ -1,0 +1,61 @@
+"""Small models of transformers with random weights, and folders of runs as `train-cli run` leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.attempt import PLAN
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_testing.plans import Tables
+from train_cli.saved import copy_run_files
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 255,
+}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
+TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def save_model(folder: Path, family: str, **changes: Any) -> Path:
+    """Writes a model with random weights and a `generation_config.json`. changes: to the config of `SIZES`."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], None]) -> Tensor:
+    """Takes two steps in the new run folder `to`, and returns the logits of `TOKENS`. save: saves the weights of the run."""
+    to.mkdir()
+    plan = plan_from_dict(tables, texts)
+    copy_run_files(plan, to)
+    with assemble(plan, World.alone("cpu")) as run:
+        run.step()
+        run.step()
+        save(run, to)
+        (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
+        output: Any = TOKENS
+        with torch.no_grad():
+            for layer in run.layers:
+                output = layer.module(output)
+    return output.float()
