@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ from sley_data import cache
 from sley_data.config import TextConfig
 from sley_data.datasets import TextDataset
 from sley_data.tokenizer import Tokenizer
-from sley_data.workers import map_batches
+from sley_data.workers import _Worker, map_batches
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,14 @@ def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
     with pytest.raises(RunError, match="exit status 7") as caught:
         list(map_batches(os._exit, [7]))
+    assert caught.value.diagnostics[0].code == "data-worker"
+
+
+def test_a_death_within_a_reply_is_reported_too() -> None:
+    with _Worker(os._exit) as worker:
+        worker._process.stdout = io.BytesIO(pickle.dumps((False, bytes(100)))[:50])
+        with pytest.raises(RunError, match="exit status 7") as caught:
+            worker.call(7)
     assert caught.value.diagnostics[0].code == "data-worker"
 
 

@@ -81,7 +81,7 @@ class _Worker:
         try:
             self._send(batch)
             is_error, result = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last: it died within a reply
             message = f"a worker process that tokenizes text ended with the exit status {self._process.wait()}"
             hint = "set `cache` to a path on another disk, or use a host with more memory, if the system killed the process"
             raise RunError("data-worker", message, path=("data",), hint=hint) from None
