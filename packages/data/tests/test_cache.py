@@ -118,9 +118,9 @@ def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPat
     assert caught.value.diagnostics[0].code == "data-worker"
 
 
-def test_a_death_within_a_reply_is_reported_too() -> None:
-    with _Worker(os._exit) as worker:
-        worker._process.stdout = io.BytesIO(pickle.dumps((False, bytes(100)))[:50])
+def test_a_death_within_a_reply_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _Worker(os._exit) as worker, monkeypatch.context() as patch:
+        patch.setattr(worker._process, "stdout", io.BytesIO(pickle.dumps((False, bytes(100)))[:50]))
         with pytest.raises(RunError, match="exit status 7") as caught:
             worker.call(7)
     assert caught.value.diagnostics[0].code == "data-worker"
