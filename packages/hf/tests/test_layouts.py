@@ -124,3 +124,4 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
         print(layout)
         for run in runs:
             assert_equals_plain_loop(run, expected, structure, tolerance)
+        assert {name for run in runs for name in run.gradients[0]} == {layer_name(name, structure) for name in expected[1]}
