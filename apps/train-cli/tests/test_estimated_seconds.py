@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(180)
 MANY = (1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3)
 FEW = (1, 2, 1, 2)
 """Shares of the layers of eight ranks, and of two."""
-UNIT_S = {MANY: 0.010, FEW: 0.020}
+UNIT_S = {MANY: 0.010, FEW: 0.050}
 """Seconds that one sample takes of a layer with a share of 1, in F, in I, in W: long against what a busy core wakes late."""
 GLOBAL = {MANY: 16, FEW: 8}
 
@@ -196,7 +196,7 @@ SAMPLE = [
 def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
     taken_s = []
     for _ in range(3):  # a busy machine makes steps longer, never shorter
-        estimated, real = both(ranks, FEW, layout, 3, told)
+        estimated, real = both(ranks, FEW, layout, 2, told)
         taken_s.append(real)
         if estimated >= 0.9 * min(taken_s):
             break

@@ -17,7 +17,8 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
 
-SLOW_S = 0.005
+SLOW_S = 0.02
+"""Long against what a busy core wakes late."""
 PLAN = {
     "run": {"name": "measured", "steps": 3, "device": "cpu"},
     "model": {"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
@@ -47,12 +48,12 @@ def test_slow_layers_count_for_what_they_take_and_timing_leaves_no_trace(ranks):
     for _ in range(3):  # a loaded machine only adds, so the least of three is what a layer takes
         measured = ranks(2)(seen, PLAN)
         (_, first, costs), (_, second, others) = measured
-        assert (len(first), len(second), costs) == (3, 1, others)
+        assert costs == others
         every.append(costs)
         shares = [round(min(each) / SLOW_S / 3) for each in zip(*every, strict=True)]  # F, I and W
-        if shares == [1, 1, 1, 3]:
+        if shares == [1, 1, 1, 3] and (len(first), len(second)) == (3, 1):
             break
-    assert shares == [1, 1, 1, 3], every
+    assert (shares, len(first), len(second)) == ([1, 1, 1, 3], 3, 1), every
     written = changed(PLAN, partition={"use": "pp.measured", "layer_costs": (1.0, 1.0, 1.0, 3.0)})
     for (one, *_), (other, *_) in zip(measured, ranks(2)(seen, written), strict=True):
         assert [row["loss"] for row in one.rows] == [row["loss"] for row in other.rows]
