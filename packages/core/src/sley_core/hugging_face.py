@@ -30,11 +30,13 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 class HuggingFaceModel:
     """Describes the model of transformers that has a run's weights.
 
-    config: the content of `config.json`. names: transformers' name of each weight, by its name in the run, without tied heads.
+    config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run, without
+    tied heads. files: reads the tensors of the weight files, if these have other names or layouts.
     """
 
     config: Mapping[str, Any]
     names: Mapping[str, str]
+    files: TensorReader | None = None
 
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:

@@ -6,6 +6,7 @@ The check runs the run's own layers, one after the other, and the exported model
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from sley_core.errors import RunError
 from sley_hf.config import DecoderConfig
 from sley_hf.decoder import build_from_config, read_hf_config, ties
 from sley_hf.structure import layer_name
+from sley_hf.weights import HubWeights
 
 if TYPE_CHECKING:
     from sley_core.api.files import TensorReader
@@ -56,7 +58,7 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
         others = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {problems[0]}{others}")
     content = hf_config.to_diff_dict() | {"architectures": [type(causal).__name__]}
-    return describe_model(content, names, plan, source)
+    return replace(describe_model(content, names, plan, source), files=HubWeights(source, causal, names))
 
 
 def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, folder: Path) -> None:

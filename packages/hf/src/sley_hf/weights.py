@@ -1,21 +1,30 @@
-"""Initial values of `hf.decoder` from safetensors files. A rank reads only the tensors of its layers, one at a time.
+"""Initial values of `hf.decoder` from safetensors files, and the tensors of exported files.
 
-Names and layouts of stored tensors may differ from those of the model: an older version had other names, or each expert was a
+Names and layouts of stored tensors may differ from those of the model: an older version had other names, or each expert is a
 tensor of its own. transformers has a table of renamings and conversions for each family, which is applied here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
-from sley_core.api.files import WeightFiles, weights_folder
+from sley_core.api.files import TensorKind, TensorReader, WeightFiles, weights_folder
+from sley_core.api.state import BY_NAME, DTYPES
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import Structure, layer_name
 
@@ -71,6 +80,47 @@ class StoredWeights:
         value = converter.convert(target, model=self._causal, config=self._causal.config)[name]
         tensor: Tensor = value[0] if isinstance(value, list) else value
         return tensor
+
+
+class HubWeights:
+    """The weights in `source` under the names and in the layouts of the files that transformers' `save_pretrained` writes.
+
+    causal: the model, whose parameters may be on meta. names: transformers' name of each weight, by its name in the run. One
+    layer is in memory at a time.
+    """
+
+    def __init__(self, source: TensorReader, causal: Any, names: Mapping[str, str]) -> None:
+        self._source, self._causal = source, causal
+        self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # names in the run by transformers', by layer
+        for name, hf_name in names.items():
+            self._weights[".".join(name.split(".")[:2])][hf_name] = name
+        self._kinds: dict[str, tuple[str, TensorKind]] = {}
+        for layer in self._weights:
+            for stored, value in self._convert(layer, self._empty).items():
+                self._kinds[stored] = layer, TensorKind(DTYPES[value.dtype], tuple(value.shape))
+        self._layer: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def _convert(self, layer: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        state = {hf_name: read(name) for hf_name, name in self._weights[layer].items()}
+        tensors: dict[str, Tensor] = revert_weight_conversion(self._causal, state)
+        return tensors
+
+    def _empty(self, name: str) -> Tensor:
+        kind = self._source.kind(name)
+        return torch.empty(kind.shape, dtype=BY_NAME[kind.dtype], device="meta")
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._kinds)
+
+    def kind(self, name: str) -> TensorKind:
+        return self._kinds[name][1]
+
+    def tensor(self, name: str) -> Tensor:
+        layer, _ = self._kinds[name]
+        if self._layer[0] != layer:
+            self._layer = layer, self._convert(layer, self._source.tensor)
+        return self._layer[1][name]
 
 
 class FileInitializer:

@@ -85,11 +85,10 @@ def export(
         say(f"the adapters for peft: {out}")
         return
     if form is ExportFormat.huggingface:
-        files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
+        num_files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
     else:
-        files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
-    num_files = "1 file" if len(files) == 1 else f"{len(files)} files"
-    say(f"{len(source.names)} tensors in {num_files}: {out}")
+        num_files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
+    say(f"weights in {'1 file' if num_files == 1 else f'{num_files} files'}: {out}")
 
 
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
@@ -117,8 +116,8 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     return plan or saved_plan, source
 
 
-def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> list[str]:
-    """Writes the weights in `source` as a model of transformers into the new folder `out`; returns its weight files.
+def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> int:
+    """Writes the weights in `source` as a model of transformers into the new folder `out`; returns the number of weight files.
 
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs".
@@ -131,15 +130,19 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
         hint = "use `--format safetensors`, which works for any model"
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
     write_others = partial(write_other_files, plan, model)
-    files = write_tensors(out, source, model.names.items(), max_file_bytes, write_others)
+    if model.files is None:
+        files = write_tensors(out, source, model.names.items(), max_file_bytes, write_others)
+    else:
+        names = model.files.names
+        files = write_tensors(out, model.files, zip(names, names, strict=True), max_file_bytes, write_others)
     if not check:
-        return files
+        return len(files)
     if find_spec("sley_hf") is None:
         say("the export was not loaded for a check, which needs sley-hf")
-        return files
+        return len(files)
     import_module("sley_hf.export").check_export(plan, model, source, out)
     say("transformers computes the run's logits")
-    return files
+    return len(files)
 
 
 def merged_weights(plan: Plan, source: TensorReader) -> TensorReader:
@@ -183,9 +186,9 @@ def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | N
     return model
 
 
-def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> list[str]:
+def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> int:
     """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
-    Returns the files, and prints the module whose names they have.
+    Returns the number of files, and prints the module whose names they have.
 
     Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
@@ -207,7 +210,7 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_by
     if missing := module_names.missing:
         suffix = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         say(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses: load with `strict=False`")
-    return files
+    return len(files)
 
 
 class ModuleNames(NamedTuple):
