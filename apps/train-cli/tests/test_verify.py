@@ -1,6 +1,6 @@
 """`verify` passes what is right, and of what is wrong it names the parameter, the step, the stage and by how much.
 
-`verify --plain` compares with torch's own loop over the same layers, and names what a plain loop does not mind.
+`verify --plain` compares with torch's own loop over the same layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.verify.findings import Habit, Limits, RankFindings, differences, read_findings, report_lines
+from sley_testing.verify.findings import Limits, RankFindings, differences, read_findings, report_lines
 from sley_testing.verify.measure import check_complete, compare_steps, limits, save_plain_steps, save_reference
 from train_cli.one_process import one_process_plan, read_only_plan
 
@@ -213,23 +213,7 @@ def test_the_test_kit_is_asked_for_by_name(cli: Any, plan: Path, monkeypatch: py
     assert "`train-cli verify` is part of sley-testing, which is not installed" in result.err
 
 
-# -- habits that a plain loop does not mind ----------------------------------------------------------------------------
-
-NAMED = {
-    "Numpy": ("middle", "draws from numpy"),
-    "Generator": ("middle", "draws from its own random Random"),
-    "Unseeded": ("middle", "a random source without a seed"),
-    "Parts": ("middle", "`unsafe_split`"),
-    "Attribute": ("middle.largest", "is changed by the forward"),
-    "Weight": ("middle.inner.weight", "is written by the forward"),
-    "Buffer": ("middle.seen", "is written by the forward"),
-    "Field": ("labels", "a batch field"),
-    "Hook": ("plain_habits.py:", "`clamp_`"),
-    "Assigned": ("middle.inner.weight", "by an assignment in a backward"),
-    "Evaluated": ("middle", "was in evaluation mode"),
-    "InPlace": ("middle", "writes to its input in place"),
-    "Dict": ("middle", "modifies a dict"),
-}
+# -- a plain loop -----------------------------------------------------------------------------------------------------
 
 
 def with_habit(habit: str, **changes: Any) -> Tables:
@@ -238,31 +222,15 @@ def with_habit(habit: str, **changes: Any) -> Tables:
 
 
 @pytest.fixture
-def looked(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Habit]]:
-    """`looked(tables)`: the habits that a plain loop of so many steps shows; its numbers are kept in `tmp_path`."""
+def looped(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`looped(tables)`: takes so many steps of a plain loop, and keeps its numbers in `tmp_path`."""
     monkeypatch.syspath_prepend(OWN)
 
-    def look(given: Tables, steps: int = 1) -> list[Habit]:
-        habits: list[Habit] = []
+    def take(given: Tables, steps: int = 1) -> None:
         with assemble(one_process_plan(plan_from_dict(given, texts)), World.alone("cpu")) as run:
-            save_plain_steps(run, steps, tmp_path, habits)
-        return habits
+            save_plain_steps(run, steps, tmp_path)
 
-    return look
-
-
-@pytest.mark.parametrize("habit", NAMED)
-def test_a_habit_is_named_with_its_place(looked: Any, habit: str) -> None:
-    where, what = NAMED[habit]
-    found = looked(with_habit(habit))
-    assert any(one.location.startswith(where) and what in one.description for one in found), found
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("more", [{}, {"precision__compute": "bf16"}, {"activations": {"use": "core.recompute"}}])
-@pytest.mark.parametrize("model", ["Plain", "Indexed", "Recomputed", "Rounded"])
-def test_what_torch_does_by_itself_is_no_habit(looked: Any, model: str, more: dict[str, Any]) -> None:
-    assert looked(with_habit(model, **more)) == []
+    return take
 
 
 @pytest.mark.sample(3)
@@ -276,9 +244,9 @@ def test_what_torch_does_by_itself_is_no_habit(looked: Any, model: str, more: di
         ("Hook", {"parallel": {"dp": 2}, "learning_rate": {"use": "core.cosine", "warmup_steps": 2}}),
     ],
 )
-def test_layouts_equal_the_loop(ranks: Any, looked: Any, texts: Path, tmp_path: Path, habit: str, more: dict[str, Any]) -> None:
+def test_layouts_equal_the_loop(ranks: Any, looped: Any, texts: Path, tmp_path: Path, habit: str, more: dict[str, Any]) -> None:
     given = with_habit(habit, **more)
-    looked(given, steps=3)
+    looped(given, steps=3)
     plan = plan_from_dict(given, texts)
     ranks(plan.world(), 120)(on_a_rank, plan_from_dict, (given, texts), 3, tmp_path)
     found, allowed = read_findings(tmp_path, plan.world()), limits(plan, is_plain=True)
@@ -286,6 +254,17 @@ def test_layouts_equal_the_loop(ranks: Any, looked: Any, texts: Path, tmp_path: 
     assert not differences(found, allowed), "\n".join(report_lines(found, allowed, 3, is_plain=True))
 
 
-def test_a_loop_that_fails_is_told_with_its_layer(looked: Any) -> None:
+def test_what_no_rank_compares_is_an_error(ranks: Any, looped: Any, texts: Path, tmp_path: Path) -> None:
+    given = with_habit("Plain", parallel={"dp": 2})
+    looped(given)
+    ranks(2, 120)(on_a_rank, plan_from_dict, (given, texts), 1, tmp_path)
+    found = read_findings(tmp_path, 2)
+    for rank in found:
+        rank.comparisons = [one for one in rank.comparisons if (one.quantity, one.name) != ("gradient", "middle.inner.bias")]
+    with pytest.raises(RunError, match=r"no rank has the gradient of `middle\.inner\.bias` \(of 1 such parameters\)"):
+        check_complete(found, tmp_path)
+
+
+def test_a_loop_that_fails_is_told_with_its_layer(looped: Any) -> None:
     with pytest.raises(RunError, match=r"layer `middle` \(Fails\) also fails in step 1 of a plain loop: ValueError: no 8"):
-        looked(with_habit("Fails"))
+        looped(with_habit("Fails"))

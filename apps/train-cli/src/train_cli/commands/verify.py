@@ -5,7 +5,7 @@ this process     one process of the plan ──> losses, gradients, weights of e
 its ranks        the plan's layout       ──> each rank compares its tensors ──> findings
 this process     findings ──> agreement, or the first difference
 
-With `--league` it verifies plans of the test kit (sley-testing), which also compares the results.
+The test kit (sley-testing) compares the results.
 """
 
 from __future__ import annotations
@@ -13,43 +13,32 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Sequence
-from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sley_core.errors import EXIT_HUNG_UP, EXIT_OK, EXIT_RUN_FAILED, UsageError
+from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, UsageError
 from sley_core.plan.load import load_plan
 from train_cli import console
 from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
-from train_cli.faults import Fault
 from train_cli.main import module_of
 from train_cli.one_process import has_layout, one_process_plan, read_only_plan
-from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
-from train_cli.progress import ranks
-from train_cli.stopping import TERMINATED_S, terminated_s
+from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+from train_cli.stopping import terminated_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-    from sley_testing.league.rows import LeagueRow
-    from sley_testing.verify.findings import Habit, RankFindings
-
-STEPS = 3
-"""The default number of steps to compare."""
+    from sley_testing.verify.findings import RankFindings
 
 
 def verify(
     context: typer.Context,
-    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="The plan, a TOML file; none with --league.")] = None,
+    plan: PlanArgument,
     overrides: SetOption = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help=f"The optimizer steps to compare; default: {STEPS}.")
-    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="The optimizer steps to compare.")] = 3,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -61,31 +50,16 @@ def verify(
     ] = None,
     world: WorldOption = None,
     plain: Annotated[
-        bool,
-        typer.Option(
-            "--plain",
-            help="Compare with a plain PyTorch loop over the same layers, and list code of the model that needs care.",
-        ),
+        bool, typer.Option("--plain", help="Compare with a plain PyTorch loop over the same layers instead of one process.")
     ] = False,
-    league: Annotated[
-        bool, typer.Option("--league", help="Instead of a plan, verify small plans that test the field's known silent errors.")
-    ] = False,
-    rows: Annotated[
-        str | None, typer.Option("--rows", metavar="NAME,...", help="The rows of the league to verify; default: all.")
-    ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
     settings = context.ensure_object(Settings)
     if "RANK" in os.environ:
         raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="call it without a launcher")
-    plan_options = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
-    plan_options["--plain"] = plain or None
     module_of("testing", "sley_testing", "`train-cli verify`")
-    _check_arguments(league, [name for name, value in plan_options.items() if value is not None], rows)
-    if plan is None:
-        raise typer.Exit(_verify_league(rows, form, settings))
-    changes, steps = overrides or [], steps or STEPS
+    changes = overrides or []
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
     if size == 1 and not has_layout(loaded) and not plain:
@@ -103,20 +77,11 @@ def verify(
     from sley_testing.verify import findings
     from sley_testing.verify.measure import limits
 
-    habits: list[Habit] | None = [] if plain else None
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
-    try:
-        ranks_findings = _compare_with_one_process(loaded, size, arguments, settings, habits)
-    finally:  # a habit may be the reason for a refusal
-        if form is OutputFormat.text:
-            for line in findings.habit_lines(habits or ()):
-                typer.echo(line)
+    ranks_findings = _compare_with_one_process(loaded, size, arguments, settings, plain=plain)
     allowed = limits(loaded, tolerance, is_plain=plain)
     if form is OutputFormat.json:
-        content = findings.findings_to_json(ranks_findings, allowed, steps)
-        if habits is not None:
-            content["habits"] = [{"where": habit.location, "what": habit.description} for habit in habits]
-        typer.echo(json.dumps(content, indent=2))
+        typer.echo(json.dumps(findings.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
         typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps, is_plain=plain)))
     is_idle = findings.no_step_taken(ranks_findings, steps)
@@ -125,27 +90,13 @@ def verify(
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
-def _check_arguments(league: bool, plan_options: list[str], rows: str | None) -> None:
-    """Raises UsageError unless the arguments name either a plan or the league. plan_options: the options in use that need a
-    plan.
-    """
-    hint = "use `train-cli verify plan.toml` for a plan, or `train-cli verify --league` for the field's silent errors"
-    if league and plan_options:
-        raise UsageError("verify-what", f"`--league` has its own plans and cannot be used with {plan_options[0]}", hint=hint)
-    if not league and rows is not None:
-        raise UsageError("verify-what", "`--rows` needs `--league`", hint="add `--league`")
-    if not league and "a plan" not in plan_options:
-        raise UsageError("verify-what", "there is nothing to verify", hint=hint)
-
-
 def _compare_with_one_process(
-    plan: Plan, size: int, arguments: dict[str, Any], settings: Settings, habits: list[Habit] | None
+    plan: Plan, size: int, arguments: dict[str, Any], settings: Settings, *, plain: bool
 ) -> list[RankFindings]:
     """Trains `plan` in one process and then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if either
     did not finish.
 
-    arguments: the arguments of `compare_on_rank` except the folder. habits: if a list, compares with a plain loop and adds
-    the habits that the loop finds.
+    arguments: the arguments of `compare_on_rank` except the folder. plain: whether a plain loop replaces the one process.
     """
     import torch
 
@@ -161,7 +112,7 @@ def _compare_with_one_process(
     from train_cli.rank import joined
 
     single = one_process_plan(plan)
-    if habits is not None:
+    if plain:
         check_plain_support(single)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -172,10 +123,7 @@ def _compare_with_one_process(
                 )
                 raise UsageError("verify-dropout", message, hint="remove dropout, or `sp`, to verify it")
             stopping.working(run.stop)
-            if habits is None:
-                save_reference(run, arguments["steps"], folder)
-            else:
-                save_plain_steps(run, arguments["steps"], folder, habits)
+            (save_plain_steps if plain else save_reference)(run, arguments["steps"], folder)
         if stopping.exit_code is not None:
             raise typer.Exit(stopping.exit_code)
         del run
@@ -201,80 +149,3 @@ def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> i
         stopping.working(run.stop)
         compare_steps(run, steps, Path(folder))
     return stopping.exit_code or EXIT_OK
-
-
-def league_rows(names: str | None) -> list[LeagueRow]:
-    """Returns the rows that `names` lists, separated by commas, in the league's order; all of them without a list.
-
-    Raises UsageError "league-rows" for an unknown name.
-    """
-    from sley_testing.league.rows import ROWS
-
-    row_names = [row.name for row in ROWS]
-    chosen = row_names if names is None else [name.strip() for name in names.split(",")]
-    for name in sorted(set(chosen) - set(row_names)):
-        matches = get_close_matches(name, row_names, n=1)
-        hint = f"did you mean `{matches[0]}`?" if matches else f"use one of {', '.join(row_names)}"
-        raise UsageError("league-rows", f"the league has no row `{name}`", hint=hint)
-    return [row for row in ROWS if row.name in chosen]
-
-
-def _verify_league(names: str | None, form: OutputFormat, settings: Settings) -> int:
-    """Verifies rows of the league, prints a table of results on stdout, and returns the exit code: 1 if a row does not hold.
-
-    Raises the errors of `league_rows`, and SleyError if a plugin is not installed, before anything runs.
-    """
-    rows = league_rows(names)
-    for row in rows:
-        row.plans()
-    from sley_testing.league.rows import format_results, results_to_json
-    from sley_testing.league.verify import verify_rows
-
-    with TemporaryDirectory(prefix="sley-league-", ignore_cleanup_errors=True) as name:
-        by_name = {result.row.name: result for result in verify_rows(rows, Path(name), partial(_launch_rows, settings))}
-    results = [by_name[row.name] for row in rows]
-    if form is OutputFormat.json:
-        typer.echo(json.dumps(results_to_json(results), indent=2, ensure_ascii=False))
-    else:
-        for line in format_results(results):
-            typer.echo(line)
-    return EXIT_OK if all(result.holds for result in results) else EXIT_RUN_FAILED
-
-
-def _launch_rows(settings: Settings, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> str:
-    """Verifies the rows that need `num_ranks` ranks, in new processes if there are several. Returns the reason of a failure, or
-    "". Raises typer.Exit if a signal ended them.
-    """
-    from sley_core.comm.world import World
-    from sley_testing.league.verify import compare_rows
-    from train_cli.local_launch import launch
-
-    console.say(f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} on {ranks(num_ranks)}")
-    if num_ranks == 1:
-        try:
-            compare_rows(rows, World.alone("cpu"), folder)
-        except Exception as error:
-            fault = Fault.of(error)
-        else:
-            return ""
-    else:
-        arguments = {"names": ",".join(row.name for row in rows), "folder": str(folder)}
-        target = f"{__name__}:compare_rows_on_rank"
-        fault = launch(target, arguments, num_ranks, folder, say=console.say, terminated_s=TERMINATED_S)
-        if fault.exit_code >= EXIT_HUNG_UP:
-            raise typer.Exit(fault.exit_code)
-    console.show(fault, settings)
-    if fault.exit_code == EXIT_OK:
-        return ""
-    return fault.diagnostics[0].message if fault.diagnostics else "the ranks ended without a report"
-
-
-def compare_rows_on_rank(names: str, folder: str) -> int:
-    """Takes the steps of one rank for the rows `names`, compares them with `folder`, and returns the exit code."""
-    from sley_core.comm.world import World
-    from sley_testing.league.verify import compare_rows
-
-    rows = league_rows(names)
-    with World.join("cpu", timeout_s=rows[0].plans()[0].limits.start_timeout_s) as world:
-        compare_rows(rows, world, Path(folder))
-    return EXIT_OK

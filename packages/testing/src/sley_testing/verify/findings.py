@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 Quantity = Literal["first value", "loss", "gradient", "gradient norm", "held-out loss", "weight"]
 QUANTITIES: tuple[Quantity, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
@@ -26,13 +26,6 @@ _LIKELY_CAUSES: dict[Quantity, str] = {
     "weight": "the gradient agrees, and only the update differs: check the optimizer, its state, and other code that writes to "
     "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer amplifies rounding errors",
 }
-
-
-class Habit(NamedTuple):
-    """Describes code of a module that is correct in a plain loop but needs care in other layouts."""
-
-    location: str
-    description: str
 
 
 @dataclass(frozen=True)
@@ -176,14 +169,6 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, 
         yield f"not compared where the gradient is only rounding noise: {', '.join(noisy[:_MAX_NAMES])}{omitted}"
     if skipped := _skipped_steps(ranks):
         yield f"skipped because gradients are not finite in this precision: step {', '.join(map(str, skipped))}"
-
-
-def habit_lines(habits: Sequence[Habit]) -> Iterator[str]:
-    """Yields a line for each habit."""
-    for habit in habits:
-        yield f"{habit.location} {habit.description}"
-    if habits:
-        yield ""
 
 
 def no_step_taken(ranks: Sequence[RankFindings], num_steps: int) -> bool:

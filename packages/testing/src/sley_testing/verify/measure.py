@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,15 @@ from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError, UsageError
 from sley_core.generators import GENERATOR_LOCK
 from sley_core.model.buffers import train
-from sley_core.model.layers import as_model
+from sley_core.model.layers import Layer, as_model
 from sley_core.optim.build import scale_learning_rate
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_testing.parity import relative_errors
-from sley_testing.plain import NamedParameter, NothingToTrainError, PlainStep
+from sley_testing.plain import NamedParameter, NothingToTrainError, PlainLoop
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
-from sley_testing.verify.findings import Comparison, Habit, Limits, Quantity, RankFindings
-from sley_testing.verify.habits import HabitLoop
+from sley_testing.verify.findings import Comparison, Limits, Quantity, RankFindings
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
 """The share of the model's largest gradient below which a gradient is rounding noise, such as that of a key bias, which softmax
@@ -66,12 +65,6 @@ def save_reference(run: Run, num_steps: int, folder: Path) -> None:
     save_file(full_weights(run), tensor_file(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
         _save_step(folder, step, row, gradients(run), full_weights(run), run.plan.optimizer.config.clip_norm)
-
-
-def save_plain_step(folder: Path, step: int, plain_step: PlainStep, clip_norm: float | None, **numbers: float) -> None:
-    """Saves the results of a plain-loop step in the format of `save_reference`. numbers: further numbers of the row."""
-    row = {"step": step, "loss": plain_step.loss, "grad_norm": plain_step.grad_norm, **numbers}
-    _save_step(folder, step, row, plain_step.gradients, plain_step.weights, clip_norm)
 
 
 def _save_step(
@@ -271,16 +264,16 @@ def check_plain_support(plan: Plan) -> None:
         raise UsageError("verify-plain", message, hint="remove `--plain`")
 
 
-def save_plain_steps(run: Run, num_steps: int, folder: Path, habits: list[Habit]) -> None:
-    """Takes `num_steps` of the loop, saves their results in `folder` as `save_reference` does, and adds to the model's
-    `habits`. run: a one-process run that has taken no step. Raises RunError "plain-loop" if the loop fails.
+def save_plain_steps(run: Run, num_steps: int, folder: Path) -> None:
+    """Takes `num_steps` of the loop and saves their results in `folder` as `save_reference` does. run: a one-process run that
+    has taken no step. Raises RunError "plain-loop" if the loop fails.
     """
-    loop, device = _build_loop(run, habits), run.world.device
+    loop, device = _build_loop(run), run.world.device
     assert run.samples.feed is not None, "a run of one process reads its samples"
     save_file(full_weights(run), tensor_file(folder, 0, "weights"))
     for number in range(1, num_steps + 1):
         try:
-            loop.begin(number)
+            loop.position = number, -1
             scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
             batch = run.samples.splitter.split_feed(run.samples.feed.next())
             step = loop.step([{name: device.move(value) for name, value in fields.items()} for fields in batch.micros])
@@ -289,10 +282,42 @@ def save_plain_steps(run: Run, num_steps: int, folder: Path, habits: list[Habit]
         except Exception as error:
             message = f"{loop.location} also fails in step {number} of a plain loop: {type(error).__name__}: {error}"
             raise RunError("plain-loop", message) from error
-        save_plain_step(folder, number, step, run.plan.optimizer.config.clip_norm)
+        row = {"step": number, "loss": step.loss, "grad_norm": step.grad_norm}
+        _save_step(folder, number, row, step.gradients, step.weights, run.plan.optimizer.config.clip_norm)
 
 
-def _build_loop(run: Run, habits: list[Habit]) -> HabitLoop:
+class _SeededLoop(PlainLoop):
+    """Trains like a plain loop, and seeds each layer and update as `run` does. position: the current step and micro-batch."""
+
+    def __init__(self, run: Run, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seeds = LayerCaller(run.world.device, run.plan.run.seed, run.stepper.executor.caller.policy)
+        self._seed_update = run.stepper.update.seeded
+        self.position = 0, 0
+        self.location = "its start"
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        self.position = self.position[0], self.position[1] + 1
+        return super().forward(batch)
+
+    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
+        self.location = f"layer `{name}` ({type(module).__name__})"
+        step, micro_batch = self.position
+        with GENERATOR_LOCK:
+            self._seeds.seed_layer(Layer(name, module), MicroStep(0, micro_batch, Phase.TRAIN, step - 1, micro_batch))
+            return super().call(name, module, args, fields)
+
+    def backward(self, loss: Tensor) -> None:
+        self.location = "the backward"
+        super().backward(loss)
+
+    def update(self) -> None:
+        self.location = "the optimizer"
+        with self._seed_update(self.position[0] - 1):
+            super().update()
+
+
+def _build_loop(run: Run) -> _SeededLoop:
     """Builds new layers with the plan's factory, and returns a loop with the values, precision and optimizer of `run`."""
     plan, update = run.plan, run.stepper.update
     with run.world.device.preserve_random_state():
@@ -307,8 +332,6 @@ def _build_loop(run: Run, habits: list[Habit]) -> HabitLoop:
             parameter.requires_grad_(param.trainable)
         for path, buffer in layer.module.named_buffers(layer.name):
             buffer.copy_(values[path])
-    modules = [named for layer in model.layers for named in layer.module.named_modules(prefix=layer.name)]
-    evaluated = {name for name, module in modules if not module.training}
     train(model)
     config: Any = plan.optimizer.config
 
@@ -319,23 +342,14 @@ def _build_loop(run: Run, habits: list[Habit]) -> HabitLoop:
         optimizer: torch.optim.Optimizer = plan.optimizer.build(groups, run.world.device.torch_device)
         return optimizer
 
-    seeds = LayerCaller(run.world.device, plan.run.seed, run.stepper.executor.caller.policy)
-    layers = {layer.name: layer for layer in model.layers}
-
-    @contextmanager
-    def seeded(name: str, step: int, micro_batch: int) -> Iterator[None]:
-        with GENERATOR_LOCK:
-            seeds.seed_layer(layers[name], MicroStep(0, micro_batch, Phase.TRAIN, step - 1, micro_batch))
-            yield
-
-    loop = HabitLoop(
+    loop = _SeededLoop(
+        run,
         model,
         run.stepper.executor.loss,
         optimizer=make_optimizer,
         clip_norm=config.clip_norm,
         clip_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
     )
-    loop.prepare(seeded, update.seeded, evaluated, habits)
     master_weights = {stepped.param.name: stepped.parameter.detach() for stepped in update.masters.stepped}
     loop.load(weights(run) | master_weights)
     return loop

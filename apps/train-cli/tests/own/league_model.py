@@ -1,4 +1,4 @@
-"""Defines the data and the model of the league's plans: tokens of which some have labels, and a frozen model with adapters."""
+"""The data and the model of the league's plans: tokens of which some have labels, and a frozen model with adapters."""
 
 from __future__ import annotations
 

@@ -1,26 +1,14 @@
-"""Defines the rows of the league: each reproduces a silent error of other programs in a small plan. Imports no torch."""
+"""The rows of the league: each would reproduce a silent error of other programs in a small plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed
-from sley_testing.verify.findings import (
-    Limits,
-    Quantity,
-    RankFindings,
-    differences,
-    finite_or_none,
-    largest_errors,
-    report_lines,
-)
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
-
 
 LIMIT = 1e-6  # the allowed relative error of losses, norms, gradients and weights in fp32, in every step
 
@@ -59,7 +47,7 @@ class LeagueRow:
         return sizes.pop()
 
     def plans(self) -> list[Plan]:
-        """Returns the plan of each layout. Raises SleyError if a plan is invalid, for example if a plugin is missing."""
+        """Returns the plan of each layout."""
         return [self._plan(layout) for layout in self.layouts]
 
     def one_process_plan(self) -> Plan:
@@ -94,7 +82,7 @@ def _describe_layout(tables: Tables) -> str:
 _SMALL: Tables = {
     "run": {"name": "league", "steps": 3, "device": "cpu", "seed": 5},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
-    "data": {"factory": "sley_testing.league.model:RandomSamples", "options": {}, "shuffle": False},
+    "data": {"factory": "league_model:RandomSamples", "options": {}, "shuffle": False},
     "batch": {"global_size": 8, "micro_size": 1},
     # With the default `eps` of 1e-8, an element whose gradient is only rounding noise takes a full-size step.
     "optimizer": {"use": "core.adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_norm": 0.5, "eps": 1e-5},
@@ -119,7 +107,7 @@ def samples(**options: Any) -> Tables:
 
 def adapted(**options: Any) -> Tables:
     """Returns the tables of a frozen model with trained low-rank adapters."""
-    return small(model={"factory": "sley_testing.league.model:layers", "options": options}, optimizer__lr=1e-2)
+    return small(model={"factory": "league_model:layers", "options": options}, optimizer__lr=1e-2)
 
 
 def layout(handlers: Sequence[Tables] = (), *, axes: dict[str, int], **records: str | Tables) -> Tables:
@@ -336,93 +324,3 @@ ROWS: tuple[LeagueRow, ...] = (
         has_plain_loop=False,
     ),
 )
-
-
-_TABLE_COLUMNS: tuple[Quantity, ...] = ("loss", "gradient norm", "gradient", "weight")
-"""The quantities with a column in the table. A held-out loss counts as a loss. First values must be bit-identical and have no
-column."""
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """Holds the largest relative errors of a row over all ranks, steps and parameters.
-
-    errors: the error relative to one process, by quantity. plain_loop_error: the largest error relative to the plain loop, or
-    None. differences: the lines that describe the first difference beyond the limit. failure: the error message of a row that
-    could not be compared, or "".
-    """
-
-    row: LeagueRow
-    errors: dict[Quantity, float] = field(default_factory=dict)
-    plain_loop_error: float | None = None
-    differences: tuple[str, ...] = ()
-    failure: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether all errors are within the row's limit."""
-        return not self.differences and not self.failure
-
-
-def judge_row(row: LeagueRow, findings: Sequence[RankFindings], plain_findings: Sequence[RankFindings] | None) -> RowResult:
-    """Returns the result of a row. findings, plain_findings: the comparisons with one process and with the plain loop."""
-    limits = Limits(row.limit, row.limit)
-    largest = {result.quantity: result.error for result in largest_errors(findings, limits)}
-    largest["loss"] = max(largest["loss"], largest.get("held-out loss", 0.0))
-    errors = {quantity: largest[quantity] for quantity in _TABLE_COLUMNS if quantity in largest}
-    plain_loop_error = None
-    if plain_findings is not None:
-        plain_loop_error = max(result.error for result in largest_errors(plain_findings, limits))
-    lines: tuple[str, ...] = ()
-    for reference, rank_findings in (("one process", findings), ("the plain loop", plain_findings or ())):
-        if not lines and differences(rank_findings, limits):
-            first_line, *further_lines = report_lines(rank_findings, limits, row.num_steps)
-            lines = (f"compared with {reference}, it {first_line}", *further_lines[: further_lines.index("")])
-    return RowResult(row, errors, plain_loop_error, lines)
-
-
-def format_results(results: Sequence[RowResult]) -> Iterator[str]:
-    """Yields the lines of the table of largest relative errors, with the silent error and the first difference of each row."""
-    columns = (*(name.removeprefix("gradient ") for name in _TABLE_COLUMNS), "plain loop", "allowed")
-    yield f"{'largest error':<18}" + "".join(f"{column:>12}" for column in columns)
-    for result in results:
-        row = result.row
-        numbers = (*(result.errors.get(quantity) for quantity in _TABLE_COLUMNS), result.plain_loop_error, row.limit)
-        cells = "".join(f"{'' if number is None else f'{number:.2g}':>12}" for number in numbers)
-        yield f"{row.name:<18}{cells}  {'holds' if result.holds else 'DOES NOT HOLD'}"
-        yield f"  {row.layout}"
-        issues = f" ({', '.join(row.issues)})" if row.issues else ""
-        yield f"  elsewhere: {row.silent_error}{issues}"
-        yield from (f"  {line}" for line in result.differences)
-        if result.failure:
-            yield f"  could not be compared: {result.failure}"
-    yield ""
-    failed_rows = [result.row.name for result in results if not result.holds]
-    if failed_rows:
-        yield f"{len(failed_rows)} of {len(results)} rows do not hold: {', '.join(failed_rows)}"
-    else:
-        yield f"all {len(results)} rows hold" if len(results) > 1 else f"{results[0].row.name} holds"
-
-
-def results_to_json(results: Sequence[RowResult]) -> dict[str, Any]:
-    """Returns the results as JSON data, in which null stands for an error that is not finite."""
-    return {"holds": all(result.holds for result in results), "rows": [_result_to_json(result) for result in results]}
-
-
-def _result_to_json(result: RowResult) -> dict[str, Any]:
-    row, plain_loop_error = result.row, result.plain_loop_error
-    return {
-        "name": row.name,
-        "elsewhere": row.silent_error,
-        "seen": list(row.issues),
-        "layout": row.layout,
-        "ranks": row.num_ranks,
-        "steps": row.num_steps,
-        "allowed": row.limit,
-        "errors": {quantity: finite_or_none(error) for quantity, error in result.errors.items()},
-        "has_plain_loop": row.has_plain_loop,
-        "plain_loop": None if plain_loop_error is None else finite_or_none(plain_loop_error),
-        "holds": result.holds,
-        "differs": list(result.differences),
-        "failed": result.failure or None,
-    }

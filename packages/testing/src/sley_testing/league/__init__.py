@@ -1,1 +1,0 @@
-"""Implements `train-cli verify --league`: small plans that would expose known silent errors of training programs."""
