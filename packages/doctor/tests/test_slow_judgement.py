@@ -16,11 +16,9 @@ from sley_doctor.reports.work_record import (
     DATA,
     DEVICE,
     UPDATE,
-    MessageRecord,
     Queue,
     Spread,
     Start,
-    Usage,
     Window,
     WorkRecord,
     format_line,
@@ -32,7 +30,6 @@ from sley_doctor.slow.judge import Cause, judge
 from train_cli.run_folder import WORK
 
 BLOCK = "Block Linearx2 4096"
-QUIET = Usage(0.1, 0.01, 10)
 
 
 def spread(seconds: float, width: float = 0.1) -> Spread:
@@ -51,11 +48,6 @@ def window(number: int, work: Mapping[str, float], waits: Mapping[str, float], *
         layers=more.get("layers", {}),
         waits={queue: spread(one) for queue, one in waits.items()},
         queues=more.get("queues", {queue: Queue((0, 1), None, 1.0, 1e5) for queue in waits}),
-        usage=more.get("usage", QUIET),
-        private_mb=more.get("private_mb", 300.0),
-        device_mb=more.get("device_mb", 0.0),
-        sent=more.get("sent", {}),
-        received=more.get("received", {}),
     )
 
 
@@ -80,19 +72,11 @@ def replicas(*works: Mapping[str, float], num_windows: int = 6) -> list[WorkReco
 USUAL = {DATA: 0.0001, "F0": 0.02, "B0": 0.04, UPDATE: 0.005}
 
 
-def stages(*layers: Mapping[str, float], way_s: float = 0.0, num_windows: int = 6) -> list[WorkRecord]:
-    """A rank for each stage, whose chunk has these layers; messages up take `way_s`."""
+def stages(*layers: Mapping[str, float], num_windows: int = 6) -> list[WorkRecord]:
+    """A rank for each stage, whose chunk has these layers."""
     works = [sum(some.values()) for some in layers]
-    step_s = 1.5 * max(works) + 2 * way_s
-
-    def messages(rank: int, number: int) -> dict[str, Any]:
-        steps = range(10 * number + 1, 10 * number + 11, 4)
-        sent = [MessageRecord(step, step, float(step)) for step in steps]
-        taken = [MessageRecord(one.step, one.number, one.time_s + way_s + 0.0002, way_s + 0.01) for one in sent]
-        if rank == 0:
-            return {"sent": {"pp up 0>1": sent}, "queues": {}}
-        return {"received": {"pp up 0>1": taken}, "queues": {"pp up 0>1": Queue((0, 1), 0, 1.0, 1e4)}}
-
+    step_s = 1.5 * max(works)
+    queues = {"pp up 0>1": Queue((0, 1), 0, 1.0, 1e4)}
     return [
         record(
             rank,
@@ -102,7 +86,7 @@ def stages(*layers: Mapping[str, float], way_s: float = 0.0, num_windows: int = 
                     {"F0": works[rank]},
                     {"pp up 0>1": step_s - works[rank]},
                     layers={"F0": {name: spread(one) for name, one in some.items()}},
-                    **messages(rank, number),
+                    queues=queues if rank else {},
                 )
                 for number in range(num_windows)
             ],
@@ -246,14 +230,6 @@ def test_a_host_with_time_left_is_not_named_although_others_wait_for_it_elsewher
     assert not judge(ranks).causes
 
 
-def test_a_message_that_is_long_on_its_way_names_the_link_and_not_the_rank_that_waits() -> None:
-    even = ({"blocks.0": 0.01, "blocks.1": 0.01}, {"blocks.2": 0.01, "blocks.3": 0.01})
-    cause = only(judge(stages(*even, way_s=0.05)).causes)
-    assert (cause.kind, cause.ranks, cause.location) == ("link", (0, 1), "pp up 0>1")
-    assert "between ranks 0, 1" in describe_cause(cause)
-    assert not judge(stages(*even)).causes, "the wait of a pipeline for its first micro-batch is no link's"
-
-
 def test_a_collective_in_which_the_last_to_come_waits_names_the_link() -> None:
     works = [{place: one / 2 for place, one in USUAL.items()}] * 2
     ranks = [record(rank, [window(n, work, {"stage main": 0.05}) for n in range(6)]) for rank, work in enumerate(works)]
@@ -264,42 +240,6 @@ def test_a_collective_in_which_the_last_to_come_waits_names_the_link() -> None:
 def test_data_that_every_rank_waits_for_is_told_of_all() -> None:
     cause = only(judge(replicas({**USUAL, DATA: 0.1}, {**USUAL, DATA: 0.1})).causes)
     assert (cause.kind, cause.ranks) == ("data", (0, 1))
-
-
-def growing(held: Sequence[float], where: str = "private_mb") -> list[Window]:
-    return [window(n, USUAL, {"stage main": 0.002}, **{where: one}) for n, one in enumerate(held)]
-
-
-@pytest.mark.parametrize("where", ["private_mb", "device_mb"])
-def test_memory_that_grows_without_an_end_is_told(where: str) -> None:
-    held = [300 + 40.0 * n for n in range(8)]
-    ranks = [record(0, growing([300.0] * 8)), record(1, growing(held, where))]
-    cause = only(judge(ranks).causes)
-    assert (cause.kind, cause.ranks, cause.megabytes) == ("memory", (1,), 240)
-    assert ("device" if where == "device_mb" else "host") == cause.location
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        [100, 300, 500, 500, 500, 500, 500, 500, 500],
-        [300, 301, 302, 303, 304, 305, 306, 307, 308],
-        [300, 500, 310, 520, 300, 510, 320, 500, 400],
-    ],
-    ids=["caches that fill", "a little", "up and down"],
-)
-def test_memory_that_settles_is_not_told(held: list[float]) -> None:
-    assert not judge([record(0, growing(held)), record(1, growing(held))]).causes
-
-
-@pytest.mark.parametrize(("system_s", "faults", "are_why"), [(0.5, 200_000, True), (0.01, 200_000, False), (0.5, 50, False)])
-def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float, faults: int, are_why: bool) -> None:
-    quick, slow = replicas(USUAL, {**USUAL, "F0": 0.1})
-    usage = Usage(0.1, system_s, faults)
-    slow = replace(slow, windows=[replace(one, usage=usage) for one in slow.windows])
-    cause = only(judge([quick, slow]).causes)
-    assert (cause.ranks, cause.location, cause.faults > 0) == ((1,), "F0", are_why)
-    assert ("page faults" in describe_cause(cause)) is are_why
 
 
 # -- how records are read, and told ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_doctor.reports import work_recorder
-from sley_doctor.reports.work_file import MAX_MESSAGES, WorkSamples, compute_quartiles
+from sley_doctor.reports.work_file import compute_quartiles
 from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read_records
 from sley_doctor.reports.work_recorder import DETAILED, record_work
 from sley_testing.plans import small_plan
@@ -139,7 +139,7 @@ def test_the_run_has_the_same_bits_and_nothing_follows_it_afterwards(texts: Path
 def test_the_number_of_a_step_says_whether_layers_are_noted(
     long_s: float, detailed: list[bool], texts: Path, tmp_path: Path
 ) -> None:
-    """Windows of ranks end at other steps, and both ends of a message must note the same ones: 1, 5, 9; long ones all."""
+    """Steps 1, 5, 9; long ones all."""
     with (
         World.alone("cpu") as world,
         assemble(plan_from_dict(small_plan(), texts), world) as run,
@@ -151,23 +151,6 @@ def test_the_number_of_a_step_says_whether_layers_are_noted(
     (found,) = read_records(tmp_path)
     assert [(one.first, one.last) for one in found.windows] == [(1, 3), (4, 6), (7, 9), (10, 12)]
     assert [bool(one.layers) for one in found.windows] == detailed
-
-
-@pytest.mark.parametrize("in_a_step", [1, 5, 16])
-@pytest.mark.parametrize("offset", [0, 100, 399])
-def test_both_ends_of_a_queue_keep_messages_of_the_same_steps(in_a_step: int, offset: int) -> None:
-    """Of windows of a thousand steps, of which one ends later."""
-
-    def kept(first: int) -> set[int]:
-        samples = WorkSamples()
-        for step in range(first, first + 1000):
-            if step % DETAILED == 1:
-                for number in range(in_a_step):
-                    samples.record_sent(step, "pp up 0>1", in_a_step * step + number, 0.0)
-        assert 0 < len(samples.sent["pp up 0>1"]) <= MAX_MESSAGES
-        return {one.step for one in samples.sent["pp up 0>1"]}
-
-    assert len(kept(1) & kept(1 + offset)) >= (1 if in_a_step > 5 else 3)
 
 
 def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, tmp_path: Path) -> None:

@@ -1,23 +1,19 @@
 """A model, data and an optimizer of which one is slow on one rank, as the variable SLEY_TEST_SLOW says.
 
 {"kind": "backward", "rank": 1, "layer": 2, "seconds": 0.05}: the backward of the third block takes 50 ms more in each step.
-kind: data, forward, backward, optimizer, link, faults or memory; none where nothing is slow.
+kind: data, forward, backward, optimizer or link; none where nothing is slow.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.group import Group
 from sley_core.comm.transport import GroupWork
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_testing.habits import Embed
@@ -27,9 +23,6 @@ HIDDEN, SEQUENCE, VOCABULARY, NUM_BLOCKS = 64, 32, 64, 4
 NUM_MICROS = 2
 """Of a rank in a step."""
 
-MEGABYTES = 4
-"""Of memory that is kept in each step."""
-
 
 class Slow:
     """What is slow on this rank, as it is now: a process may run several cases."""
@@ -38,10 +31,8 @@ class Slow:
         told = json.loads(os.environ.get(VARIABLE, "{}"))
         is_own = bool(told) and int(os.environ.get("RANK", "0")) == told["rank"]
         self.kind = told["kind"] if told and (is_own or told["kind"] == "link") else "none"
-        self.is_own = is_own
         self.layer = told.get("layer", -1)
         self.seconds = told.get("seconds", 0.0)
-        self.kept: list[bytearray] = []
 
     def is_at(self, kind: str, layer: int) -> bool:
         return self.kind == kind and self.layer == layer
@@ -75,10 +66,6 @@ class Block(nn.Module):
             return made
         if slow.is_at("forward", self.place):
             time.sleep(slow.seconds / NUM_MICROS)
-        if slow.is_at("faults", self.place):
-            fault_in(slow.seconds / NUM_MICROS)
-        if slow.is_at("memory", self.place):
-            slow.kept.append(bytearray(os.urandom(1) * (MEGABYTES * 2**20 // NUM_MICROS)))
         return Late.apply(made, slow.seconds / NUM_MICROS) if slow.is_at("backward", self.place) else made  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -119,46 +106,6 @@ class Sgd(torch.optim.SGD):
         return super().step(closure)
 
 
-def fault_in(seconds: float) -> None:
-    """Takes pages from the system, and gives them back, for so long."""
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        with mmap.mmap(-1, 4 * 2**20) as memory:
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-            pages = np.frombuffer(memory, np.uint8)
-            pages[:: mmap.PAGESIZE] = 1
-            del pages
-
-
-class LateSends:
-    """A communicator from which messages leave some time after they were handed over, in their order."""
-
-    def __init__(self, channel: Any, seconds: float) -> None:
-        self.channel, self.seconds = channel, seconds
-        self.worker = ThreadPoolExecutor(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.channel, name)
-
-    def send(self, *message: Any) -> Any:
-        return LateWork(self.worker.submit(self._send, time.perf_counter() + self.seconds, message))
-
-    def _send(self, due: float, message: tuple[Any, ...]) -> Any:
-        time.sleep(max(0.0, due - time.perf_counter()))
-        return self.channel.send(*message)
-
-
-class LateWork:
-    def __init__(self, sent: Future[Any]) -> None:
-        self.sent = sent
-
-    def wait(self) -> None:
-        self.sent.result().wait()
-
-    def is_completed(self) -> bool:
-        return self.sent.done() and bool(self.sent.result().is_completed())
-
-
 class LateResult:
     """A sum that takes its time."""
 
@@ -173,25 +120,15 @@ class LateResult:
         return False
 
 
-_PLAIN_CHANNEL, _PLAIN_INIT = Group.channel, GroupWork.__init__
+_PLAIN_INIT = GroupWork.__init__
 
 
 def _prepare_link(slow: Slow) -> None:
-    """Puts itself in front of messages that this rank sends, and of sums of gradients; or takes itself away."""
-    late: dict[int, LateSends] = {}
-
-    def channel(self: Group, name: str = "main") -> Any:
-        found = _PLAIN_CHANNEL(self, name)
-        if self.axis != "pp" or not slow.is_own:
-            return found
-        if id(found) not in late:
-            late[id(found)] = LateSends(found, slow.seconds / NUM_MICROS)
-        return late[id(found)]
+    """Puts itself in front of sums of gradients, or takes itself away."""
 
     def init(self: GroupWork, received: Any, sent: Any, turn: Any, *args: Any, **options: Any) -> None:
         if turn.members.axis == "stage":
             received = [LateResult(one, slow.seconds) for one in received]
         _PLAIN_INIT(self, received, sent, turn, *args, **options)
 
-    Group.channel = channel if slow.kind == "link" else _PLAIN_CHANNEL  # type: ignore[method-assign]
     GroupWork.__init__ = init if slow.kind == "link" else _PLAIN_INIT  # type: ignore[method-assign]

@@ -49,20 +49,6 @@ class Spread(NamedTuple):
 ZERO_SPREAD = Spread(0.0, 0.0, 0.0)
 
 
-class MessageRecord(NamedTuple):
-    """Describes a message between stages in `step`, the `number`-th of its queue, as recorded by its sender or its receiver.
-    A sender records only the last message of an action.
-
-    time_s: the time when the sender started the message, or when the receiver had it, in seconds since the epoch. waited_s: the
-    receiver's wait for the message.
-    """
-
-    step: int
-    number: int
-    time_s: float
-    waited_s: float = 0.0
-
-
 @dataclass(frozen=True)
 class Queue:
     """Describes a sequence of exchanges that the members `ranks` of a group start in one order. peer: the rank at the other end
@@ -75,14 +61,6 @@ class Queue:
     num_bytes: float = 0.0
 
 
-class Usage(NamedTuple):
-    """Holds the kernel's counters of the process over a window. system_s: time in the kernel. faults: page faults."""
-
-    user_s: float
-    system_s: float
-    faults: float
-
-
 @dataclass(frozen=True)
 class Window:
     """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the
@@ -90,8 +68,7 @@ class Window:
 
     work: seconds of work per step by location, without waits. `F0` is the forward of chunk 0 over all micro-batches; B0, I0,
     W0, C0 likewise. layers: the same for `F0` and the like by layer, measured every few steps. waits: seconds per step by
-    queue. sent, received: sent and received messages of some steps by queue. private_mb, device_mb: memory of the process in
-    MiB, on the host (private memory) and on its device.
+    queue.
     """
 
     first: int
@@ -102,11 +79,6 @@ class Window:
     layers: Mapping[str, Mapping[str, Spread]]
     waits: Mapping[str, Spread]
     queues: Mapping[str, Queue]
-    usage: Usage
-    private_mb: float
-    device_mb: float
-    sent: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
-    received: Mapping[str, Sequence[MessageRecord]] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -179,14 +151,6 @@ def read_record(path: Path) -> WorkRecord | None:
                 windows.pop()
             windows.append(entry)
     return None if start is None else WorkRecord(start, windows)
-
-
-def roundness(step: int) -> int:
-    """Returns how often 2 divides the number of steps before `step`, and the largest number for the first step. All ranks
-    select messages by this number, so that they keep the same steps without communication.
-    """
-    num_before = step - 1
-    return (num_before & -num_before).bit_length() - 1 if num_before else 64
 
 
 @cache

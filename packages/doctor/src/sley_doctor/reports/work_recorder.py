@@ -4,9 +4,9 @@
     samples ──> after a while a line of the file, see `work_record`
 
 Work is the time between two entries of the action list, without waits for other ranks. An entry costs two reads of a dict and
-one of the clock; so does a wait. Layers and messages are recorded in one of `DETAILED` steps, and after every long step.
+one of the clock; so does a wait. Layers are recorded in one of `DETAILED` steps, and after every long step.
 Nothing is computed from samples until a window ends. A window lasts a twentieth of the time so far, but at least half a second
-and eight steps, and at most five minutes.
+and eight steps, and at most a quarter of an hour, so a month of training has about 3,000 windows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action, Transfer
@@ -37,7 +36,6 @@ from sley_doctor.reports.work_record import (
     REDUCTION,
     UPDATE,
     Start,
-    Usage,
     format_line,
 )
 from train_cli.run_folder import WORK
@@ -49,33 +47,10 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
-
-def private_memory_mb() -> float:
-    """Returns the private memory of this process, without mapped files, in MiB; 0 if unknown."""
-    try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_bytes().split(maxsplit=3)
-    except (OSError, ValueError):
-        return 0.0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def process_usage() -> Usage:
-    """Returns the resource usage of this process since its start, over all its threads."""
-    if resource is None:
-        return Usage(0.0, 0.0, 0)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(usage.ru_utime, usage.ru_stime, usage.ru_minflt + usage.ru_majflt)
-
-
 DETAILED, LONG_S = 4, 1.0
-"""Layers and messages are recorded in one of DETAILED steps, and after each step longer than LONG_S seconds."""
+"""Layers are recorded in one of DETAILED steps, and after each step longer than LONG_S seconds."""
 
-WINDOW_SHARE, MIN_WINDOW_S, MAX_WINDOW_S = (1 / 20, 0.5, 300.0)  # length of a window: its share of the time so far, and limits
+WINDOW_SHARE, MIN_WINDOW_S, MAX_WINDOW_S = (1 / 20, 0.5, 900.0)  # length of a window: its share of the time so far, and limits
 MIN_WINDOW_STEPS = 8  # quartiles of fewer steps mean little; a window of MAX_WINDOW_S may have fewer
 
 _LOCATIONS = {
@@ -130,7 +105,6 @@ class WorkRecorder:
 
     def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
         self._progress = parts.groups.progress
-        self._device = parts.world.device.torch_device
         self._feed = feed
         self._add = add
         self._samples = WorkSamples()
@@ -138,14 +112,10 @@ class WorkRecorder:
         self._spent = self._samples.spent
         self._location = self._base = self._between = self._samples.location_index(BETWEEN)
         self._data, self._beginning = self._samples.location_index(DATA), self._samples.location_index(BEGINNING)
-        self._is_detailed = False
         self._entry_start = self._start = self._window_start = self._step_start = time.perf_counter()
         self._to_epoch = time.time() - time.perf_counter()
-        self._usage = process_usage()
         self._ends = {self._between, self._samples.location_index(EVALUATION)}
         self._step = self._last = 0
-        self._outgoing = f" {parts.groups['pp'].coord}>"
-        self._numbers: dict[str, int] | None = None
 
     def attach(self) -> None:
         """Sets the callbacks on the run's progress."""
@@ -168,8 +138,6 @@ class WorkRecorder:
         time_s = time.perf_counter()
         self._spent[self._location] += time_s - self._entry_start
         self._entry_start = time_s
-        if self._is_detailed:
-            self._record_sent_messages(entry, time_s)
         previous_base = self._base
         try:
             self._location = self._base = self._entries[entry]
@@ -196,19 +164,6 @@ class WorkRecorder:
         time_s = time.perf_counter()
         self._entry_start += time_s - since
         self._samples.record_wait(turn, time_s - since)
-        if self._is_detailed and turn.peer is not None and turn.operation == "receive":
-            self._samples.record_received(self._step, turn, time_s + self._to_epoch, time_s - since)
-
-    def _record_sent_messages(self, entry: object, time_s: float) -> None:
-        """Records the end of the previous entry as the sending time of its messages."""
-        numbers = self._progress.numbers
-        if self._numbers is not None:
-            old_numbers, self._numbers = self._numbers, None
-            for queue, number in numbers.items():
-                if number != old_numbers.get(queue) and self._outgoing in queue:
-                    self._samples.record_sent(self._step, queue, number, time_s + self._to_epoch)
-        if type(entry) is Transfer and entry.op == "send":
-            self._numbers = dict(numbers)
 
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
         """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
@@ -227,28 +182,17 @@ class WorkRecorder:
         self._spent = self._samples.spent
         step_progress = self._progress.step_progress
         self._step = step_progress.step
-        # By step number: both ends of a message must record it, and the windows of ranks end at different steps.
-        self._is_detailed = self._step % DETAILED == 1 % DETAILED or time_s - self._step_start >= LONG_S
+        is_detailed = self._step % DETAILED == 1 % DETAILED or time_s - self._step_start >= LONG_S
         self._step_start = time_s
-        # Stages exchange announcements between the step's beginning and its first action.
-        self._numbers = dict(self._progress.numbers) if self._is_detailed else None
-        step_progress.follow_layer = self.on_layer if self._is_detailed else None
-        step_progress.follow_output = self.on_output if self._is_detailed else None
+        step_progress.follow_layer = self.on_layer if is_detailed else None
+        step_progress.follow_output = self.on_output if is_detailed else None
 
     def _write(self) -> None:
         """Writes the samples so far as a window; does nothing without samples."""
         if not self._samples.num_steps:
             return
-        time_s = time.perf_counter()
-        usage = process_usage()
-        device_mb = torch.cuda.memory_allocated(self._device) / 2**20 if self._device.type == "cuda" else 0.0
-        used_since = Usage(*(round(new - old, 6) for new, old in zip(usage, self._usage, strict=True)))
-        self._add(
-            format_line(
-                self._samples.build_window(self._last, time_s + self._to_epoch, used_since, private_memory_mb(), device_mb)
-            )
-        )
-        self._usage, self._window_start = usage, time_s
+        self._window_start = time.perf_counter()
+        self._add(format_line(self._samples.build_window(self._last, self._window_start + self._to_epoch)))
         self._samples.start_window()
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sley_doctor.reports.work_file import merge_windows
 from sley_doctor.reports.work_record import (
     BETWEEN,
     DATA,
@@ -24,7 +23,6 @@ from sley_doctor.reports.work_record import (
     Queue,
     Spread,
     Start,
-    Usage,
     WorkRecord,
 )
 
@@ -34,9 +32,7 @@ MAX_DEVICE_SHARE = 0.03  # share of a step: if a host waits longer for its devic
 
 @dataclass(frozen=True)
 class RankWork:
-    """Holds one rank's measurements in a block, the means over its windows; see `Window`. user_s, system_s, faults: per step;
-    see `Usage`.
-    """
+    """Holds one rank's measurements in a block, the means over its windows; see `Window`."""
 
     start: Start
     seconds: Spread
@@ -44,9 +40,6 @@ class RankWork:
     layers: Mapping[str, Mapping[str, Spread]]
     waits: Mapping[str, Spread]
     queues: Mapping[str, Queue]
-    user_s: float
-    system_s: float
-    faults: float
 
     @property
     def working_s(self) -> float:
@@ -106,18 +99,44 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
 
 
 def _rank_work(record: WorkRecord, first: int, last: int) -> RankWork:
-    """Returns the work of a rank in steps `first` to `last`, which its windows must cover."""
-    windows = []
-    for window in record.windows_between(first, last):
-        start, end = max(window.first, first), min(window.last, last)
-        share = (end - start + 1) / window.num_steps
-        usage = Usage(*(count * share for count in window.usage))
-        windows.append(replace(window, first=start, last=end, usage=usage, sent={}, received={}))
-    merged = merge_windows(windows)
-    user_s, system_s, faults = (count / (last - first + 1) for count in merged.usage)
+    """Returns the means of a rank's work over its windows in steps `first` to `last`, each by its number of these steps."""
+    windows = [
+        (window, min(window.last, last) - max(window.first, first) + 1) for window in record.windows_between(first, last)
+    ]
+    layers: dict[str, list[tuple[Mapping[str, Spread], int]]] = {}
+    queues: dict[str, list[tuple[Queue, int]]] = {}
+    for window, num_steps in windows:
+        for location, spreads in window.layers.items():
+            layers.setdefault(location, []).append((spreads, num_steps))
+        for name, queue in window.queues.items():
+            queues.setdefault(name, []).append((queue, num_steps))
     return RankWork(
-        record.start, merged.seconds, merged.work, merged.layers, merged.waits, merged.queues, user_s, system_s, faults
+        record.start,
+        _mean_spread([(window.seconds, num_steps) for window, num_steps in windows]),
+        _means_by_name([(window.work, num_steps) for window, num_steps in windows]),
+        {location: _means_by_name(values) for location, values in layers.items()},
+        _means_by_name([(window.waits, num_steps) for window, num_steps in windows]),
+        {name: _mean_queue(values) for name, values in queues.items()},
     )
+
+
+def _means_by_name(values: Sequence[tuple[Mapping[str, Spread], int]]) -> dict[str, Spread]:
+    """Returns the mean of the spreads of each name, weighted by steps."""
+    names = dict.fromkeys(name for spreads, _ in values for name in spreads)
+    return {name: _mean_spread([(spreads[name], num) for spreads, num in values if name in spreads]) for name in names}
+
+
+def _mean_spread(spreads: Sequence[tuple[Spread, int]]) -> Spread:
+    total = sum(num_steps for _, num_steps in spreads)
+    return Spread(*(sum(spread[index] * num_steps for spread, num_steps in spreads) / total for index in range(3)))
+
+
+def _mean_queue(queues: Sequence[tuple[Queue, int]]) -> Queue:
+    """Returns the newest queue, with the means of exchanges and bytes per step."""
+    total = sum(num_steps for _, num_steps in queues)
+    exchanges = sum(queue.exchanges * num_steps for queue, num_steps in queues) / total
+    num_bytes = sum(queue.num_bytes * num_steps for queue, num_steps in queues) / total
+    return replace(queues[-1][0], exchanges=exchanges, num_bytes=num_bytes)
 
 
 def median(values: Iterable[float]) -> float:

@@ -57,8 +57,6 @@ _REMEDIES = {
     MESSAGES: "check the network between these stages",
     "link": "check the network between these ranks, and the interface that their groups use",
     "change": "check the machine of that rank since then: other processes, clock, temperature, memory",
-    "memory": "check for objects that are kept over steps: lists of tensors, losses with their graphs, caches without a limit",
-    "faults": "the rank allocates system memory in each step: check for large temporary buffers, and for a shortage of memory",
 }
 
 
@@ -78,26 +76,20 @@ def describe_cause(cause: Cause) -> str:
             layer = f", in layer `{cause.layer}`," if cause.layer else ""
             usual = _format_seconds(cause.usual_s) if cause.usual_s >= MIN_SHOWN_S else "almost no time"
             work = f"its {describe_location(cause.location)}{layer} takes {_format_seconds(cause.seconds)} longer"
-            faults = f", with {cause.faults:,.0f} additional page faults" if cause.faults else ""
-            return f"{ranks} makes other ranks wait: {work} than on other ranks {step}; those take {usual}{faults}"
+            return f"{ranks} makes other ranks wait: {work} than on other ranks {step}; those take {usual}"
         case "data":
             return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
         case "link":
             exchanges = f"the exchanges of `{cause.location}` ({_exchange_type(cause.location)}) between {ranks}"
             expected = f"a slow but working link takes {_format_seconds(cause.usual_s)}"
             return f"{exchanges} take {_format_seconds(cause.seconds)} {step} although no rank is late; {expected}"
-        case "change":
+        case _:
             increase = f"takes {_format_seconds(cause.seconds)} more than the earlier {_format_seconds(cause.usual_s)}, {step}"
             return f"{ranks} has become slower: its {describe_location(cause.location)} {increase}"
-        case _:
-            memory = "on the host" if cause.location == "host" else "on the device"
-            return f"the memory of {ranks} {memory} grows: {cause.megabytes:,.0f} MiB in steps {cause.first} to {cause.last}"
 
 
 def remedy(cause: Cause) -> str:
     """Returns the remedy for the cause."""
-    if cause.faults:
-        return _REMEDIES["faults"]
     return _REMEDIES.get(cause.kind) or _REMEDIES.get(cause.location) or _REMEDIES["F"]
 
 

@@ -10,14 +10,12 @@ cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_doctor.reports.work_record import DATA, DEVICE, ZERO_SPREAD, MessageRecord, Queue, WorkRecord
-from sley_doctor.slow.blocks import MAX_RATIO, Block, Excess, RankWork, build_blocks, find_excesses, median
+from sley_doctor.reports.work_record import DATA, DEVICE, ZERO_SPREAD, WorkRecord
+from sley_doctor.slow.blocks import MAX_RATIO, Block, Excess, build_blocks, find_excesses, median
 
 MIN_SHARE = 0.25  # share of a step that a cause must cost
 MIN_BLOCK_SHARE = 0.75  # share of steps in blocks that show the cause
@@ -32,19 +30,15 @@ MISSING_RECORD_REASONS = (
 
 NUM_PARTS = 3  # the last part of a run is one in NUM_PARTS of its blocks
 
-MIN_FAULTS, MIN_SYSTEM_SHARE = 500, 0.1
-"""Fewer page faults per step are ignored; the kernel's time must be at least this share of the excess work."""
-
 
 @dataclass(frozen=True)
 class Cause:
     """Describes one reason for longer steps.
 
     kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data, "link" for slow exchanges, "change"
-    if a rank has become slower, "memory" if memory grows. ranks: the slow ranks, or the ends of a link. location: a location of
-    `work_record`, or a queue name. layer: "" if no layer stands out. seconds: the cost per step; step_s: the duration of a
-    step. usual_s: the time of comparable work. first, last: the steps with this cause. faults: excess page faults per step, if
-    they are the reason. megabytes: the growth of memory.
+    if a rank has become slower. ranks: the slow ranks, or the members of a slow group. location: a location of `work_record`,
+    or a queue name. layer: "" if no layer stands out. seconds: the cost per step; step_s: the duration of a step. usual_s: the
+    time of comparable work. first, last: the steps with this cause.
     """
 
     kind: str
@@ -56,13 +50,11 @@ class Cause:
     step_s: float
     first: int
     last: int
-    faults: float = 0.0
-    megabytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Holds the result of `judge`. causes: growing memory first, then the worst; empty if no rank is slow. blocks: the examined
+    """Holds the result of `judge`. causes: the worst first; empty if no rank is slow. blocks: the examined
     blocks. why_not: the reason if slow ranks cannot be determined.
     """
 
@@ -86,20 +78,16 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
         return Judgement((), tuple(blocks), f"{steps} steps are too few, {MIN_STEPS} are needed")
     # The first block includes one-time work: compiling, opening files, first allocations.
     settled = blocks[1:] if len(blocks) > NUM_PARTS else blocks
-    causes = _find_causes(records, settled)
+    causes = _find_causes(settled)
     last_part = settled[-(len(settled) // NUM_PARTS) :]
     if not causes and len(settled) > NUM_PARTS and sum(block.num_steps for block in last_part) >= MIN_STEPS:
-        causes = _find_causes(records, last_part) or _slowed_ranks(settled, last_part)
-    memory_causes = _memory_growth(records, median(block.step_s for block in settled))
-    # Filling memory takes time: growing memory makes a rank slow, and not the reverse.
-    return Judgement((*memory_causes, *causes), tuple(settled))
+        causes = _find_causes(last_part) or _slowed_ranks(settled, last_part)
+    return Judgement(tuple(causes), tuple(settled))
 
 
-def _find_causes(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
+def _find_causes(blocks: Sequence[Block]) -> list[Cause]:
     """Returns the causes that most of `blocks` show, the worst first."""
-    causes = [*_slow_ranks(blocks), *_slow_data(blocks)]
-    # A late rank delays messages too, but not an exchange that all ranks have started.
-    causes += _slow_links(records, blocks)
+    causes = [*_slow_ranks(blocks), *_slow_data(blocks), *_slow_links(blocks)]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
 
@@ -151,30 +139,7 @@ def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) ->
         median(block.step_s for block, _ in slow_blocks),
         slow_blocks[0][0].first,
         slow_blocks[-1][0].last,
-        _excess_page_faults(rank, [block for block, _ in slow_blocks], seconds),
     )
-
-
-def _excess_page_faults(rank: int, blocks: Sequence[Block], seconds: float) -> float:
-    """Returns the excess page faults per step of `rank` if they explain its excess work of `seconds`; else 0.
-
-    They explain it if most of the rank's excess processor time was spent in the kernel. This time may be far less than
-    `seconds` if other processes used the processor.
-    """
-
-    def excess(get_value: Callable[[RankWork], float]) -> float:
-        return median(
-            get_value(block.ranks[rank]) - median(get_value(work) for number, work in block.ranks.items() if number != rank)
-            for block in blocks
-        )
-
-    faults, system_s, user_s = (
-        excess(lambda work: work.faults),
-        excess(lambda work: work.system_s),
-        excess(lambda work: work.user_s),
-    )
-    is_cause = faults >= MIN_FAULTS and system_s >= max(user_s, MIN_SYSTEM_SHARE * seconds)
-    return faults if is_cause else 0.0
 
 
 def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
@@ -196,11 +161,11 @@ def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
     ]
 
 
-def _slow_links(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
+def _slow_links(blocks: Sequence[Block]) -> list[Cause]:
     """Returns a cause for each queue that is slow in most of the blocks."""
     slow_by_queue: dict[tuple[str, tuple[int, ...]], list[tuple[Block, SlowExchange]]] = {}
     for block in blocks:
-        for exchange in find_slow_exchanges(records, block):
+        for exchange in find_slow_exchanges(block):
             if exchange.seconds >= MIN_SHARE * block.step_s:
                 slow_by_queue.setdefault((exchange.queue, exchange.ranks), []).append((block, exchange))
     return [
@@ -263,50 +228,11 @@ def _slowed_ranks(settled: Sequence[Block], last_part: Sequence[Block]) -> list[
     return causes
 
 
-def _memory_growth(records: Sequence[WorkRecord], step_s: float) -> list[Cause]:
-    """Returns a cause for the memory that grows most, with all ranks whose memory grows at least half as much."""
-    causes = [
-        cause for record in records for memory in ("host", "device") if (cause := _rank_memory_growth(record, memory, step_s))
-    ]
-    if not causes:
-        return []
-    largest = max(causes, key=lambda cause: cause.megabytes)
-    similar = [cause for cause in causes if cause.location == largest.location and cause.megabytes >= largest.megabytes / 2]
-    return [replace(largest, ranks=tuple(sorted(cause.ranks[0] for cause in similar)))]
-
-
 def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
     """Returns whether `subset` has at least MIN_BLOCK_SHARE of the steps of `blocks`."""
     return bool(subset) and sum(block.num_steps for block in subset) >= MIN_BLOCK_SHARE * sum(
         block.num_steps for block in blocks
     )
-
-
-MIN_MB, MIN_GROWTH = 64.0, 0.15  # smaller growth, in MiB or as a share, may come from caches that fill
-
-MIN_WINDOWS = 5
-STEADY = 0.8  # share of windows in which memory must grow
-
-
-def _rank_memory_growth(record: WorkRecord, memory: str, step_s: float) -> Cause | None:
-    """Returns a cause if a rank's memory grows much and steadily until the end; else None. Ignores the first window, in which a
-    run settles. memory: "host" or "device".
-    """
-    windows = record.windows[1:]
-    if len(windows) < MIN_WINDOWS:
-        return None
-    sizes = [window.private_mb if memory == "host" else window.device_mb for window in windows]
-    total = sizes[-1] - sizes[0]
-    rising_share = sum(new > old for old, new in pairwise(sizes)) / (len(sizes) - 1)
-    # A cache that is full no longer grows. Measured in steps, since older windows have more steps.
-    last_third = windows[-1].last - (windows[-1].last - windows[0].last) / 3
-    earlier_sizes = [mb for mb, window in zip(sizes, windows, strict=True) if window.last <= last_third]
-    recent = sizes[-1] - (earlier_sizes[-1] if earlier_sizes else sizes[0])
-    is_growing = total >= max(MIN_MB, MIN_GROWTH * sizes[0]) and rising_share >= STEADY and recent >= total / 6
-    if not is_growing:
-        return None
-    first, last = windows[0].last, windows[-1].last
-    return Cause("memory", (record.start.rank,), memory, "", 0.0, 0.0, step_s, first, last, megabytes=total)
 
 
 LATENCY_S, BYTES_PER_S = 2.5e-3, 50e6
@@ -316,13 +242,7 @@ MAX_LINK_RATIO = 3.0  # factor by which exchanges may take longer than over that
 
 
 class SlowExchange(NamedTuple):
-    """The duration of a queue's exchanges. seconds: per step; usual_s: per step over the slowest acceptable link.
-
-    queue: the queue's name. ranks: its members, or the sender and the receiver.
-
-    In a collective the last rank waits for no other rank, so the shortest wait of its members is the duration of the exchange.
-    A message is under way from the time it is sent, and its receiver waits from the time it needs the message.
-    """
+    """The duration of a group's exchanges. seconds: per step; usual_s: per step over the slowest acceptable link."""
 
     queue: str
     ranks: tuple[int, ...]
@@ -330,15 +250,10 @@ class SlowExchange(NamedTuple):
     usual_s: float
 
 
-def find_slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[SlowExchange]:
-    """Returns the exchanges that take longer than an acceptable link explains, the longest first."""
-    exchanges = [*_collective_exchanges(block), *_message_exchanges(records, block)]
-    slow = (exchange for exchange in exchanges if exchange.seconds > MAX_LINK_RATIO * exchange.usual_s)
-    return sorted(slow, key=lambda exchange: -exchange.seconds)
-
-
-def _collective_exchanges(block: Block) -> Iterator[SlowExchange]:
-    """Yields each collective queue, with the shortest wait of its members, which is the duration of the exchange."""
+def find_slow_exchanges(block: Block) -> Iterator[SlowExchange]:
+    """Yields the collectives that take longer than an acceptable link explains. The last rank of a collective waits for no
+    other rank, so the shortest wait of its members is the duration of the exchange.
+    """
     known_keys: set[tuple[str, tuple[int, ...]]] = set()
     for rank in block.ranks.values():
         for name, queue in rank.queues.items():
@@ -348,55 +263,7 @@ def _collective_exchanges(block: Block) -> Iterator[SlowExchange]:
                 continue
             known_keys.add(key)
             waits = [member.waits[name].low for member in members if member is not None and name in member.waits]
-            if len(waits) == len(members):  # otherwise a member without a record may not have waited
-                yield _build_slow_exchange(name, queue, queue.ranks, min(waits))
-
-
-def _message_exchanges(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExchange]:
-    """Yields each message queue, with the median seconds that its receiver waits for messages under way."""
-    sent = {
-        (record.start.rank, name): messages
-        for record in records
-        for name, messages in _block_messages(record, block, "sent").items()
-    }
-    for record in records:
-        received = _block_messages(record, block, "received")
-        for name, queue in block.ranks[record.start.rank].queues.items():
-            if queue.peer is None:
-                continue
-            sent_messages = sent.get((queue.peer, name), [])
-            transits = _transit_seconds(sent_messages, received.get(name, []))
-            if transits:
-                actions = len(sent_messages) / len({message.step for message in sent_messages})
-                yield _build_slow_exchange(
-                    name, replace(queue, exchanges=actions), (queue.peer, record.start.rank), median(transits)
-                )
-
-
-def _block_messages(record: WorkRecord, block: Block, end: str) -> dict[str, list[MessageRecord]]:
-    """Returns a rank's messages in the block by queue. end: "sent" or "received"."""
-    messages_by_queue: dict[str, list[MessageRecord]] = {}
-    for window in record.windows_between(block.first, block.last):
-        for name, messages in getattr(window, end).items():
-            messages_by_queue.setdefault(name, []).extend(
-                message for message in messages if block.first <= message.step <= block.last
-            )
-    return messages_by_queue
-
-
-def _transit_seconds(sent: Sequence[MessageRecord], received: Sequence[MessageRecord]) -> list[float]:
-    """Returns the seconds for which the receiver waited for messages under way, for each step that both ends recorded. An
-    action may send several messages; only the last one is recorded, and the earlier ones count as sent at the same time.
-    """
-    numbers = [message.number for message in sent]
-    transits = dict.fromkeys((message.step for message in sent), 0.0)
-    for message in received:
-        index = bisect_left(numbers, message.number)
-        if index < len(sent) and sent[index].step == message.step:
-            transits[message.step] += max(0.0, min(message.waited_s, message.time_s - sent[index].time_s))
-    steps = {message.step for message in received}
-    return [seconds for step, seconds in transits.items() if step in steps]
-
-
-def _build_slow_exchange(name: str, queue: Queue, ranks: tuple[int, ...], seconds: float) -> SlowExchange:
-    return SlowExchange(name, ranks, seconds, queue.exchanges * LATENCY_S + queue.num_bytes / BYTES_PER_S)
+            usual_s = queue.exchanges * LATENCY_S + queue.num_bytes / BYTES_PER_S
+            # A member without a record may not have waited.
+            if len(waits) == len(members) and min(waits) > MAX_LINK_RATIO * usual_s:
+                yield SlowExchange(name, queue.ranks, min(waits), usual_s)
