@@ -18,6 +18,7 @@ from trained_runs import TOKENS
 from sley_core.errors import PlanError, RunError
 from sley_core.hugging_face import write_other_files
 from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
@@ -36,6 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},  # Conv1D, learned positions
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
+CHECKPOINT = "checkpoints/step-00000002"
+LORA = {"use": "hf.lora", "rank": 2}
 Trained = Callable[..., Path]
 
 
@@ -58,10 +61,12 @@ def trained(texts: Path, folder: Path) -> Trained:
     """`trained(tables)`: the folder of a run of two steps, as `train-cli run` leaves it; `trained.logits`: its logits."""
 
     def train(tables: Tables, name: str = "run") -> Path:
-        train.logits = trained_runs.train(  # type: ignore[attr-defined]
-            tables, texts, folder / name, lambda run, to: run.save_weights(to / "weights", max_file_bytes=20000)
-        )
+        train.logits = trained_runs.train(tables, texts, folder / name, save)  # type: ignore[attr-defined]
         return folder / name
+
+    def save(run: Run, to: Path) -> None:
+        run.save_weights(to / "weights", max_file_bytes=20000)
+        run.save_checkpoint(to / CHECKPOINT)
 
     return train
 
@@ -182,23 +187,39 @@ def test_another_models_weights_are_refused(cli: Any, trained: Trained, folder: 
     assert json.loads((run / "start" / "config.json").read_text())["model_type"] == "llama"
 
 
-@pytest.mark.parametrize(("use", "is_new"), [("hf.decoder", False), ("models.llama", False), ("models.llama", True)])
+SOURCES: dict[str, tuple[str, Tables, str]] = {
+    "run": ("hf.decoder", {}, ""),
+    "run from random weights": ("models.llama", {"model": {"num_layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1}}, ""),
+    "checkpoint of models.llama": ("models.llama", {}, CHECKPOINT),
+    "adapters": ("hf.decoder", {"adapters": LORA}, ""),
+    "checkpoint of adapters": ("hf.decoder", {"adapters": LORA}, CHECKPOINT),
+    "run of models.llama": ("models.llama", {}, ""),
+    "checkpoint": ("hf.decoder", {}, CHECKPOINT),
+    "adapters of models.llama": ("models.llama", {"adapters": LORA}, ""),
+}
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_run_starts_from_the_weights_of_another_and_is_exported(
-    cli: Any, trained: Trained, folder: Path, use: str, is_new: bool
+    cli: Any, trained: Trained, folder: Path, source: str
 ) -> None:
-    """is_new: whether the first run started from random weights."""
+    use, changes, checkpoint = SOURCES[source]
     start = save_model(folder / "start", "llama")
-    model = {"num_layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1} if is_new else {"weights": str(start)}
-    first = trained(plan({"use": use, **model}), "first")
-    second = trained(plan({"use": use, "weights": str(first)}, optimizer__lr=1e-9), "second")
-    weights, expected = WeightFiles(second / "weights"), WeightFiles(first / "weights")
-    assert weights.names == expected.names
-    for name in weights.names:
-        torch.testing.assert_close(weights.tensor(name), expected.tensor(name))
+    tables = plan({"use": use, "weights": str(start)}) | changes
+    tables["model"]["use"] = use
+    if not checkpoint:
+        tables["data"]["files"] = [str(folder / "corpus.txt")]
+    first = trained(tables, "first")
+    logits = trained.logits  # type: ignore[attr-defined]
+    if not checkpoint:
+        (folder / "corpus.txt").unlink()
+    second = trained(plan({"use": use, "weights": str(first / checkpoint)}, optimizer__lr=1e-9), "second")
+    torch.testing.assert_close(trained.logits, logits, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
     shutil.rmtree(first)
     shutil.rmtree(start)
     exported(cli, second, folder / "hf")
-    assert exported_model(folder / "hf").generation_config.eos_token_id == (None if is_new else 255)
+    assert exported_model(folder / "hf").generation_config.eos_token_id == (None if "model" in changes else 255)
 
 
 def test_weights_of_another_kind_of_run_are_refused(trained: Trained, folder: Path) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
-from sley_core.weight_files.read import INDEX, read_tensor
-from sley_models import from_files
+from sley_core.weight_files.read import INDEX, WeightFiles
 from sley_models.config import LlamaConfig
 from sley_models.llama import layers
 from sley_testing.plans import build_meta_model as build
@@ -79,11 +78,13 @@ def test_a_rank_reads_only_the_tensors_of_its_layers_once(tmp_path: Path, monkey
     saved(tmp_path, "tied")
     read: list[str] = []
 
-    def counted(file: Path, name: str) -> Tensor:
-        read.append(name)
-        return read_tensor(file, name)
+    read_tensor = WeightFiles.tensor
 
-    monkeypatch.setattr(from_files, "read_tensor", counted)
+    def counted(files: WeightFiles, name: str) -> Tensor:
+        read.append(name)
+        return read_tensor(files, name)
+
+    monkeypatch.setattr(WeightFiles, "tensor", counted)
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
     real(lambda data: layers(config, data), owned={"blocks.1"})
     assert len(read) == 9

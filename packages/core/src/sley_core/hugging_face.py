@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.errors import SleyError
-from sley_core.records import DatasetRecord
-from sley_core.run_files import COPIES, PLAN, WEIGHTS
-from sley_core.weight_files.read import TOKENIZER, TensorReader, disable_settings
+from sley_core.errors import SleyError, UsageError
+from sley_core.records import AdaptersRecord, DatasetRecord, import_object
+from sley_core.run_files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
+from sley_core.weight_files.read import TOKENIZER, TensorReader, WeightFiles, disable_settings
 from sley_core.whole_files import replace_atomically
 
 if TYPE_CHECKING:
@@ -74,14 +75,43 @@ def start_folder(plan: Plan) -> Path | None:
     return None
 
 
+def run_of(path: Path) -> Path | None:
+    """Returns the folder of the run if `path` is this folder, or a checkpoint such as `runs/x/checkpoints/step-00000100`; None
+    for any other folder.
+    """
+    run = path.absolute().parent.parent if path.parent.name == CHECKPOINTS else path
+    return run if (run / PLAN).is_file() else None
+
+
 def config_folder(path: Path) -> Path:
-    """Returns the folder with the `config.json` of the model in `path`, a folder of `save_pretrained` or of a run."""
-    return path / COPIES["model", "weights"] if (path / PLAN).is_file() else path
+    """Returns the folder with the `config.json` of the model in `path`, as in `open_weights`."""
+    run = run_of(path)
+    return path if run is None else run / COPIES["model", "weights"]
 
 
-def weights_folder(path: Path) -> Path:
-    """Returns the folder with the weight files of the model in `path`, which for a run folder are its final weights."""
-    return path / WEIGHTS if (path / PLAN).is_file() else path
+def open_weights(path: Path) -> TensorReader:
+    """Returns the weights in `path`: a folder of `save_pretrained`, a run's folder with its final weights, or a checkpoint in
+    such a folder. Adapters of the run are merged into them. Imports torch for checkpoints and adapters.
+
+    Raises RunError "weight-files" if the files cannot be read, and the errors of checkpoints, plans and merges.
+    """
+    run = run_of(path)
+    if run is None:
+        return WeightFiles(path)
+    if run == path and "adapters" not in tomllib.loads((run / PLAN).read_text("utf-8")):
+        return WeightFiles(run / WEIGHTS)
+    reader: TensorReader = import_object("sley_core.run_state.state:weights_of_run")(path, run)
+    return reader
+
+
+def merged_weights(plan: Plan, source: TensorReader) -> TensorReader:
+    """Returns the weights in `source` with the run's adapters merged in. Raises UsageError "export-adapters" if it has none."""
+    record = None if plan.adapters is None else plan.adapters.record
+    if not isinstance(record, AdaptersRecord) or record.merge is None:
+        hint = "use `--format safetensors`"
+        raise UsageError("export-adapters", "the run has no adapters that could be merged", hint=hint)
+    reader: TensorReader = record.load(record.merge)(plan, source)
+    return reader
 
 
 def _end_token(plan: Plan) -> int | None:

@@ -23,8 +23,8 @@ class DecoderConfig(ModelConfig):
     """
 
     weights: PlanPath | None = None
-    """The folder that `save_pretrained` wrote, with `config.json` and safetensors files, or the folder of a run of this model,
-    such as `runs/x`. Training starts from these weights.
+    """The folder that `save_pretrained` wrote, with `config.json` and safetensors files; or a run of this model, such as
+    `runs/x`, or its checkpoint `runs/x/checkpoints/step-00000100`. Training starts from these weights.
     """
 
     config: PlanPath | None = None

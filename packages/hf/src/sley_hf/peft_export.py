@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from sley_core.api.data import DataContext
+from sley_core.api.data import TOKEN_FIELDS, DataContext, DataInfo
 from sley_core.api.parts import open_dataset
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import RunError, SleyError, UsageError
 from sley_hf.config import CONFIG
 from sley_hf.lora import ADAPTER, adapters, matches, peft_config
 
@@ -76,7 +76,10 @@ def _adapted_modules(plan: Plan) -> dict[str, Any]:
     Raises UsageError "export-format" for an embedding that is tied to the head.
     """
     assert plan.adapters is not None, plan
-    info = open_dataset(plan.data, DataContext(plan.run.seed)).info
+    try:
+        info = open_dataset(plan.data, DataContext(plan.run.seed)).info
+    except SleyError:  # the data may be gone; a model that started from weights knows its vocabulary
+        info = DataInfo(TOKEN_FIELDS)
     model: Model = cast(Any, plan.model.record).load()(cast(Any, plan.model.config).without_weights(), info)
     adapt = adapters(plan.adapters.config, [layer.name for layer in model.layers])
     modules: dict[str, Any] = {}

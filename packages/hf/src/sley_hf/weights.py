@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from sley_core.api.files import TensorKind, TensorReader, WeightFiles, weights_folder
+from sley_core.api.files import TensorKind, TensorReader, open_weights
 from sley_core.api.state import BY_NAME, DTYPES
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import Structure, layer_name
@@ -33,14 +33,14 @@ _MAX_PROBLEMS = 4
 
 
 class StoredWeights:
-    """The tensors of a folder of safetensors files under the names and in the layouts of transformers' model.
+    """The weights in `folder` under the names and in the layouts of transformers' model.
 
-    folder: a folder of `save_pretrained`, or of a run, whose names are those of the layers. causal: the model, whose parameters
-    may be on meta. Raises RunError "weight-files" if the files cannot be read.
+    folder: as in `open_weights`; the names in a run are those of the layers. causal: the model, whose parameters may be on
+    meta. Raises RunError "weight-files" if the files cannot be read.
     """
 
     def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
-        self.files = WeightFiles(weights_folder(folder))
+        self._weights = open_weights(folder)
         self._causal = causal
         transforms = get_model_conversion_mapping(causal)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -50,7 +50,7 @@ class StoredWeights:
         self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
         prefix, state = causal.base_model_prefix, causal.state_dict()
         names_in_runs = {layer_name(name, structure): name for name in state}
-        for stored in sorted(self.files.stored, key=dot_natural_key):
+        for stored in sorted(self._weights.names, key=dot_natural_key):
             target, pattern = rename_source_key(stored, renamings, converters, prefix, state)
             if stored in names_in_runs or (target not in state and stored in state):
                 target, pattern = names_in_runs.get(stored, stored), None
@@ -66,17 +66,17 @@ class StoredWeights:
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the stored shape of the parameter `name`; None if it is only known after a conversion."""
         stored, pattern = self._sources[self._targets[name]][0]
-        return self.files.stored[stored].shape if pattern is None else None
+        return self._weights.kind(stored).shape if pattern is None else None
 
     def read(self, name: str) -> Tensor:
         """Returns the value of the parameter `name`. Raises RunError "weight-files" if a file cannot be read."""
         target = self._targets[name]
         stored, pattern = self._sources[target][0]
         if pattern is None:
-            return self.files.tensor(stored)
+            return self._weights.tensor(stored)
         converter: Any = deepcopy(self._converters[pattern])
         for stored_name, source_pattern in self._sources[target]:
-            converter.add_tensor(target, stored_name, source_pattern, self.files.tensor(stored_name))
+            converter.add_tensor(target, stored_name, source_pattern, self._weights.tensor(stored_name))
         value = converter.convert(target, model=self._causal, config=self._causal.config)[name]
         tensor: Tensor = value[0] if isinstance(value, list) else value
         return tensor
@@ -131,7 +131,7 @@ class FileInitializer:
 
     def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
         try:
-            self._stored = StoredWeights(folder, causal, structure)
+            self._folder, self._stored = folder, StoredWeights(folder, causal, structure)
         except RunError as error:
             diagnostic = error.diagnostics[0]
             raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
@@ -158,8 +158,6 @@ class FileInitializer:
             if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
                 value = self._stored.read(hf_name)
                 if value.shape != parameter.shape:
-                    message = (
-                        f"{hf_name!r} in `{self._stored.files.folder}` is {list(value.shape)}, not {list(parameter.shape)}"
-                    )
+                    message = f"{hf_name!r} in `{self._folder}` is {list(value.shape)}, not {list(parameter.shape)}"
                     raise RunError("weight-files", message)
                 parameter.copy_(value)

@@ -72,8 +72,8 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """
 
     weights: PlanPath | None = None
-    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files,
-    or the folder of a run of this model, such as `runs/x`.
+    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files; or a run of
+    this model, such as `runs/x`, or its checkpoint `runs/x/checkpoints/step-00000100`.
     """
 
     num_layers: PositiveInt

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from sley_core.api.files import WeightFiles, read_tensor, weights_folder
+from sley_core.api.files import TensorReader, open_weights
 from sley_core.errors import PlanError, RunError
 from sley_models import hf
 from sley_models.hf import PATH, check_files
@@ -25,31 +25,29 @@ class FileInitializer:
     def __init__(self, config: LlamaConfig) -> None:
         assert config.weights is not None, config
         try:
-            files = WeightFiles(weights_folder(config.weights))
+            files = open_weights(config.weights)
         except RunError as error:
             raise _weights_error(error.diagnostics[0].message, error.diagnostics[0].hint) from None
         if problems := check_files(files, config):
             raise _weights_error(problems[0])
         _check_tied_head(files, config)
-        self._sources = {name: (files.stored[stored].file, stored) for name, stored in hf.stored_pairs(config)}
+        self._files, self._stored_names = files, dict(hf.stored_pairs(config))
+        self._folder = config.weights
 
     def __call__(self, module: nn.Module, name: str) -> None:
         """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""
         for attribute, parameter in module.named_parameters(recurse=False):
-            if (source := self._sources.get(f"{name}.{attribute}")) is not None:
-                file, hf_name = source
-                value = read_tensor(file, hf_name)
+            if (stored := self._stored_names.get(f"{name}.{attribute}")) is not None:
+                value = self._files.tensor(stored)
                 if value.shape != parameter.shape:
-                    message = (
-                        f"the shape of {hf_name!r} in `{file}` was {list(parameter.shape)}, but is now {list(value.shape)}"
-                    )
-                    raise RunError("weight-files", message)
+                    shapes = f"was {list(parameter.shape)}, but is now {list(value.shape)}"
+                    raise RunError("weight-files", f"the shape of {stored!r} in `{self._folder}` {shapes}")
                 parameter.copy_(value)
 
 
-def _check_tied_head(files: WeightFiles, config: LlamaConfig) -> None:
+def _check_tied_head(files: TensorReader, config: LlamaConfig) -> None:
     """Raises PlanError "model-weights" if the files of a tied model have a head that differs from the embedding."""
-    if not config.tie_embeddings or hf.HF_HEAD not in files.stored:
+    if not config.tie_embeddings or hf.HF_HEAD not in files.names:
         return
     embedding = dict(hf.name_pairs(config))["embed.tokens.weight"]
     if not torch.equal(files.tensor(hf.HF_HEAD), files.tensor(embedding)):

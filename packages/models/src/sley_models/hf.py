@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from sley_core.errors import KeyPath, RunError
 from sley_core.records import Problem
 from sley_models.config import LlamaConfig
-from sley_models.hf_config import PLAN
 
 if TYPE_CHECKING:
-    from sley_core.api.files import WeightFiles
+    from sley_core.api.files import TensorReader
     from sley_core.api.plan import Plan
 
 _OUTER = {
@@ -56,7 +55,9 @@ def name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
 
 def stored_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
     """Yields every parameter's name with its name in the files of `weights`, which are the same for a run."""
-    is_run = config.weights is not None and (config.weights / PLAN).is_file()
+    from sley_core.api.files import run_of
+
+    is_run = config.weights is not None and run_of(config.weights) is not None
     for name, hf_name in name_pairs(config):
         if name != HEAD or not config.tie_embeddings:
             yield name, name if is_run else hf_name
@@ -118,12 +119,12 @@ def check_model(plan: Plan) -> Iterable[Problem]:
     config = plan.model.config
     if not isinstance(config, LlamaConfig) or config.weights is None:
         return
-    from sley_core.api.files import WeightFiles, weights_folder  # other plans do not need the library
+    from sley_core.api.files import open_weights  # other plans do not need the library
     from sley_models.hf_config import read_config
 
     try:
         read_config(config.weights)
-        files = WeightFiles(weights_folder(config.weights))
+        files = open_weights(config.weights)
     except ValueError as error:
         yield Problem(PATH, str(error), "use a folder that `save_pretrained` wrote", "model-weights")
     except RunError as error:
@@ -133,7 +134,7 @@ def check_model(plan: Plan) -> Iterable[Problem]:
             yield Problem(PATH, message, "use a `config.json` and weight files of the same model", "model-weights")
 
 
-def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
+def check_files(files: TensorReader, config: LlamaConfig) -> list[str]:
     """Returns a message that lists missing and unknown tensors and wrong shapes and dtypes, or an empty list."""
     from sley_core.api.files import FLOATS
 
@@ -141,8 +142,9 @@ def check_files(files: WeightFiles, config: LlamaConfig) -> list[str]:
     hf_shapes, hf_names = shapes(config, config.vocab_size), dict(name_pairs(config))
     expected = {stored: hf_shapes[hf_names[name]] for name, stored in stored_pairs(config)}
     optional = {HF_HEAD} if config.tie_embeddings else set()
-    problems = [f"{name!r} is missing" for name in expected if name not in files.stored]
-    for name, tensor in files.stored.items():
+    kinds = {name: files.kind(name) for name in files.names}
+    problems = [f"{name!r} is missing" for name in expected if name not in kinds]
+    for name, tensor in kinds.items():
         if name in expected and tensor.shape != expected[name]:
             problems.append(f"{name!r} is {list(tensor.shape)} and not {list(expected[name])}")
         elif name in expected and tensor.dtype not in FLOATS:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from sley_models.config import LlamaConfig
 
 CONFIG = "config.json"
-PLAN = "plan.toml"
-"""The plan in the folder of a run, which `[model] weights` may name, too."""
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _MAX_BYTES = 1 << 22
@@ -53,8 +51,8 @@ class HFConfig:
 def read_config(folder: Path) -> HFConfig:
     """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read or `models.llama` does not support it."""
     path = config_path(folder)
-    if path.name == PLAN:
-        return _read_run(folder)
+    if path.name != CONFIG:
+        return _read_run(folder, path)
     try:
         state = path.stat()
     except OSError as error:
@@ -64,27 +62,33 @@ def read_config(folder: Path) -> HFConfig:
 
 
 def config_path(folder: Path) -> Path:
-    """Returns the path of the file with the model's sizes: `config.json`, or in the folder of a run its plan."""
-    return folder / (PLAN if (folder / PLAN).is_file() else CONFIG)
+    """Returns the path of the file with the model's sizes: `config.json`, or the plan of a run."""
+    from sley_core.api.files import run_of
+
+    run = run_of(folder)
+    return folder / CONFIG if run is None else run / "plan.toml"
 
 
-def _read_run(folder: Path) -> HFConfig:
-    """Reads the sizes of the model of the run in `folder`. Raises ValueError unless it is a `models.llama`."""
-    from sley_core.api.files import WeightFiles, weights_folder
+def _read_run(folder: Path, plan: Path) -> HFConfig:
+    """Reads the sizes of a run's model from its plan. Raises ValueError unless it is a `models.llama`.
+
+    folder: the folder of the run or of a checkpoint in it.
+    """
+    from sley_core.api.files import open_weights
 
     try:
-        table = tomllib.loads((folder / PLAN).read_text("utf-8"))["model"]
+        table = tomllib.loads(plan.read_text("utf-8"))["model"]
         use = table.pop("use", None)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"cannot read `{folder / PLAN}`: {error}") from None
+        raise ValueError(f"cannot read `{plan}`: {error}") from None
     if use != "models.llama":
-        raise ValueError(f"the run in `{folder}` has the model {use!r} and not 'models.llama'")
+        raise ValueError(f"the run in `{plan.parent}` has the model {use!r} and not 'models.llama'")
     keys = {key: value for key, value in table.items() if key not in ("weights", "compile")}
     if "vocab_size" not in keys:
         try:
-            keys["vocab_size"] = WeightFiles(weights_folder(folder)).kind("embed.tokens.weight").shape[0]
+            keys["vocab_size"] = open_weights(folder).kind("embed.tokens.weight").shape[0]
         except (RunError, KeyError) as error:
-            raise ValueError(f"the run in `{folder}` has no final weights: {error}") from None
+            raise ValueError(f"the run in `{folder}` has no weights: {error}") from None
     return HFConfig(keys, {key: key for key in keys if key != "init_std"}, {})
 
 

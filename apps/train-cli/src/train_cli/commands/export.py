@@ -21,6 +21,7 @@ import typer
 
 from sley_core.attempt import PLAN
 from sley_core.errors import RunError, UsageError
+from sley_core.hugging_face import merged_weights
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from train_cli.console import say
@@ -145,15 +146,6 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     return len(files)
 
 
-def merged_weights(plan: Plan, source: TensorReader) -> TensorReader:
-    """Returns the weights in `source` with the run's adapters merged in. Raises UsageError "export-adapters" if it has none."""
-    record = None if plan.adapters is None else plan.adapters.record
-    if not isinstance(record, AdaptersRecord) or record.merge is None:
-        raise _no_adapters("be merged")
-    reader: TensorReader = record.load(record.merge)(plan, source)
-    return reader
-
-
 def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`.
 
@@ -165,16 +157,13 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     record = None if plan.adapters is None else plan.adapters.record
     model = hugging_face_model(plan, merged_weights(plan, source))
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
-        raise _no_adapters("be exported for peft")
+        message = "the run has no adapters that could be exported for peft"
+        raise UsageError("export-adapters", message, hint="use `--format safetensors`")
     text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN).read_text("utf-8")
     tables = tomllib.loads(text)  # the plan of a run folder names copies, without weights
     weights = tables["model"].get("weights")
     base = None if weights is None else Path(tables.get("source_folder", "."), expand_path(weights))
     record.load(record.export)(plan, source, model.names, base, out)
-
-
-def _no_adapters(verb: str) -> UsageError:
-    return UsageError("export-adapters", f"the run has no adapters that could {verb}", hint="use `--format safetensors`")
 
 
 def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:

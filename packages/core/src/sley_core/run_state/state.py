@@ -10,24 +10,39 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from sley_core.attempt import use_copied_files
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, format_cause
+from sley_core.hugging_face import merged_weights
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.plan.kinds import CHECKPOINTER
-from sley_core.plan.load import plan_from_text, replace_values
+from sley_core.plan.load import plan_from_text, replace_values, resolve_plan
+from sley_core.plan.loader import Loader
+from sley_core.plan.read import read_file
 from sley_core.plan.write import check_changes, compare_plans
 from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
 from sley_core.records import CheckpointerRecord
+from sley_core.run_files import PLAN
+from sley_core.run_files import WEIGHTS as WEIGHTS_FOLDER
 from sley_core.run_state.best import Best
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
-from sley_core.run_state.tensors import BASE, Restoring, RunTensors, base_error, generators, restore_generators
+from sley_core.run_state.tensors import (
+    BASE,
+    Restoring,
+    RunTensors,
+    base_error,
+    generators,
+    plan_and_weights,
+    restore_generators,
+)
+from sley_core.weight_files.read import WeightFiles, weight_files_error
 
 if TYPE_CHECKING:
     from sley_core.attempt import RunAttempt
     from sley_core.data.feed import Feed
-    from sley_core.plan.loader import Loader
     from sley_core.plan.plan import Plan
+    from sley_core.weight_files.read import TensorReader
 
 T = TypeVar("T")
 
@@ -293,3 +308,18 @@ def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFile
         return None
     files: CheckpointFiles = record.load(record.files)()
     return files
+
+
+def weights_of_run(path: Path, run: Path) -> TensorReader:
+    """Returns the final weights in the folder of a `run`, or those of its checkpoint `path`, with adapters merged in."""
+    plan = resolve_plan(use_copied_files(read_file(run / PLAN), run), Loader())
+    source: TensorReader
+    if path == run:
+        source = WeightFiles(run / WEIGHTS_FOLDER)
+    else:
+        files = checkpoint_files(plan.loader, plan)
+        checkpoint = None if files is None else files.open(str(path))
+        if checkpoint is None:
+            raise weight_files_error(f"there is no checkpoint in `{path}`")
+        plan, source = plan_and_weights(checkpoint)
+    return source if plan.adapters is None else merged_weights(plan, source)
