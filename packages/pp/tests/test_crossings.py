@@ -122,7 +122,7 @@ def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
     for code, message, seconds in (sender, receiver):
         assert code == "boundary-mismatch"
         assert seconds < 10
-        assert "micro-batch 1" in message
+        assert "microbatch 1" in message
         assert "expected float64[2, 4, 4] with gradient, but got float32[2, 4, 4] with gradient" in message
     assert "stage 0 sends to stage 1, forward" in sender[1]
     assert "stage 1 receives from stage 0, forward" in receiver[1]
@@ -173,21 +173,21 @@ def message_bytes(tables, own, longest, num_micros):
         link = run.stepper.executor.crossing.link
         for _ in range(2):
             run.step(batch_of(longest, num_micros))
-        alone = link.num_bytes
+        alone = link._pool.num_bytes
         for length in range(longest - 60, longest):
             run.step(batch_of(length, 2))
         run.step([batch_of(length, 1) for length in range(longest - num_micros, longest)])
-        many = link.num_bytes
+        many = link._pool.num_bytes
         run.step(batch_of(longest, num_micros))
-        allocated = link.num_allocations
+        allocated = link._pool.num_allocations
         run.step(batch_of(longest, num_micros))
-        return alone, many, link.num_allocations - allocated
+        return alone, many, link._pool.num_allocations - allocated
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v"])
 def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own, schedule):
-    """Messages need memory only while they are posted, in flight, or in use by a micro-batch."""
+    """Messages need memory only while they are posted, in flight, or in use by a microbatch."""
     longest, num_micros = 200, 40
     message = 2 * longest * 4 * 8
     for alone, many, allocated in ranks(2, 120)(message_bytes, plan("chain", 2, schedule), own, longest, num_micros):
@@ -200,7 +200,7 @@ def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ra
 
 
 BODY_BYTES = 2 * 24 * 16 * 8
-"""Of a micro-batch's boundary: samples, tokens, channels of fp64."""
+"""Of a microbatch's boundary: samples, tokens, channels of fp64."""
 
 Sent = tuple[str, str, int]
 """Axis, channel and bytes of a message."""
@@ -245,12 +245,12 @@ def buffers(tables: dict[str, Any], folder: Path) -> list[int]:
         found = []
         for _ in range(3):
             run.step()
-            found.append(run.stepper.executor.crossing.link.num_allocations)  # type: ignore[union-attr]
+            found.append(run.stepper.executor.crossing.link._pool.num_allocations)  # type: ignore[union-attr]
         return found
 
 
 def test_messages_through_the_host_need_few_buffers(ranks: Callable[..., Any], texts: Path) -> None:
-    """The number of buffers does not grow with the micro-batches, since the link waits for gloo's sends."""
+    """The number of buffers does not grow with the microbatches, since the link waits for gloo's sends."""
     many = {"global_size": 32, "micro_size": 1}
     tables = small_plan(parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"}, batch=many)
     for found in ranks(2)(buffers, tables, texts):
@@ -265,7 +265,7 @@ def lengths(tables: dict[str, Any], folder: Path) -> list[bool]:
         for length in (24, 23, 24, 22):
             micros = [{name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels")} for _ in range(4)]
             run.step(micros)
-            found.append(run.stepper.executor.crossing.link._channels.via_host)  # type: ignore[union-attr]
+            found.append(run.stepper.executor.crossing.link._channels.uses_host)  # type: ignore[union-attr]
     return found
 
 

@@ -2,7 +2,7 @@
 
 Weak references watch a run from outside, without keeping objects alive. Every tensor that a forward saves is wrapped, and
 only the graph holds the wrapper. Only the queue holds the closures that an I defers to its W. A chunk's
-pair with a micro-batch counts as held while any of these is alive. Outputs must be freed as soon as they are sent.
+pair with a microbatch counts as held while any of these is alive. Outputs must be freed as soon as they are sent.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def batch_of(micros):
 
 
 def peaks(pipelines, stages, numbers, folder):
-    """Returns this rank's measured peaks, {schedule: {micro-batches: (pairs, graphs)}}."""
+    """Returns this rank's measured peaks, {schedule: {microbatches: (pairs, graphs)}}."""
     found = {}
     for name, pipeline in pipelines.items():
         with running(tables(pipeline, stages), folder) as run:

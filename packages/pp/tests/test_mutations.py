@@ -67,7 +67,7 @@ def sum_the_tie_twice(run):
 
 
 def forget_one_weight_gradient(run):
-    """Drops the queue of the first micro-batch on the first stage."""
+    """Drops the queue of the first microbatch on the first stage."""
     queue = run.stepper.executor.queue
     work = queue.run
 

@@ -31,7 +31,7 @@ def plan(schedule, pp, dp=1, **changes):
 
 
 def sizes(small, pp, micros, dp=1, **changes):
-    """Returns plans of every schedule with 24 samples per step, in `micros` micro-batches on each of `dp` replicas."""
+    """Returns plans of every schedule with 24 samples per step, in `micros` microbatches on each of `dp` replicas."""
     batches = [{"global_size": 24, "micro_size": 24 // (dp * num)} for num in micros]
     return [small(schedule, pp, dp, model=WIDE, batch=batch, **changes) for schedule in SCHEDULES for batch in batches]
 
@@ -169,7 +169,7 @@ def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: in
 def batch(step, sample):
     rows = [sample(8 * step + at) for at in range(8)]
     made = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    # How deep the last micro-batch goes: once in the first step, then twice, three times, once.
+    # How deep the last microbatch goes: once in the first step, then twice, three times, once.
     made["tokens"][6, 0] = 4 * step
     return made
 

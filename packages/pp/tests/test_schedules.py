@@ -15,7 +15,14 @@ from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
 from sley_pp.config import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
-from sley_pp.partitioners import balanced, build_balanced, build_explicit, build_uniform, explicit, uniform
+from sley_pp.partitioners import (
+    balanced_boundaries,
+    build_balanced,
+    build_explicit,
+    build_uniform,
+    explicit_boundaries,
+    uniform_boundaries,
+)
 from sley_pp.schedules import (
     build_csv,
     gpipe,
@@ -250,7 +257,7 @@ def test_a_file_is_refused_for_other_sizes(tmp_path):
     with pytest.raises(PlanError, match="is for 2 stages, but the plan has 3"):
         schedule.placement(3)
     for stages, micros in ((3, 3), (2, 4)):
-        with pytest.raises(PlanError, match=rf"is for 2 stages and 3 micro-batches, but the plan has {stages} and {micros}"):
+        with pytest.raises(PlanError, match=rf"is for 2 stages and 3 microbatches, but the plan has {stages} and {micros}"):
             schedule.lists(stages, micros)
 
 
@@ -286,7 +293,7 @@ def all_cuts(num_layers, num_positions):
 @settings(max_examples=200, deadline=None)
 def test_the_heaviest_position_is_that_of_the_best_cut(costs, data):
     num_positions = data.draw(st.integers(1, len(costs)))
-    found = balanced(costs, num_positions)
+    found = balanced_boundaries(costs, num_positions)
     assert is_cut(found, len(costs), num_positions)
     best = min(max(loads(cut, costs)) for cut in all_cuts(len(costs), num_positions))
     assert max(loads(found, costs)) == pytest.approx(best, rel=1e-12, abs=1e-12)
@@ -296,7 +303,7 @@ def test_the_heaviest_position_is_that_of_the_best_cut(costs, data):
 @settings(max_examples=100, deadline=None)
 def test_the_cut_is_the_most_even_of_the_best(costs, data):
     num_positions = data.draw(st.integers(1, len(costs)))
-    found = loads(balanced(costs, num_positions), costs)
+    found = loads(balanced_boundaries(costs, num_positions), costs)
     cuts = [loads(cut, costs) for cut in all_cuts(len(costs), num_positions)]
     best = min((max(cut), sum(load * load for load in cut)) for cut in cuts)
     assert (max(found), sum(load * load for load in found)) == best
@@ -305,7 +312,7 @@ def test_the_cut_is_the_most_even_of_the_best(costs, data):
 def test_a_thousand_layers_are_cut_fast():
     costs = [1 + (layer * 7919) % 13 for layer in range(1000)]
     start_s = time.process_time()
-    assert is_cut(balanced(costs, 64), 1000, 64)
+    assert is_cut(balanced_boundaries(costs, 64), 1000, 64)
     assert time.process_time() - start_s < 5
 
 
@@ -313,7 +320,7 @@ def test_a_thousand_layers_are_cut_fast():
 def test_uniform_positions_differ_by_one_layer_and_the_ends_are_small(num_layers, num_positions):
     if num_layers < num_positions:
         num_layers, num_positions = num_positions, num_layers
-    found = uniform(num_layers, num_positions)
+    found = uniform_boundaries(num_layers, num_positions)
     sizes = [end - first for first, end in pairwise(found)]
     assert is_cut(found, num_layers, num_positions)
     assert max(sizes) - min(sizes) <= 1
@@ -331,7 +338,7 @@ def test_uniform_positions_differ_by_one_layer_and_the_ends_are_small(num_layers
 )
 def test_a_wrong_explicit_cut_is_refused(layers, code, words):
     with pytest.raises(PlanError, match=words) as caught:
-        explicit(layers, 9, 3)
+        explicit_boundaries(layers, 9, 3)
     assert caught.value.diagnostics[0].code == code
 
 

@@ -103,7 +103,7 @@ def moves(tables, folder):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
 def test_a_stage_moves_only_the_fields_that_it_reads(ranks, small, own, schedule):
-    """Tokens go to the first stage and labels to the last, once per micro-batch."""
+    """Tokens go to the first stage and labels to the last, once per microbatch."""
     tables = small(schedule, 3, evaluation={"every": 9, "steps": 1})
     micro = [("torch.int64", (2, 6))] * 4
     expected = [(["tokens"], [micro, micro]), ([], [[], []]), (["labels"], [micro, micro])]
@@ -147,10 +147,10 @@ def issued(tables, folder):
         with collectives() as calls:
             for _ in range(3):
                 run.step()
-                allocated.append(link.num_allocations)
+                allocated.append(link._pool.num_allocations)
             run.evaluate()
             run.step()
-            allocated.append(link.num_allocations)
+            allocated.append(link._pool.num_allocations)
         return [(call.op, call.group, call.ranks) for call in calls], allocated
 
 
@@ -187,10 +187,10 @@ def run_with_hanging_stage(tables, folder):
 
 
 def test_a_timeout_names_its_message(ranks, small, own):
-    """The error has operation, stages, direction and micro-batch, and comes within the plan's time limit."""
+    """The error has operation, stages, direction and microbatch, and comes within the plan's time limit."""
     tables = small("pp.one_f_one_b", 2, limits={"collective_timeout_s": 1.0})
     (told, seconds), _ = ranks(2)(run_with_hanging_stage, tables, own)
-    assert "receive of what stage 0 receives from stage 1, backward, a gradient of micro-batch 0" in told.replace("\n", " ")
+    assert "receive of what stage 0 receives from stage 1, backward, a gradient of microbatch 0" in told.replace("\n", " ")
     assert "pp[0, 1]" in told
     assert seconds < 4.5
 
@@ -204,7 +204,7 @@ CALLS = [f"{when}_{what}" for what in ("forward", "loss", "backward") for when i
 
 
 class Spy:
-    """Records (call, chunk, micro-batch, phase, layer) of each call, and whether it has tensors."""
+    """Records (call, chunk, microbatch, phase, layer) of each call, and whether it has tensors."""
 
     def __init__(self):
         self.calls = []

@@ -79,7 +79,7 @@ def assert_equal_bits(values, layouts):
 def test_copies_have_equal_bits(compared, small, pp, dp, schedule, names):
     """Gradients and weights of all copies are equal bit for bit, and the norm counts them once.
 
-    In the second step no micro-batch uses one copy. Its gradient counts as zero, and no rank waits.
+    In the second step no microbatch uses one copy. Its gradient counts as zero, and no rank waits.
     """
     every = compared(pp * dp, plans(small, schedule, pp, dp, names), batches=even_then_odd())
     for layouts in every:

@@ -4,7 +4,7 @@ up    from a stage to a later one     ┐ two channels of the group `pp`
 down  from a stage to an earlier one  ┘
 host  the group `control`; for headers and announcements if tensors are on a device, which otherwise use up and down too
 
-On a device, a stage's first walks send tensors through the host too (`via_host`). Then `connect` connects the device's
+On a device, a stage's first walks send tensors through the host too (`uses_host`). Then `connect` connects the device's
 communicators while no message is in flight. There are two reasons (docs/adr/0014). NCCL connects two ranks at their first
 message, and blocks the host of each until the other reaches that message. CUDA loads a kernel at its first launch, and waits
 until the device is idle, even if the device waits for a peer. With receives that are posted ahead, two stages would block each
@@ -39,8 +39,8 @@ def has_separate_header(device: Device) -> bool:
 class Channels:
     """Holds the communicators of one stage to its neighbours.
 
-    separate_header: whether headers are sent on the host, separately from their tensors. via_host: whether tensors are sent
-    through the host too; equal at both ends. sent: the counter of message bytes.
+    separate_header: whether headers are sent on the host, separately from their tensors. uses_host: whether tensors are sent
+    through the host too, which must be equal at both ends. sent: the counter of message bytes.
 
     Both ends must issue the headers and tensors of a communicator in the same order, which the lowered lists define.
     """
@@ -49,12 +49,11 @@ class Channels:
         self.group = groups["pp"]
         self.stage = self.group.coord
         self.separate_header = separate_header
-        self.via_host = False
+        self.uses_host = False
         self._control = groups["control"]
         self._connected_peers: set[int] = set()
-        # The channels of a fake world have their own backend, so there the device of the tensors tells whether gloo would be
-        # used.
-        self._is_gloo = not separate_header or any(
+        # A fake world's channels have their own backend, so the device of the tensors tells whether gloo would be used.
+        self._uses_gloo = not separate_header or any(
             dist.get_backend(channel) == "gloo" for channel in self.group.channels.values()
         )
         self.sent = SentBytes()
@@ -62,26 +61,26 @@ class Channels:
     @property
     def reports_completion(self) -> bool:
         """Whether `is_done` of a send becomes true without a wait. With NCCL it does, with gloo it does not."""
-        return not (self.via_host or self._is_gloo)
+        return not (self.uses_host or self._uses_gloo)
 
     def connect(self, peers: Iterable[int], device: Device) -> None:
-        """Exchanges a byte of `device` with each of `peers` in both directions, once per peer; later calls do nothing.
+        """Exchanges one byte on `device` with each of `peers` in both directions, unless an earlier call did.
 
-        Blocks until the peers call it too. All stages call it while no message between stages is in flight. Each handles its
-        pairs in ascending order, so that stages cannot wait in a circle.
+        Blocks until the peers call `connect` too. All stages call it while no message between stages is in flight. Each stage
+        visits its peers in ascending order of the pairs, so that stages cannot wait in a circle.
         """
         for peer in sorted(set(peers) - self._connected_peers, key=lambda peer: sorted((self.stage, peer))):
             self._connected_peers.add(peer)
             byte, label = torch.zeros(1, dtype=torch.uint8, device=device.torch_device), f"the first byte, of stage {peer}"
             for sender, receiver in (sorted((self.stage, peer)), sorted((self.stage, peer), reverse=True)):
-                transfer = self.group.send if sender == self.stage else self.group.receive
-                transfer(byte, direction_of(sender, receiver), peer, what=label).wait()
+                operation = self.group.send if sender == self.stage else self.group.receive
+                operation(byte, direction_of(sender, receiver), peer, what=label).wait()
 
     def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
-        """Starts to send the `pieces` of a message to stage `peer`, and returns their handles in the same order.
+        """Starts to send the `pieces` of a message to stage `peer`, and returns a handle for each, in the same order.
 
-        An empty body is not sent. label: the message's description for errors. `pieces` must not be written before the handles
-        are done.
+        label: the message's description for errors. An empty body is not sent. The caller must not write to `pieces` before the
+        handles are done.
         """
         *headers, body = pieces
         self.sent.add_message(sum(piece.nbytes for piece in pieces))
@@ -111,15 +110,13 @@ class Channels:
         return group.receive(tensor, channel, coord, what=label)
 
     def _tensor_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns group, channel and the index of `peer` in the group, for message tensors from stage `sender` to
-        `receiver`.
-        """
-        if self.via_host:
+        """Returns the group, the channel and the peer's index in the group for tensors from stage `sender` to `receiver`."""
+        if self.uses_host:
             return self._host_route(sender, receiver, peer)
         return self.group, direction_of(sender, receiver), peer
 
     def _host_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns group, channel and the index of `peer` in the group, for host tensors from stage `sender` to `receiver`."""
+        """Returns the same as `_tensor_route` for host tensors."""
         if not self.separate_header:
             return self.group, direction_of(sender, receiver), peer
         return self._control, "main", self._control.ranks.index(self.group.ranks[peer])
@@ -130,11 +127,11 @@ _DIGEST_BYTES = 16
 
 
 class WalkCheck:
-    """Checks that neighbouring stages run the same micro-batches in a walk, which is one pass through a list of actions.
+    """Checks that neighbouring stages run the same microbatches in a walk, which is one pass through a list of actions.
 
     At the start of a walk each stage sends its neighbours a record of fixed size, and compares theirs with its own. Otherwise
-    stages that differ would wait for messages that nobody sends, or mistake one message for another. No step waits for the
-    delivery. number: the number of walks so far.
+    stages that differ would wait for messages that nobody sends, or mistake one message for another. No step waits until a
+    record is delivered. number: the number of walks so far.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -145,17 +142,17 @@ class WalkCheck:
         self._confirmed_peers: set[int] = set()
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Starts to send the stages `peers` the record of a walk through micro-batches with these `keys`. Does not block."""
+        """Starts to send a walk's record to the stages `peers`, without blocking. keys: the key of each microbatch."""
         self.number += 1
         self._record = encode_walk(self.number, keys)
         for peer in peers:
-            label = f"the micro-batches of stage {self._channels.stage}, to stage {peer}"
+            label = f"the microbatches of stage {self._channels.stage}, to stage {peer}"
             self._sends[peer] = self._channels.send_host(self._record, peer, label)
 
     def start_receive(self, peer: int, label: str) -> None:
         """Starts to receive the record of `peer`, once per walk.
 
-        label: the description of the transfer that follows, for the error of a failed wait.
+        label: the description of the next transfer, for the error of a failed wait.
         """
         if peer not in self._receives:
             record = torch.empty(RECORD_BYTES, dtype=torch.uint8)
@@ -184,11 +181,11 @@ class WalkCheck:
     def finish(self) -> None:
         """Blocks until the records of all peers have been compared and this stage's records are sent."""
         for peer, pending in self._sends.items():
-            self.confirm(peer, f"the micro-batches of stage {peer}")
+            self.confirm(peer, f"the microbatches of stage {peer}")
             pending.wait()
 
     def discard(self) -> None:
-        """Drops all records in flight and received, without waiting."""
+        """Drops all records, without waiting for those in flight."""
         self._sends.clear()
         self._receives.clear()
         self._confirmed_peers.clear()
@@ -199,12 +196,12 @@ def stages_differ_error(fault: str) -> RunError:
     return RunError(
         "stages-differ",
         fault,
-        hint="use the same steps on all stages of a replica, with micro-batches of the same number and shapes",
+        hint="use the same steps on all stages of a replica, with microbatches of the same number and shapes",
     )
 
 
 def encode_walk(number: int, keys: Sequence[Hashable]) -> Tensor:
-    """Returns the record of the walk `number` through micro-batches with `keys`: uint8 [RECORD_BYTES] on the host."""
+    """Returns the record of a walk, uint8 [RECORD_BYTES] on the host. keys: the key of each microbatch."""
     record = bytearray(RECORD_BYTES)
     digest, text = _digest_and_text(tuple(keys))
     data = digest + number.to_bytes(4, "little") + text
@@ -213,7 +210,7 @@ def encode_walk(number: int, keys: Sequence[Hashable]) -> Tensor:
 
 
 def describe_walk(record: Tensor) -> str:
-    """Returns the description of a walk from its record, for error messages."""
+    """Returns the text of a walk's record, for error messages."""
     data = record.numpy().tobytes()
     number = int.from_bytes(data[_DIGEST_BYTES : _DIGEST_BYTES + 4], "little")
     text = data[_DIGEST_BYTES + 4 :].rstrip(b"\0").decode(errors="replace")
@@ -224,12 +221,12 @@ def describe_walk(record: Tensor) -> str:
 def _digest_and_text(keys: tuple[Hashable, ...]) -> tuple[bytes, bytes]:
     """Returns a digest of all `keys` and a text that lists as many of them as fit into a record."""
     runs = [f"{len(list(run))} x {key}" for key, run in groupby(map(_key_text, keys))]
-    text = f"{len(keys)} micro-batches: {', '.join(runs)}".encode()
+    text = f"{len(keys)} microbatches: {', '.join(runs)}".encode()
     return sha256("\n".join(runs).encode()).digest()[:_DIGEST_BYTES], text[: RECORD_BYTES - _DIGEST_BYTES - 4]
 
 
 def _key_text(key: Hashable) -> str:
-    """Returns `key` as text. Keys that differ only in a type, such as a tuple and torch.Size, have equal texts."""
+    """Returns `key` as text. Keys that differ only in their types, such as a tuple and a torch.Size, have equal texts."""
     if isinstance(key, tuple):
         return f"({', '.join(map(_key_text, key))})"
     return str(key)

@@ -10,11 +10,11 @@ from sley_core.api.plan import Array, PlanPath, RecordReference, Table
 
 
 class GPipeConfig(Table):
-    """Runs all forwards, then all backwards. Holds every micro-batch of the step."""
+    """Runs all forwards, then all backwards. Holds every microbatch of the step."""
 
 
 class OneFOneBConfig(Table):
-    """Alternates forwards and backwards. As fast as GPipe, but holds at most as many micro-batches as there are stages."""
+    """Alternates forwards and backwards. As fast as GPipe, but holds at most as many microbatches as there are stages."""
 
 
 class InterleavedConfig(Table):

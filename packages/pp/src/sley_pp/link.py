@@ -8,7 +8,7 @@ announces the contents of a boundary once per batch shape, so with variable sequ
     receiver  post ── can its receive start? ── no ──> waits in the queue of its direction
                               └──────────────── yes ─> receive posted
 
-A receive can start once the peer has confirmed that it runs the same micro-batches (`WalkCheck`), so that both ends know the
+A receive can start once the peer has confirmed that it runs the same microbatches (`WalkCheck`), so that both ends know the
 same message sizes. Before that, an output must have been announced, and for a gradient its output must have been sent, since
 the tensors are known only then. Posts wait in a queue, because a communicator delivers in order.
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from sley_pp.config import LinkConfig
 
 Key = Hashable
-"""The phase and the shapes of a micro-batch's fields. They determine a message, except for the flags of its tensors."""
+"""The phase and the shapes of a microbatch's fields. They determine a message, except for the flags of its tensors."""
 
 
 @dataclass
 class _Receive:
-    """Holds a receive in flight. `message` is None if nothing is sent, because no tensor of it has a gradient."""
+    """Holds a receive in flight. `message` is None if no tensor has a gradient, since then the peer sends nothing."""
 
     message: Message | None
     pending: list[Pending]
@@ -50,7 +50,7 @@ class _Receive:
 
 
 class Link:
-    """Sends and receives over the group `pp` of this rank's replica, at most one message per boundary and micro-batch."""
+    """Sends and receives over the group `pp` of this rank's replica, at most one message per boundary and microbatch."""
 
     def __init__(self, config: LinkConfig) -> None:
         self._config = config
@@ -77,7 +77,7 @@ class Link:
         self._fake_description = parts.foretold
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
-        """Starts a walk and, without blocking, sends `peers` the `keys` of its micro-batches.
+        """Starts a walk and, without blocking, sends `peers` the `keys` of its microbatches.
 
         Drops the messages in flight of an earlier, failed walk. The peers' keys are compared before any of their messages is
         received. If they differ, `receive` or `drain` raises RunError `stages-differ` on both ends.
@@ -85,15 +85,15 @@ class Link:
         self._discard()
         self._has_backwards = False
         self._phases, self._peers = frozenset(map(_phase, keys)), peers
-        self._channels.via_host = self._channels.separate_header and not self._phases <= self._finished_phases
+        self._channels.uses_host = self._channels.separate_header and not self._phases <= self._finished_phases
         self._channels.sent.begin_step()
         self._walk.begin(keys, peers)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
-        """Copies `tensors` into a message and starts its send. The caller may free or overwrite them at once.
+        """Copies `tensors` into a message and starts to send it. The caller may free or overwrite the tensors at once.
 
-        Raises RunError `boundary-mismatch` if they differ from the earlier tensors of this batch shape. The receiver gets a
-        message that reports the mismatch, and raises the same error.
+        Raises RunError `boundary-mismatch` if `description` differs from the earlier one for this batch shape. The message then
+        reports the mismatch, and the receiver raises the same error.
         """
         boundary = transfer.chunk, transfer.micro
         if transfer.flow == "backward":
@@ -111,7 +111,7 @@ class Link:
     def post_receive(self, transfer: Transfer, key: Key) -> None:
         """Starts the receive of `transfer`, or queues it until it and the earlier ones in its direction can start.
 
-        Never blocks. Both ends must post and send in the same order in each direction.
+        Never blocks. In each direction, both ends must post and send in the same order.
         """
         direction = direction_of(transfer.peer, self._stage)
         self._has_backwards |= transfer.flow == "backward"
@@ -132,7 +132,7 @@ class Link:
         if receive.message is not None:
             for pending in receive.pending:
                 pending.wait()
-            flags = self._check_message(transfer, receive.message)
+            flags = self._read_flags(transfer, receive.message)
             description, tensors = description.flagged(flags), receive.message.aliases()
             self._message_pool.release_when_unused(receive.message)
         if transfer.flow == "forward":
@@ -140,14 +140,14 @@ class Link:
         return description, tensors
 
     def drain(self) -> None:
-        """Blocks until all sends are complete and all peers have confirmed the walk. All posts must have been taken."""
+        """Blocks until all sends are complete and all peers' records are compared. All posted receives must be complete."""
         self._walk.finish()
         self._outbox.drain()
         self._announcements.finish()
         self._message_pool.release_unused()
         remaining = [*self._receives, *self._queues["up"], *self._queues["down"]]
         assert not remaining, f"posted but never taken: {remaining}"
-        if self._channels.via_host:
+        if self._channels.uses_host:
             self._channels.connect(self._peers, self._device)
             self.trim()  # more messages are in flight through the host than later
         self._finished_phases |= self._phases
@@ -163,40 +163,30 @@ class Link:
         self._message_pool.release_unused()
         return self._pool.trim()
 
-    def abort(self, why: str) -> None:
-        """Drops everything in flight after a failure, without waiting. The processes are about to end."""
+    def abort(self, reason: str) -> None:
+        """Drops everything in flight after a failure, without waiting for peers."""
         self._discard()
-
-    @property
-    def num_allocations(self) -> int:
-        """The number of buffers that the pool has allocated. 0 for a pool that does not count them."""
-        return int(getattr(self._pool, "num_allocations", 0))
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the pool's buffers in bytes, free buffers included."""
-        return sum(tensor.nbytes for _, tensor in self._pool.named_tensors())
 
     def _discard(self) -> None:
         """Drops all transfers and announcements in flight, without waiting for them."""
-        transfers: list[Any] = [*self._queues.values(), self._receives, self._gradients_to_receive, self._gradients_to_send]
-        for collection in transfers:
+        collections: list[Any] = [*self._queues.values(), self._receives, self._gradients_to_receive, self._gradients_to_send]
+        for collection in collections:
             collection.clear()
         self._outbox.discard()
         self._announcements.discard()
         self._walk.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors` in a message of layout `expected`. Raises RunError `boundary-mismatch` if `actual` does not fit."""
-        numbers = self._walk.number, transfer.micro
-        self._outbox.send(transfer.peer, self._label(transfer, "sends to"), numbers, expected, actual, tensors)
+        """Sends `tensors` as `Outbox.send` does."""
+        ids = self._walk.number, transfer.micro
+        self._outbox.send(transfer.peer, self._label(transfer, "sends to"), ids, expected, actual, tensors)
 
-    def _unblock_queue(self, direction: str, missing: Transfer) -> None:
+    def _unblock_queue(self, direction: str, expected: Transfer) -> None:
         """Blocks until the first queued receive of `direction` can start, then starts all that can.
 
-        missing: the transfer that the caller waits for, for an error.
+        expected: the caller's transfer, for an error message.
         """
-        assert self._queues[direction], f"{missing} was never posted"
+        assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
         self._walk.confirm(transfer.peer, f"what {self._label(transfer, 'receives from')}")
         if transfer.flow == "backward":
@@ -239,15 +229,15 @@ class Link:
             return self._fake_description(transfer.peer, transfer.peer_chunk)
         return self._announcements.receive(transfer.peer, self._announcement_label(transfer, "receives from"))
 
-    def _check_message(self, transfer: Transfer, message: Message) -> bytes:
-        """Returns the flags of `message`.
+    def _read_flags(self, transfer: Transfer, message: Message) -> bytes:
+        """Returns the flags of a received `message`.
 
-        Raises RunError if it belongs to another step or micro-batch, is too short, or reports a mismatch.
+        Raises RunError if the message belongs to another step or microbatch, is too short, or reports a mismatch.
         """
-        walk, micro_batch, flags, fault = message.read_header()
+        walk, microbatch, flags, fault = message.read_header()
         label = self._label(transfer, "receives from")
-        if (walk, micro_batch) != (self._walk.number, transfer.micro):
-            raise stages_differ_error(f"{label}: got micro-batch {micro_batch} of walk {walk} in walk {self._walk.number}")
+        if (walk, microbatch) != (self._walk.number, transfer.micro):
+            raise stages_differ_error(f"{label}: got microbatch {microbatch} of walk {walk} in walk {self._walk.number}")
         if fault:
             raise boundary_mismatch_error(f"{label}: {fault}")
         if not message.is_complete:
@@ -256,7 +246,7 @@ class Link:
         return flags
 
     def _boundary_descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
-        """Returns the known descriptions of the forward boundary of `transfer` by batch shape. The caller adds to them."""
+        """Returns the descriptions of the forward boundary of `transfer` by batch shape, in a dict that callers extend."""
         return self._descriptions.setdefault((op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _announcement_label(self, transfer: Transfer, verb: str) -> str:
@@ -266,11 +256,11 @@ class Link:
         """Returns the description of `transfer` for errors and traces. verb: "sends to" or "receives from"."""
         contents = "its output" if transfer.flow == "forward" else "a gradient"
         return (
-            f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {contents} of micro-batch {transfer.micro} "
+            f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {contents} of microbatch {transfer.micro} "
             f"(chunk {transfer.chunk})"
         )
 
 
 def _phase(key: Key) -> Hashable:
-    """Returns the phase of a micro-batch key, or the key itself if it is not a tuple."""
+    """Returns the phase of a microbatch key, or the key itself if it is not a tuple."""
     return key[0] if isinstance(key, tuple) and key else key

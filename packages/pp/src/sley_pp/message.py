@@ -1,11 +1,11 @@
 """A message: the tensors that cross a stage boundary, as a header and then every tensor, each at an aligned offset.
 
-    | header: walk, micro-batch, fault, end, flags | tensor 0 . . . | tensor 1 . . . . . |
+    | header: walk, microbatch, fault, end, flags | tensor 0 . . . | tensor 1 . . . . . |
     0                                         1024 + flags          aligned to 256 bytes
 
 Both ends know the size before the message is sent, so that a receive can be posted ahead. The header lets a receiver report an
 unexpected message. A sender that detects a mismatch sends a message of the expected size with the error text in its header. The
-flags tell which tensors have a gradient and which are the same tensor. Only they may change between micro-batches, for example
+flags show which tensors have a gradient and which are the same tensor. Only flags may differ between microbatches, for example
 if layers are frozen.
 
 Gloo accepts a message that is shorter than the receive buffer, and leaves the rest of the buffer unchanged. So a header on the
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 HEADER_BYTES = 1024
-"""The size of the numbers and of a mismatch's text. The flags of each tensor follow."""
+"""The size of the header's numbers and error text in bytes. The flags of each tensor follow."""
 
 END_BYTES = 8
 _NUMBERS = struct.Struct(f"<III{END_BYTES}s")
-"""Walk, micro-batch, size of the fault's text in bytes, the last bytes of the message."""
+"""The walk, the microbatch, the size of the error text in bytes, and the last bytes of the message."""
 
 _EMPTY_END = b"no bytes"
 """The placeholder of the last bytes until they arrive."""
@@ -86,17 +86,17 @@ def message_bytes(layout: Layout, *, separate_header: bool) -> int:
 
 
 class Message:
-    """Lays out a message in `memory`, uint8 [bytes].
+    """A message in `memory`, uint8 [bytes].
 
     device: the device of `memory`. separate_header: whether the header is a separate piece, on the host. tensors: views of the
     memory, in the order of the layout. pieces: the tensors to send or receive. lease: the lease of the memory and its tensor,
     or None between leases.
 
     The views have their own storage over the memory. So the number of users of that storage shows whether this message is in
-    use, whatever references a pool and earlier users have to the memory.
+    use, even if a pool and earlier users refer to the memory.
 
-    Views are created once per layout, and the header is read and written without torch operations, since the stage does not
-    compute while it sends and receives messages.
+    Views are created once per layout, and no torch operation reads or writes the header, since the stage does not compute while
+    it sends and receives messages.
     """
 
     def __init__(self, memory: Tensor, layout: Layout, device: Device, *, separate_header: bool) -> None:
@@ -110,14 +110,14 @@ class Message:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anything else refers to the memory, such as a view, a tensor saved by autograd, a numpy array or a storage.
+        """Whether another object refers to the memory, such as a view, a tensor saved by autograd, a numpy array or a storage.
 
-        An address (`data_ptr()`) or a weak reference does not count. It does not keep the memory of any tensor alive.
+        Addresses (`data_ptr()`) and weak references do not count, since they do not keep memory alive.
         """
         return any(users > owned for users, owned in zip(_num_users(self._storage), self._num_owned, strict=True))
 
     def set_layout(self, layout: Layout) -> None:
-        """Changes the layout to `layout`, which must fit into the memory. No tensor in the memory may be in use."""
+        """Sets the layout, which must fit into the memory. No tensor in the memory may be in use."""
         sizes = MessageSizes.from_layout(layout)
         body_start = 0 if self._separate_header else sizes.header
         body = self._memory[: body_start + sizes.body]
@@ -135,7 +135,7 @@ class Message:
         self._num_owned = _num_users(self._storage)
 
     def aliases(self) -> list[Tensor]:
-        """Returns an alias of each tensor, with its own version counter, so that a write to one does not invalidate others."""
+        """Returns an alias of each tensor with its own version counter, so that a write to one does not invalidate the rest."""
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
@@ -156,12 +156,12 @@ class Message:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a received message has arrived up to its end."""
+        """Whether all bytes of a received message have arrived."""
         start = _NUMBERS.size - END_BYTES
         return self._header[start : start + len(self._end)] == self._end
 
     def read_header(self) -> tuple[int, int, bytes, str]:
-        """Returns walk, micro-batch, flags and fault as `write_header` wrote them."""
+        """Returns the walk, the microbatch, the flags and the fault that `write_header` wrote."""
         walk, micro, size, _ = _NUMBERS.unpack_from(self._header)
         fault = bytes(self._header[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
         return walk, micro, bytes(self._header[HEADER_BYTES : HEADER_BYTES + Leaf.FLAG_BYTES * len(self.layout)]), fault
@@ -184,7 +184,7 @@ def decode_description(data: Tensor) -> Description:
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
     """Returns the number of owners of the memory (tensors, arrays and capsules) and the number of references to `storage`.
 
-    Both numbers are needed, since all tensors that return a storage share one Python object, which is a single owner.
+    Both are needed, since the first counts the Python storage object once, however many references it has.
     """
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count, sys.getrefcount(storage)
@@ -200,10 +200,7 @@ def boundary_mismatch_error(fault: str) -> RunError:
 
 
 class Announcements:
-    """Sends and receives descriptions over `channels`, in order with the messages there.
-
-    An announcement is two messages, its length and its text.
-    """
+    """Sends and receives descriptions over `channels`. An announcement is two messages: its length and its text."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
@@ -234,7 +231,7 @@ class Announcements:
 
 
 MAX_SENDS = 8
-"""The number of sends over gloo that a stage may have in flight before it waits for the oldest."""
+"""The number of gloo sends that may be in flight before a stage waits for the oldest one."""
 
 
 class Outbox:
@@ -246,13 +243,13 @@ class Outbox:
         self._sends: deque[tuple[list[Pending], Message]] = deque()
 
     def send(
-        self, peer: int, label: str, numbers: tuple[int, int], expected: Description, actual: Description, tensors: list[Tensor]
+        self, peer: int, label: str, ids: tuple[int, int], expected: Description, actual: Description, tensors: list[Tensor]
     ) -> None:
-        """Leases, fills and sends a message of layout `expected` to stage `peer`, or nothing if that has no tensors.
+        """Sends `tensors` to stage `peer` in a message of layout `expected`, or sends nothing if `expected` has no tensors.
 
-        label: the message's description for errors. numbers: those of the walk and the micro-batch. actual: the description of
-        `tensors`. If it does not fit, sends the mismatch in the header, waits for the send and raises RunError
-        `boundary-mismatch`.
+        label: the message's description for errors. ids: the numbers of the walk and the microbatch. actual: the description
+        of `tensors`. Raises RunError `boundary-mismatch` if `actual` does not fit `expected`, after a message with that error
+        is sent.
         """
         if not expected.leaves:
             if actual != expected:  # there is no message that could report it to the receiver
@@ -260,7 +257,7 @@ class Outbox:
             return
         message = self._message_pool.lease(message_layout(expected.leaves))
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
-        message.write_header(*numbers, expected.flags if fault else actual.flags, fault)
+        message.write_header(*ids, expected.flags if fault else actual.flags, fault)
         if not fault:
             for target, tensor in zip(message.tensors, tensors, strict=True):
                 target.copy_(tensor)
@@ -282,10 +279,10 @@ class Outbox:
         self._sends.clear()
 
     def _release_messages(self) -> None:
-        """Releases the messages whose sends are complete. On gloo, waits for the oldest sends beyond MAX_SENDS.
+        """Releases the messages whose sends are complete. With gloo, waits for the oldest sends if more than MAX_SENDS remain.
 
-        Gloo reports the end of a send only to a wait. The peer reaches its receive independently of later actions of this stage
-        (`sley_core.actions.lower`). So the wait delays this stage only if the peer is slower, which would delay it anyway.
+        Gloo reports the end of a send only to a wait. The peer's receive does not depend on later actions of this stage
+        (`sley_core.actions.lower`), so the wait delays this stage only if the peer is slower and would delay it anyway.
         """
         if self._channels.reports_completion:
             while self._sends and self._sends[0][0][-1].is_done():
@@ -294,10 +291,10 @@ class Outbox:
             self._finish_oldest_send()
 
     def _finish_oldest_send(self) -> None:
-        """Waits for the oldest send and releases its message. NCCL frees its tensors only in a wait, even after the send."""
-        all_pending, message = self._sends.popleft()
-        for pending in all_pending:
-            pending.wait()
+        """Waits for the oldest send and releases its message. NCCL needs the wait to free the tensors of a complete send."""
+        handles, message = self._sends.popleft()
+        for handle in handles:
+            handle.wait()
         self._message_pool.release(message)
 
 
@@ -308,7 +305,7 @@ class MessagePool:
                                                   └───> release_when_unused ──> views, autograd end ──> buffer in the pool
 
     No order of events shows when a received tensor is free. For example, a gradient may be a view of the received gradient, or
-    a layer may store its input. So this checks the memory's reference counts (`Message.is_shared`) before each lease.
+    a layer may store its input. So the pool checks the memory's reference counts (`Message.is_shared`) before each lease.
     """
 
     def __init__(self, pool: MemoryPool, device: Device, *, separate_header: bool) -> None:
@@ -316,8 +313,8 @@ class MessagePool:
         self.device = device
         self.separate_header = separate_header
         self._messages_in_use: list[Message] = []
-        # Messages by their buffers, which are back in the pool: building a message takes as long as copying 300 KB. An entry
-        # ends when the pool frees its buffer.
+        # The messages of free buffers, since building a message takes as long as copying 300 KB. An entry disappears when the
+        # pool frees its buffer.
         self._message_cache: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
 
     def lease(self, layout: Layout) -> Message:
@@ -342,11 +339,11 @@ class MessagePool:
         lease.__exit__(None, None, None)
 
     def release_when_unused(self, message: Message) -> None:
-        """Lets `release_unused` release a leased message once none of its `aliases` is alive."""
+        """Releases a leased message in the first `release_unused` after its `aliases` are dead."""
         self._messages_in_use.append(message)
 
     def release_unused(self) -> None:
-        """Returns the buffers of messages to the pool whose aliases are all dead."""
+        """Releases the messages whose aliases are all dead."""
         messages, self._messages_in_use = self._messages_in_use, []
         for message in messages:
             if message.is_shared:

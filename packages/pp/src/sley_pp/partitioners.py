@@ -1,4 +1,4 @@
-"""Splits a list of layers into the positions of a pipeline: `(costs, num_positions) -> boundaries`. Pure; imports no torch.
+"""Partitioners, which split layers into the positions of a pipeline: `(costs, num_positions) -> boundaries`. Imports no torch.
 
 With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
 """
@@ -24,8 +24,8 @@ def check_num_layers(num_layers: int, num_positions: int) -> None:
         raise PlanError("partition-empty", message, path=("parallel", "pp"), hint=hint)
 
 
-def uniform(num_layers: int, num_positions: int) -> Boundaries:
-    """Returns boundaries of positions whose numbers of layers differ by at most one. The larger positions are in the middle.
+def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
+    """Returns boundaries whose positions differ by at most one layer. The larger positions are in the middle.
 
     The first and last positions are small, since embedding and head usually cost more than a block. Raises PlanError
     "partition-empty" if there are fewer layers than positions.
@@ -42,11 +42,11 @@ def uniform(num_layers: int, num_positions: int) -> Boundaries:
 _LAYERS_PATH = ("partition", "layers")
 
 
-def explicit(layers: Sequence[int], num_layers: int, num_positions: int) -> Boundaries:
+def explicit_boundaries(layers: Sequence[int], num_layers: int, num_positions: int) -> Boundaries:
     """Returns the boundaries that give position i `layers[i]` layers.
 
-    Raises PlanError "partition-length" if the number of parts is not `num_positions`, "partition-layers" if their sum is not
-    `num_layers`, and "partition-empty" if a part has no layer.
+    Raises PlanError "partition-length" if `layers` does not have `num_positions` numbers, "partition-layers" if their sum is
+    not `num_layers`, and "partition-empty" if one of them is 0.
     """
     if len(layers) != num_positions:
         message = f"`layers` must have {num_positions} numbers (stages x chunks), but has {len(layers)}"
@@ -59,17 +59,17 @@ def explicit(layers: Sequence[int], num_layers: int, num_positions: int) -> Boun
     return (0, *accumulate(layers))
 
 
-def balanced(costs: Sequence[float], num_positions: int) -> Boundaries:
-    """Returns the boundaries that minimise the cost of the heaviest position. Breaks ties by the least sum of squares.
+def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundaries:
+    """Returns the boundaries that minimise the cost of the heaviest position.
 
     costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions.
 
     The minimum for k positions over the first n layers is min over m of max(minimum(k - 1, m), cost of layers m .. n - 1). As m
-    grows, one term rises and the other falls, so the best m is at their crossing. It only increases with n, so the table takes
-    O(layers x positions).
+    grows, one term rises and the other falls, so the best m is at their crossing. The best m only increases with n, so the
+    table takes O(layers x positions).
 
-    Many splits have the same heaviest position. A second table finds the one with the least sum of squares, so that the other
-    positions are even too.
+    Many splits have the same maximum. A second table finds the split with the least sum of squared costs, so that the other
+    positions are balanced too.
     """
     check_num_layers(len(costs), num_positions)
     prefix_sums = [0.0, *accumulate(costs)]
@@ -77,9 +77,7 @@ def balanced(costs: Sequence[float], num_positions: int) -> Boundaries:
 
 
 def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
-    """Returns the cost of the heaviest position of the best split. prefix_sums: the prefix sums of the layers' costs, [layers
-    + 1].
-    """
+    """Returns the heaviest position's cost in the best split. prefix_sums: sums of the first 0, 1, 2 ... layers' costs."""
     num_layers = len(prefix_sums) - 1
     row = list(prefix_sums)
     for position in range(1, num_positions):
@@ -88,7 +86,7 @@ def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
         for end in range(position + 1, num_layers + 1):
             while boundary + 1 < end and row[boundary] < prefix_sums[end] - prefix_sums[boundary]:
                 boundary += 1
-            # The crossing is between the last two boundaries.
+            # The crossing is between this boundary and the previous one.
             next_row[end] = min(
                 max(row[start], prefix_sums[end] - prefix_sums[start])
                 for start in (boundary, boundary - 1)
@@ -124,14 +122,14 @@ Partition = Callable[[Sequence[float], int], Boundaries]
 
 
 def build_uniform(config: UniformConfig) -> Partition:
-    """Returns a partitioner into equal numbers of layers."""
-    return lambda costs, num_positions: uniform(len(costs), num_positions)
+    """Returns a partitioner that gives all positions equal numbers of layers."""
+    return lambda costs, num_positions: uniform_boundaries(len(costs), num_positions)
 
 
 def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
-    """Returns a partitioner that balances the costs of the table, or those of its argument if the table has none.
+    """Returns a partitioner that balances the table's `layer_costs`, or its argument `costs` if the table has none.
 
-    The partitioner raises PlanError "partition-length" if the table does not have one cost per layer.
+    The partitioner raises PlanError "partition-length" if `layer_costs` does not have one number per layer.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -139,11 +137,11 @@ def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
         if len(layer_costs) != len(costs):
             message = f"`layer_costs` must have one number for each of the {len(costs)} layers, but has {len(layer_costs)}"
             raise PlanError("partition-length", message, path=("partition", "layer_costs"))
-        return balanced(layer_costs, num_positions)
+        return balanced_boundaries(layer_costs, num_positions)
 
     return partition
 
 
 def build_explicit(config: ExplicitConfig) -> Partition:
-    """Returns a partitioner into the plan's numbers of layers."""
-    return lambda costs, num_positions: explicit(config.layers, len(costs), num_positions)
+    """Returns a partitioner that uses the plan's numbers of layers."""
+    return lambda costs, num_positions: explicit_boundaries(config.layers, len(costs), num_positions)

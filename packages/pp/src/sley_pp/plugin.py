@@ -10,7 +10,7 @@ from sley_core.records import GradientHandlerRecord, PartitionerRecord, Record, 
 from sley_pp import config
 
 
-def _schedule(name: str, table: type[Table], summary: str) -> ScheduleRecord:
+def _schedule_record(name: str, table: type[Table], summary: str) -> ScheduleRecord:
     return ScheduleRecord(
         name=name,
         config=table,
@@ -35,26 +35,26 @@ def sley_estimate_hints() -> dict[str, Any]:
 @hookimpl
 def sley_records() -> list[Record]:
     return [
-        _schedule(
+        _schedule_record(
             "one_f_one_b",
             config.OneFOneBConfig,
-            "Alternates forwards and backwards; holds at most as many micro-batches as there are stages.",
+            "Alternates forwards and backwards; holds at most as many microbatches as there are stages.",
         ),
-        _schedule("gpipe", config.GPipeConfig, "All forwards, then all backwards."),
-        _schedule(
+        _schedule_record("gpipe", config.GPipeConfig, "All forwards, then all backwards."),
+        _schedule_record(
             "interleaved",
             config.InterleavedConfig,
             "1F1B over several model chunks per stage, with a smaller bubble and more transfers.",
         ),
-        _schedule(
+        _schedule_record(
             "zero_bubble_h1", config.ZeroBubbleH1Config, "1F1B with weight gradients in its bubble, which shrinks to a third."
         ),
-        _schedule(
+        _schedule_record(
             "zero_bubble_v",
             config.ZeroBubbleVConfig,
             "Two model chunks per stage in a V, with weight gradients in the bubble, which almost vanishes.",
         ),
-        _schedule("csv", config.CsvConfig, "A schedule from a CSV file of torch.distributed.pipelining."),
+        _schedule_record("csv", config.CsvConfig, "A schedule from a CSV file of torch.distributed.pipelining."),
         StageLinkRecord(
             name="link",
             config=config.LinkConfig,

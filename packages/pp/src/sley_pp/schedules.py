@@ -1,7 +1,6 @@
-"""Pipeline schedules: pure functions `(stages, chunks, num_micro_batches) -> one list of compute actions per stage`. Imports
-no torch.
+"""Pipeline schedules: functions `(stages, chunks, num_microbatches) -> one list of compute actions per stage`, without torch.
 
-The drawings show P = 4 stages and M = 4 micro-batches. Capital letters are chunk 0, small letters chunk 1.
+The drawings show P = 4 stages and M = 4 microbatches. Capital letters are chunk 0, small letters chunk 1.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v
 from sley_core.errors import Place, PlanError
 from sley_pp.config import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
 
 Symbol = tuple[Kind, int]
-"""A type and a chunk: an action without its micro-batch."""
+"""The type and chunk of an action, without its microbatch."""
 
 F: Symbol = (Kind.FORWARD, 0)
 B: Symbol = (Kind.BACKWARD, 0)
@@ -25,8 +23,8 @@ F0, F1 = F, (Kind.FORWARD, 1)
 I0, I1 = (Kind.INPUT_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1)
 
 
-def number_micro_batches(symbols: Iterable[Symbol]) -> list[Action]:
-    """Returns the actions of a pattern. The n-th occurrence of a symbol is the action of micro-batch n, counted from 0."""
+def number_microbatches(symbols: Iterable[Symbol]) -> list[Action]:
+    """Returns the actions of a pattern. The n-th occurrence of a symbol, counted from 0, becomes the action of microbatch n."""
     counts: Counter[Symbol] = Counter()
     actions = []
     for action_type, chunk in symbols:
@@ -41,7 +39,7 @@ def chunks_error(name: str, expected: str, chunks: int, hint: str) -> PlanError:
     return PlanError("schedule-chunks", message, path=("pipeline", "use"), hint=hint)
 
 
-def one_f_one_b(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
+def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the 1F1B lists: one forward, one backward (arXiv 2006.09503). One chunk per stage.
 
         stage 0  F0-F1-F2-F3-..................B0====...B1====...B2====...B3====
@@ -49,18 +47,18 @@ def one_f_one_b(stages: int, chunks: int, num_micro_batches: int) -> list[list[A
         stage 2  ......F0-F1-......B0====F2-B1====F3-B2====...B3====............
         stage 3  .........F0-B0====F1-B1====F2-B2====F3-B3====..................
 
-    The step is as long as that of GPipe, but stage s holds at most min(P - s, M) micro-batches.
+    The step is as long as that of GPipe, but stage s holds at most min(P - s, M) microbatches.
     """
     if chunks != 1:
         raise chunks_error("pp.one_f_one_b", "one chunk", chunks, "use `pp.interleaved` for several")
     lists = []
     for stage in range(stages):
-        warmup = min(stages - 1 - stage, num_micro_batches)
-        lists.append(number_micro_batches([F] * warmup + [F, B] * (num_micro_batches - warmup) + [B] * warmup))
+        warmup = min(stages - 1 - stage, num_microbatches)
+        lists.append(number_microbatches([F] * warmup + [F, B] * (num_microbatches - warmup) + [B] * warmup))
     return lists
 
 
-def gpipe(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
+def gpipe(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the GPipe lists: all forwards, then all backwards (arXiv 1811.06965). One chunk per stage.
 
         stage 0  F0-F1-F2-F3-...........................B0====B1====B2====B3====
@@ -68,14 +66,14 @@ def gpipe(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]
         stage 2  ......F0-F1-F2-F3-.........B0====B1====B2====B3====............
         stage 3  .........F0-F1-F2-F3-B0====B1====B2====B3====..................
 
-    This is the simplest schedule and needs the most memory, since each stage holds all M micro-batches.
+    The simplest schedule, which needs the most memory, since each stage holds all M microbatches.
     """
     if chunks != 1:
         raise chunks_error("pp.gpipe", "one chunk", chunks, "use `pp.interleaved` for several")
-    return [number_micro_batches([F] * num_micro_batches + [B] * num_micro_batches) for _ in range(stages)]
+    return [number_microbatches([F] * num_microbatches + [B] * num_microbatches) for _ in range(stages)]
 
 
-def interleaved(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
+def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the interleaved 1F1B lists: several chunks per stage, placed in a loop (arXiv 2104.04473).
 
         stage 0  F0-F1-F2-F3-f0-f1-f2-f3-..................b0====...b1====...b2====...b3====B0====B1====B2====B3====
@@ -83,16 +81,16 @@ def interleaved(stages: int, chunks: int, num_micro_batches: int) -> list[list[A
         stage 2  ......F0-F1-F2-F3-f0-f1-f2-...b0====f3-b1====...b2====...b3====B0====B1====B2====B3====............
         stage 3  .........F0-F1-F2-F3-f0-b0====f1-b1====f2-b2====f3-b3====B0====B1====B2====B3====..................
 
-    Micro-batches are grouped into rounds. A round passes chunk 0, then chunk 1 and so on, before the next round starts. It has
-    at least P micro-batches, since otherwise a stage would wait for its own output. If M is not a multiple of P, some rounds
-    have one micro-batch more, which costs memory but no time. Only M < P costs time.
+    Microbatches are grouped into rounds. A round passes chunk 0, then chunk 1 and so on, before the next round starts. It has
+    at least P microbatches, since otherwise a stage would wait for its own output. If M is not a multiple of P, some rounds
+    have one microbatch more, which costs memory but no time. Only M < P costs time.
 
     With rounds of P and C chunks, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble is that of 1F1B divided
     by C.
     """
     if chunks < 2:
         raise chunks_error("pp.interleaved", "two chunks or more", chunks, "use `pp.one_f_one_b` for one")
-    rounds = round_sizes(stages, num_micro_batches)
+    rounds = round_sizes(stages, num_microbatches)
     descending = range(chunks - 1, -1, -1)
     forwards: list[Symbol] = [(Kind.FORWARD, chunk) for size in rounds for chunk in range(chunks) for _ in range(size)]
     backwards: list[Symbol] = [(Kind.BACKWARD, chunk) for size in rounds for chunk in descending for _ in range(size)]
@@ -101,19 +99,19 @@ def interleaved(stages: int, chunks: int, num_micro_batches: int) -> list[list[A
         # The first backward reaches this stage after the last chunk's forward has passed all later stages in both directions.
         warmup = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forwards))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-        lists.append(number_micro_batches([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
+        lists.append(number_microbatches([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
     return lists
 
 
-def round_sizes(stages: int, num_micro_batches: int) -> list[int]:
-    """Splits `num_micro_batches` into as many rounds of at least `stages` as possible, and returns their sizes, descending."""
-    num_rounds = max(1, num_micro_batches // stages)
-    size, num_larger = divmod(num_micro_batches, num_rounds)
+def round_sizes(stages: int, num_microbatches: int) -> list[int]:
+    """Returns the sizes, descending, of as many rounds as possible with at least `stages` microbatches each."""
+    num_rounds = max(1, num_microbatches // stages)
+    size, num_larger = divmod(num_microbatches, num_rounds)
     return [size + 1] * num_larger + [size] * (num_rounds - num_larger)
 
 
 def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, max_inputs: int) -> list[list[Action]]:
-    """Returns `lists` of F and I with a W added for every I, so that no stage holds more than `max_inputs` chunk inputs.
+    """Returns `lists` of F and I with a W for every I, so that no stage holds more than `max_inputs` chunk inputs.
 
     Simulates all stages in ticks, with at most one action per stage and tick. A stage runs the next action of its list if an
     earlier tick has produced the action's input, and its oldest W otherwise. If it holds `max_inputs` chunk inputs, it runs a W
@@ -125,11 +123,11 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
     """
     simulations = [_StageSimulation(actions, stage, placement, max_inputs) for stage, actions in enumerate(lists)]
-    outputs: set[Delivery] = set()
+    deliveries: set[Delivery] = set()
     has_progress = True
     while has_progress:
-        new_outputs = [simulation.tick(outputs) for simulation in simulations]
-        outputs.update(*new_outputs)
+        new_deliveries = [simulation.tick(deliveries) for simulation in simulations]
+        deliveries.update(*new_deliveries)
         has_progress = any(simulation.has_progress for simulation in simulations)
     queues = [simulation.queue for simulation in simulations]
     assert not any(queues), f"the stages are deadlocked: {queues}"
@@ -137,9 +135,7 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
 
 
 class _StageSimulation:
-    """Simulates one stage. queue: the actions of its list that have not run. actions: the actions that have run, with
-    their W.
-    """
+    """Simulates one stage. queue: the actions that have not run. actions: the actions that have run, including each W."""
 
     def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, max_inputs: int) -> None:
         self.queue = deque(actions)
@@ -151,10 +147,13 @@ class _StageSimulation:
         self._weight_queue: deque[Action] = deque()
         self._num_inputs = 0
 
-    def tick(self, outputs: set[Delivery]) -> set[Delivery]:
-        """Runs at most one action, and returns its output for another stage, if any. outputs: the outputs of earlier ticks."""
+    def tick(self, deliveries: set[Delivery]) -> set[Delivery]:
+        """Runs at most one action, and returns its delivery to another stage, if any.
+
+        deliveries: the deliveries of all stages in earlier ticks.
+        """
         self.has_progress = True
-        if self.queue and not self._is_full() and self._has_input(outputs):
+        if self.queue and not self._is_full() and self._has_input(deliveries):
             return self._run(self.queue.popleft())
         if self._weight_queue:
             self._num_inputs -= 1
@@ -164,18 +163,18 @@ class _StageSimulation:
         return set()
 
     def _is_full(self) -> bool:
-        """Returns whether a W must run before the next action."""
+        """Returns whether a W must run before the next action, since the stage holds its maximum of inputs."""
         is_pair = self.actions and self.actions[-1].kind is Kind.FORWARD and self.queue[0].kind is Kind.INPUT_GRADIENT
         return bool(self._weight_queue) and self._num_inputs >= self._max_inputs and not is_pair
 
-    def _has_input(self, outputs: set[Delivery]) -> bool:
-        """Returns whether an earlier tick has produced the input of the next action."""
+    def _has_input(self, deliveries: set[Delivery]) -> bool:
+        """Returns whether `deliveries` include the input of the next action, or the action needs none."""
         action = self.queue[0]
         delivery = self._placement.input_of(action, self._placement.position(self._stage, action.chunk))
-        return delivery is None or delivery in outputs
+        return delivery is None or delivery in deliveries
 
     def _run(self, action: Action) -> set[Delivery]:
-        """Runs an F or an I, queues the W of an I, and returns the output for another stage, if any."""
+        """Runs an F or an I, queues the W of an I, and returns the delivery to another stage, if any."""
         self.actions.append(action)
         if action.kind is Kind.FORWARD:
             self._num_inputs += 1
@@ -185,7 +184,7 @@ class _StageSimulation:
         return set() if delivery is None else {delivery}
 
 
-def zero_bubble_h1(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
+def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the ZB-H1 lists: 1F1B with split backwards (arXiv 2401.10241, section 2.1). One chunk per stage.
 
         stage 0  F0-F1-F2-F3-.........I0=W0~I1=W1~I2=W2~I3=W3~
@@ -193,7 +192,7 @@ def zero_bubble_h1(stages: int, chunks: int, num_micro_batches: int) -> list[lis
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
         stage 3  .........F0-I0=F1-I1=F2-I2=F3-I3=W0~W1~W2~W3~
 
-    The previous stage waits only for I. Each stage defers its W until it holds min(P, M) micro-batches, which is the peak of
+    The previous stage waits only for I. Each stage defers its W until it holds min(P, M) microbatches, which is the peak of
     stage 0 in 1F1B. The bubble is (P - 1)(F + I - W) if W takes no longer than F or I, which is a third of that of 1F1B if all
     three take the same time.
     """
@@ -201,12 +200,12 @@ def zero_bubble_h1(stages: int, chunks: int, num_micro_batches: int) -> list[lis
         raise chunks_error("pp.zero_bubble_h1", "one chunk", chunks, "use `pp.zero_bubble_v` for two")
     lists = []
     for stage in range(stages):
-        warmup = min(stages - 1 - stage, num_micro_batches)
-        lists.append(number_micro_batches([F0] * warmup + [F0, I0] * (num_micro_batches - warmup) + [I0] * warmup))
+        warmup = min(stages - 1 - stage, num_microbatches)
+        lists.append(number_microbatches([F0] * warmup + [F0, I0] * (num_microbatches - warmup) + [I0] * warmup))
     return insert_weight_gradients(lists, loop(stages), max_inputs=stages)
 
 
-def zero_bubble_v(stages: int, chunks: int, num_micro_batches: int) -> list[list[Action]]:
+def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the ZB-V lists: two chunks per stage in a V, with split backwards (arXiv 2401.10241, section 6).
 
         stage 0  F0-F1-F2-F3-F4-F5-F6-f0-i0=w0~f1-i1=w1~f2-i2=w2~f3-i3=w3~F7-I0=W0~f4-i4=w4~ ...
@@ -215,8 +214,8 @@ def zero_bubble_v(stages: int, chunks: int, num_micro_batches: int) -> list[list
         stage 3  .........F0-f0-F1-f1-F2-f2-F3-f3-i0=w0~F4-I0=W0~f4-i1=w1~F5-I1=W1~f5-i2=w2~ ...
 
     A sample goes down the stages through chunk 0 and up again through chunk 1. Stage 0 has both the embedding and the loss, so
-    its first backward directly follows a forward. The pattern has at least 2P - 1 micro-batches. If M is smaller, the actions
-    of the missing micro-batches are removed, and weight gradients fill the gaps.
+    its first backward directly follows a forward. The pattern has at least 2P - 1 microbatches. If M is smaller, the actions
+    of the missing microbatches are removed, and weight gradients fill the gaps.
 
     A stage holds at most 2 min(P, M) inputs of chunks, each half as large as a stage, as 1F1B does. If F, I and W take the same
     time and M >= P, the bubble is P - 1 of these times, which is the skew at the start.
@@ -224,19 +223,19 @@ def zero_bubble_v(stages: int, chunks: int, num_micro_batches: int) -> list[list
     if chunks != 2:
         raise chunks_error("pp.zero_bubble_v", "two chunks", chunks, "use `pp.zero_bubble_h1` for one")
     patterns = [
-        number_micro_batches(_zbv_pattern(stage, stages, max(num_micro_batches, 2 * stages - 1))) for stage in range(stages)
+        number_microbatches(_zbv_pattern(stage, stages, max(num_microbatches, 2 * stages - 1))) for stage in range(stages)
     ]
-    lists = [[action for action in actions if action.micro < num_micro_batches] for actions in patterns]
+    lists = [[action for action in actions if action.micro < num_microbatches] for actions in patterns]
     return insert_weight_gradients(lists, v(stages), max_inputs=2 * stages)
 
 
-def _zbv_pattern(stage: int, stages: int, num_micro_batches: int) -> Iterator[Symbol]:
-    """Yields the symbols of stage `stage` of ZB-V without weight gradients, for at least 2P - 1 micro-batches."""
+def _zbv_pattern(stage: int, stages: int, num_microbatches: int) -> Iterator[Symbol]:
+    """Yields the symbols of stage `stage` of ZB-V without weight gradients, for at least 2P - 1 microbatches."""
     num_later = stages - 1 - stage
     yield from [F0] * (2 * num_later + 1)  # until the first sample returns to this stage
     yield from [F1, F0] * stage  # until the last stage has a gradient for this stage
     yield from [F1, I1] * (num_later + 1)  # until that gradient returns through chunk 0
-    yield from [F0, I0, F1, I1] * (num_micro_batches - stages - num_later)  # the steady state
+    yield from [F0, I0, F1, I1] * (num_microbatches - stages - num_later)  # the steady state
     yield from [I0, F1, I1] * num_later  # after the last F0
     yield from [I0, I1] * stage  # after the last F1
     yield from [I0] * (num_later + 1)
@@ -265,22 +264,26 @@ def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:
 
 
 def build_csv(config: CsvConfig) -> Schedule:
-    """Returns the schedule in the table's file, which is for one number of stages and micro-batches.
+    """Returns the schedule in the table's CSV file, which fits only one number of stages and of microbatches.
 
-    Raises PlanError "schedule-file" if the file cannot be read. The schedule raises it for other numbers.
+    Raises PlanError "schedule-file" if the file cannot be read or parsed. The schedule raises the same error for other numbers.
     """
-    placement, lists = read_file(config.file)
-    num_micro_batches = 1 + max(action.micro for actions in lists for action in actions)
+    try:
+        text = config.file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _file_error(f"cannot be read: {error}", Place(str(config.file))) from error
+    placement, lists = read_csv(text, str(config.file))
+    num_microbatches = 1 + max(action.micro for actions in lists for action in actions)
 
     def place(stages: int, chunks: int) -> Placement:
         if stages != placement.stages:
             raise size_error(f"{placement.stages} stages", f"{stages}")
         return placement
 
-    def schedule(stages: int, chunks: int, plan_micro_batches: int) -> list[list[Action]]:
-        if (stages, plan_micro_batches) != (placement.stages, num_micro_batches):
+    def schedule(stages: int, chunks: int, plan_microbatches: int) -> list[list[Action]]:
+        if (stages, plan_microbatches) != (placement.stages, num_microbatches):
             raise size_error(
-                f"{placement.stages} stages and {num_micro_batches} micro-batches", f"{stages} and {plan_micro_batches}"
+                f"{placement.stages} stages and {num_microbatches} microbatches", f"{stages} and {plan_microbatches}"
             )
         return lists
 
@@ -299,11 +302,11 @@ ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 CsvAction = tuple[int, Kind, int]
-"""Position, type, micro-batch."""
+"""The position, type and microbatch of an action."""
 
 
 def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
-    """Returns the CSV text of compute lists, one line per stage, without waits."""
+    """Returns the CSV text of compute lists, one line per stage, without empty cells."""
     rows = [
         [f"{placement.position(stage, action.chunk)}{LETTERS[action.kind]}{action.micro}" for action in actions]
         for stage, actions in enumerate(lists)
@@ -312,39 +315,30 @@ def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
 
 
 def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
-    """Returns the placement and the lists of `text`, in the CSV format of torch.distributed.pipelining.
+    """Parses the CSV format of torch.distributed.pipelining, and returns the placement and the lists of compute actions.
 
     name: the file name for error messages. The format has a row per stage and a cell per action:
 
-        0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), micro-batch 0
+        0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), microbatch 0
 
-    F and B are forward and full backward, I and W the two parts of a split backward. An empty cell is a wait. The actions of
-    `(0F4;1B2)OVERLAP_F_B` run one after another. Sends and receives are not supported, since `lower` adds them, and checks that
-    the lists form a valid step. Raises PlanError "schedule-file" with line and column.
+    F and B are forward and full backward. I and W are the two parts of a split backward. An empty cell is a wait. The actions
+    of `(0F4;1B2)OVERLAP_F_B` run one after another. Sends and receives are not supported, since `lower` adds them. Raises
+    PlanError "schedule-file" with line and column; `lower` checks that the lists form a valid step.
     """
     rows = [_parse_row(line, name, number) for number, line in enumerate(text.splitlines(), start=1)]
     if not any(rows):
         raise _file_error("has no actions", Place(name))
-    placement = _placement([{position for position, _, _ in row} for row in rows], Place(name))
+    placement = _build_placement([{position for position, _, _ in row} for row in rows], Place(name))
     chunks = [{placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))]
     lists = [
-        [Action(action_type, chunks[stage][position], micro_batch) for position, action_type, micro_batch in row]
+        [Action(action_type, chunks[stage][position], microbatch) for position, action_type, microbatch in row]
         for stage, row in enumerate(rows)
     ]
     return placement, lists
 
 
-def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
-    """Returns `read_csv` of the file `path`. Raises PlanError "schedule-file" also if the file cannot be read."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _file_error(f"cannot be read: {error}", Place(str(path))) from error
-    return read_csv(text, str(path))
-
-
 def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
-    """Returns the actions in line `number`. Overlapped actions follow one another."""
+    """Returns the actions of `line`, whose line number is `number`. Overlapped actions follow one another."""
     actions: list[CsvAction] = []
     start = 0
     for cell in line.split(","):
@@ -362,8 +356,10 @@ def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
     return actions
 
 
-def _placement(positions_per_rank: Sequence[set[int]], location: Place) -> Placement:
-    """Returns the placement of `positions_per_rank`. Raises PlanError if they are not a placement."""
+def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) -> Placement:
+    """Returns the placement with these positions per rank. Raises PlanError unless each rank holds equally many, and each
+    position is on one rank.
+    """
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
     text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))
     if len(holders) != sum(map(len, positions_per_rank)) or sorted(holders) != list(range(len(holders))):

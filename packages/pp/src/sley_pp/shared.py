@@ -1,8 +1,8 @@
 """`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of them.
 
 All copies start equal, since they use the same random numbers. Each gets the sum of all copies' gradients and takes the same
-optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for bit. The registry
-includes each tie only once in norm, clipping and parameter counts.
+optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for bit. Norm, clipping
+and parameter counts include each tie only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SharedModules(GradientHandler):
     """Sums the gradients of each tie over its stages, with one all-reduce per group of stages.
 
-    Groups are ordered by axis and their ties by name, so that the order is the same on all ranks.
+    Groups are sorted by axis and their ties by name, so that all ranks use the same order.
     """
 
     def __init__(self, config: SharedModulesConfig) -> None:
@@ -38,12 +38,12 @@ class SharedModules(GradientHandler):
         self._ties = sorted(param.name for param in parts.registry if param.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces this rank's gradients of each group of ties over their stages. Blocks.
+        """All-reduces this rank's gradients of ties over their stages, and waits for the sums.
 
-        Copies several gradients into one buffer, since each message takes time, however small.
+        The gradients of a group are copied into one buffer, since even a small message takes time.
         """
         self._sent.begin_step()
-        all_pending = []
+        reductions = []
         for axis, params in self._ties_by_axis().items():
             # After a reduce-scatter, all ranks of the group have the same elements of a gradient, or none.
             gradients = [self._store.part(param) for param in params if param in self._store]
@@ -51,11 +51,11 @@ class SharedModules(GradientHandler):
             if not gradients:
                 continue
             flat = gradients[0] if len(gradients) == 1 else torch.cat([gradient.reshape(-1) for gradient in gradients])
-            # Over the group of the ties, which has a rank of each of their stages. Its ranks use the same order of groups.
+            # Over the ties' group, which has a rank of each of their stages. All ranks use the same order of groups.
             group, label = self._groups[axis], f"the tied gradients of {', '.join(param.name for param in params)}"
-            all_pending.append((group.all_reduce(flat, what=label), flat, gradients))
+            reductions.append((group.all_reduce(flat, what=label), flat, gradients))
             self._sent.add(flat, group, passes=2)
-        for pending, flat, gradients in all_pending:
+        for pending, flat, gradients in reductions:
             pending.wait()
             if len(gradients) > 1:
                 sums = torch.split(flat, [gradient.numel() for gradient in gradients])
@@ -65,7 +65,7 @@ class SharedModules(GradientHandler):
         self._sent.end_step()
 
     def _ties_by_axis(self) -> dict[str, list[Param]]:
-        """Returns the ties by the axis of their group, ordered by axis and name."""
+        """Returns the ties by the axis of their group, sorted by axis and name."""
         ties: dict[str, list[Param]] = {}
         for name in self._ties:
             param = self._parts.registry[name]
@@ -78,7 +78,7 @@ class SharedModules(GradientHandler):
         return self._sent.counts()
 
     def weights_updated(self, step: StepState) -> None:
-        """Checks every `drift_check_steps` steps that the copies are equal, which is a collective over their stages."""
+        """Checks every `drift_check_steps` steps that all copies are equal. The check is a collective over their stages."""
         interval = self.config.drift_check_steps
         if interval and (step.step + 1) % interval == 0:
             self._check_drift(step.step + 1)

@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Sometimes(Block):
-    """Uses its weights if the micro-batch's first token is even, and returns its input otherwise."""
+    """Uses its weights if the microbatch's first token is even, and returns its input otherwise."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return hidden if int(tokens[0, 0]) % 2 else super().forward(hidden)
