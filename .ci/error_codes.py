@@ -21,15 +21,18 @@ INTRODUCTION = """\
 
 <!-- Written by `python .ci/error_codes.py` from the sources; do not edit. -->
 
-An error is printed as `error[code]: message`, with its place in the plan and a hint, without a traceback. This page lists the
-messages and hints of every code; {name} and … stand for values of the run. After a fault of the machine, or of another rank,
+An error is printed as `error[code]: message`, with its position in the plan and a hint, and without a traceback. This page
+lists the messages and hints of every code; {name} and … stand for values. If a machine or another rank fails,
 `train-cli doctor RUN` prints the details ([when it fails](when-it-fails.md)).
 """
 KINDS = {
-    "PlanError": ("The plan", "Exit code 3. Reported before anything runs, most of them by `train-cli check`."),
-    "PluginError": ("Plugins", "Exit code 4. A package that the plan needs is missing, broken, or not the only one."),
-    "UsageError": ("Commands and calls", "Exit code 2. Raised by the command line, or in a program that uses a run."),
-    "RunError": ("The run", "Exit code 1. All ranks end alike, unless one has died."),
+    "PlanError": (
+        "The plan",
+        "Exit code 3. These errors are raised before anything runs, and `train-cli check` reports most of them.",
+    ),
+    "PluginError": ("Plugins", "Exit code 4. A package that the plan needs is missing, broken, or installed twice."),
+    "UsageError": ("Commands and calls", "Exit code 2. The command line, or a call in your program, is wrong."),
+    "RunError": ("The run", "Exit code 1. All ranks raise the same error, unless one of them has died."),
 }
 
 
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def page(errors: Sequence[Said]) -> str:
     lines = [INTRODUCTION]
     for kind, (title, about) in KINDS.items():
-        lines += [f"## {title}", "", about, "", "| Code | Message | Remedy |", "|---|---|---|"]
+        lines += [f"## {title}", "", about, "", "| Code | Message | Hint |", "|---|---|---|"]
         by_code: dict[str, list[Said]] = defaultdict(list)
         for error in errors:
             if error.kind == kind:

@@ -35,16 +35,16 @@ _INTRODUCTION = """\
 
 This page is generated from `sley_core/hookspecs.py` by `python .ci/reference_pages.py hooks`.
 
-A plugin is an installed distribution with an entry point in the group `sley.plugins`; plans use the name of the entry
-point (`narrow.reducer` is the record `reducer` of the plugin `narrow`). The module behind it marks functions with
-`from sley_core.hookspecs import hookimpl`. An implementation may leave out arguments that it does not need; an argument
-with a default value is not passed at all.
+A plugin is an installed distribution with an entry point in the group `sley.plugins`. Plans use the name of the entry
+point: `narrow.reducer` is the record `reducer` of the plugin `narrow`. The module of the entry point marks its functions with
+the decorator `hookimpl` of `sley_core.hookspecs`. An implementation may omit arguments that it does not need. An argument
+with a default value is not passed.
 
-Hooks assemble a run; none is called in the step loop. Core indexes the records that they return by name and follows the
-order of the plan, never the order in which plugins were found. `sley_core/records.py` describes the records, and
-`sley_core/protocols` what the objects must do. [Write a plugin](write-a-plugin.md) makes one from start to end.
+Core calls hooks while it assembles a run, and never in the step loop. It indexes the returned records by name and follows the
+order of the plan, not the order in which plugins were loaded. `sley_core/records.py` describes the records, and
+`sley_core/protocols` the methods of the objects. [Write a plugin](write-a-plugin.md) shows how to write one.
 
-| Hook | In one line |
+| Hook | Summary |
 |---|---|
 """
 
@@ -103,24 +103,26 @@ INTRODUCTION = f"""\
 
 <!-- Written by `python .ci/reference_pages.py plan` from the models of the tables; do not edit. -->
 
-A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with file, line and column. This
-page lists core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and
-`train-cli schema` prints all of them as a JSON Schema for editors. Every value can be changed from the command line:
-`--set batch.micro_size=4`, `--set 'gradient_handlers=[{{use="core.each"}}]'` (to name another record, set the whole list
-or table: otherwise keys of the previous record would stay, which the new one may not have).
+A plan is strict TOML. An unknown key, a wrong type or an impossible layout raises an error with file, line and column. This
+page lists core's tables and records. `train-cli plugins NAME` lists the records of any installed plugin, and
+`train-cli schema` prints all of them as a JSON Schema for editors.
+
+`--set` changes any value from the command line: `--set batch.micro_size=4`,
+`--set 'gradient_handlers=[{{use="core.each"}}]'`. To use another record, set the whole table or list; otherwise the keys of
+the previous record remain, and the new record may not have them.
 
 Three keys come before all tables:
 
-| Key | Takes | Default | Meaning |
+| Key | Value | Default | Meaning |
 |---|---|---|---|
 | `plan` | {FORMAT} | {FORMAT} | The format of the plan. |
 | `extends` | a string | none | {EXTENDS} |
 | `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
 
-In every path, a leading `~` is the home folder, and `$NAME` and `${{NAME}}` are environment variables; an unset variable is an
-error, and `$$` is a dollar sign. In patterns of files `*` matches a part of one name, `**` folders of any depth (through links,
-too), `?` one character and `[ab]` one of these; `[[]` is a bracket. As in a shell, names that begin with a dot need a pattern
-with a dot. The name of the plan's own folder is never a pattern.
+In every path, a leading `~` is the home folder, and `$NAME` and `${{NAME}}` are environment variables. An unset variable raises
+an error, and `$$` is a dollar sign. In file patterns, `*` matches any part of a name, `**` folders of any depth (including
+links), `?` one character, `[ab]` one of these characters, and `[[]` a bracket. As in a shell, only patterns with a leading dot
+match names with a leading dot. The path of the plan's own folder is never a pattern.
 """
 
 
@@ -153,7 +155,7 @@ def plan_page() -> str:
         parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
     plugins = [Loader().load(name) for name in PLUGINS]
     for spec in COMPONENTS:
-        choice = f"`use` names {kind_with_article(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
+        choice = f"`use` names {kind_with_article(spec.kind)}" + (" and `factory` your own code" if spec.factory else "")
         if spec.default:
             choice += f'; left out, `use = "{spec.default}"`'
         elif spec.suggested_record:
@@ -174,7 +176,9 @@ def _doc(model: type[Table]) -> str:
 
 def _table(found: Iterator[Row]) -> str:
     lines = [f"| `{row.key}` | {_cell(row.takes)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in found]
-    return "\n".join(["| Key | Takes | Default | Meaning |", "|---|---|---|---|", *lines]) if lines else "It has no keys."
+    return (
+        "\n".join(["| Key | Value | Default | Meaning |", "|---|---|---|---|", *lines]) if lines else "This record has no keys."
+    )
 
 
 def _default(info: FieldInfo) -> str:

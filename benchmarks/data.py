@@ -81,7 +81,7 @@ class Starts:
         """Starts `count` processes at once and prints their row. share: of the text that is to be tokenized; 0 for none."""
         outputs = [process.communicate() for process in [self.start(cache) for _ in range(count)]]
         seconds, mib = (max(float(out.split()[at]) for out, _ in outputs) for at in (0, 1))
-        num_waiting = sum("waits for another process" in error for _, error in outputs)
+        num_waiting = sum("waiting for another process" in error for _, error in outputs)
         speed = share * self._text_mb / seconds
         of_call = f"{speed:>8.2f} {speed / self._call:>8.3f}" if share else " " * 17
         print(f"{name:<34}{seconds:>9.2f} {of_call} {mib:>8.0f}   {num_waiting or ''}", flush=True)

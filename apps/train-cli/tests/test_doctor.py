@@ -322,7 +322,7 @@ def test_where_ranks_were_is_told_of_a_run_that_was_killed_as_a_whole(
     assert f"or on the host of rank 0); all ranks finished step {last}, " in said
     long_ago(folder / "runs" / "small")
     said = cli("doctor", "runs/small").out
-    assert f"it was killed; all ranks finished step {last}, 16 min ago, and none finished step {last + 1}" in said
+    assert f"it was killed; all ranks finished step {last}, 16 min ago, but none finished step {last + 1}" in said
     for rank in (0, 1):
         assert re.search(rf"rank {rank} \(stage 0\): (works .* ms of a step|recorded up to step \d+)", said), said
 

@@ -26,9 +26,9 @@ def test_each_stage_is_told_with_its_parts_and_whether_it_fits(cli: Cli, plan: P
     assert result.code == 0, result.err
     assert result.out.startswith("stage 0 (ranks 0 to 1): ")
     assert "    optimizer states " in result.out
-    assert "on stage 0: fits into 1.00 GiB, " in result.out
+    assert "on stage 0, which fits into 1.00 GiB " in result.out
     result = cli("estimate", plan, "--memory", "20000B")
-    assert (result.code, "does not fit into 19.53 KiB, " in result.out) == (1, True)
+    assert (result.code, "exceeds 19.53 KiB by " in result.out) == (1, True)
 
 
 def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..
     )
     result = cli("run", plan, "--dry-run")
     assert result.code == 1
-    assert "in layer `1` (Linear) of micro-batch 0" in result.err
+    assert "in layer `1` (Linear) in micro-batch 0" in result.err
 
 
 @pytest.mark.parametrize("text", ["100", "0KiB", "KiB", "-1KiB", "1kib", "1 PiB"])
@@ -98,13 +98,13 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert (result.code, result.out) == (0, "")
     layers = load_machine(folder / "machine.toml").layers
     assert f"machine.toml has the device, {len(layers)} layers, under core.keep, core.recompute" in result.err
-    assert result.err.strip().endswith(", on micro-batches of 1, 4")
+    assert result.err.strip().endswith(", with micro-batches of 1, 4")
     assert [layer.name for layer in layers[:3]] == ["embed", "blocks.0", "head"]
     drawn = "show", plan, "--timeline", "--machine", "machine.toml", "--set", "parallel.dp=1"
     shown = cli(*drawn)
     assert shown.code == 0
     assert "a step takes " in shown.out
-    assert "all 3 layers were timed on this machine" in shown.out
+    assert "all 3 layers were measured on this machine" in shown.out
     data = json.loads(cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out)
     assert data["seconds"]["step"] >= data["seconds"]["stages"][0]["computes"] > 0
     assert [layer["source"] for layer in data["seconds"]["layers"]] == ["measured"] * 3

@@ -152,7 +152,7 @@ def test_sets_alone_need_no_held_out_data(texts: Path) -> None:
     tables = {"data__held_out": 0.0, "evaluation": {"every": 2, "held_out": False, "sets": {"odd": SETS["odd"]}}}
     with World.alone("cpu") as world, assemble(loaded(texts, **tables), world) as run:
         assert {name.rpartition("/")[0] for name in run.evaluate_sets()} == {"held_out/odd"}
-        with pytest.raises(UsageError, match="leaves the held-out data"):
+        with pytest.raises(UsageError, match="has `held_out = false`"):
             run.evaluate()
     plan = loaded(texts, evaluation=None)
     with assemble(plan, World.alone("cpu")) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):

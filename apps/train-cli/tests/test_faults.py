@@ -35,8 +35,8 @@ def reported(error: Exception, at: float, code: int = 1) -> Failure:
 KILLED = -signal.SIGKILL
 CLOSED = RunError("collective-failed", "connection closed by peer")
 BAD = RunError("bad-token", "token 999")
-LATE = RunError("collective-failed", "the exchange with rank 1 did not come within 5 s")
-STOPPED = "it is stopped, as by SIGSTOP"
+LATE = RunError("collective-failed", "the exchange with rank 1 did not end within 5 s")
+STOPPED = "it is stopped, for example by SIGSTOP"
 
 
 def late(code: str) -> Failure:
@@ -67,12 +67,12 @@ def late(code: str) -> Failure:
         pytest.param(
             {0: reported(LATE, 5.0), 1: reported(LATE, 6.0), 3: Failure(KILLED, 20)},
             {3: STOPPED},
-            f"rank 3 of 4 did not answer: {STOPPED}",
+            f"rank 3 of 4 did not respond: {STOPPED}",
         ),
         pytest.param(
             {0: reported(LATE, 5.0), 1: late("rank-waiting"), 2: late("rank-late")},
             {},
-            "rank 2 of 4 did not answer: it was at own.py:13",
+            "rank 2 of 4 did not respond: it was at own.py:13",
             id="busy, and not waiting",
         ),
         pytest.param({0: reported(LATE, 5.0), 1: late("rank-waiting")}, {}, f"rank 0 of 4: {LATE.diagnostics[0].message}"),

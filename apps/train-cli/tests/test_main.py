@@ -225,7 +225,7 @@ def test_needs_names_the_packages_of_a_plan(cli: Cli, plan: Path, monkeypatch: p
     plan.write_text(text + 'pool = "pp.classes"\n[checkpoint]\n', "utf-8")
     monkeypatch.setattr("sley_core.plan.loader.find_plugins", dict)
     result = cli("needs", plan)
-    assert "run this again" in result.err
+    assert "run this command again" in result.err
     folders = [line.removeprefix("-e ") for line in result.out.splitlines()]
     names = ("models", "data", "dp", "isp", "pp", "checkpoint")
     assert folders == ["packages/core", "apps/train-cli", *(f"packages/{name}" for name in names)]
@@ -249,7 +249,7 @@ def test_needs_names_the_packages_of_defaults_and_records(cli: Cli, plan: Path, 
     result = cli("needs", plan)
     found = sorted(line.rpartition("/")[2].removeprefix("sley-") for line in result.out.splitlines())
     assert found == sorted(["core", "train-cli", "data", "models", "isp", "pp", "powersgd", *more]), result.err
-    assert "run this again" not in result.err
+    assert "run this command again" not in result.err
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_batches_of_a_program(folder: Path) -> None:
         assert row["loss/chats"] == row["loss"]
         assert row["share/texts"] == 0
         assert "loss/texts" not in row
-        with pytest.raises(RunError, match=r"a sample has the source 2; the data has 2: texts, chats"):
+        with pytest.raises(RunError, match=r"a sample has the source 2, but the data has 2 sources: texts, chats"):
             run.step({**batch, "source": torch.arange(8)})
 
 

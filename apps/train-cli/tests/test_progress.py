@@ -121,7 +121,7 @@ def test_the_opening_says_how_large_the_run_is() -> None:
     plan: Any = SimpleNamespace(run=SimpleNamespace(steps=160), metrics=[SimpleNamespace(name="metrics.tensorboard")])
     assert opening(FACTS, plan, held).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
-        "rank 0 holds 4.0 MiB weights, 3.0 GiB gradients, and after the first step the optimizer's states",
+        "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
         "memory below is the peak of rank 0's whole process, libraries included",
         "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]
@@ -129,7 +129,9 @@ def test_the_opening_says_how_large_the_run_is() -> None:
     assert opening(unknown, plan, held).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 
-@pytest.mark.parametrize(("num_samples", "words"), [(None, ""), (32, ""), (20, "steps = 2` avoids"), (1, "a batch takes 8")])
+@pytest.mark.parametrize(
+    ("num_samples", "words"), [(None, ""), (32, ""), (20, "steps = 2` to use each once"), (1, "a batch needs 8")]
+)
 def test_samples_that_an_evaluation_uses_again_are_named(num_samples: int | None, words: str) -> None:
     plan: Any = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
     note = repeats(num_samples, plan)
@@ -188,7 +190,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "  held-out loss  1.5000",
         "  held_out/accuracy   0.2500",
         "  held_out/wiki/loss  1.7500",
-        "  best           3.7500 (held_out_loss), of step 20",
+        "  best           3.7500 (held_out_loss), from step 20",
         "  speed          2.0k tok/s  150 TFLOP/s  25.0% MFU",
         "  run folder     runs/small",
         "  mine.handler counted",

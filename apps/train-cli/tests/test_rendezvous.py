@@ -138,7 +138,7 @@ def test_ranks_that_meet_again_compare_again(port: int) -> None:
         return work
 
     found = errors_of({str(rank): twice(rank) for rank in range(2)})
-    assert all("rank 1 on host1 has torch 2.1.0, rank 0 on host0 has 2.0.0" in error for error in found.values()), found
+    assert all("rank 1 on host1 has torch 2.1.0, but rank 0 on host0 has 2.0.0" in error for error in found.values()), found
 
 
 def test_a_store_of_an_earlier_start_is_refused(port: int) -> None:
@@ -156,8 +156,8 @@ def test_a_store_of_an_earlier_start_is_refused(port: int) -> None:
     ("own", "words"),
     [
         ({"the plan": "xyz"}, "rank 2 on host2 has another plan than rank 0 on host0: `optimizer.lr` is 0.5, not 0.1"),
-        ({"torch": "2.12.0"}, "rank 2 on host2 has torch 2.12.0, rank 0 on host0 has 2.13.0"),
-        ({"plugin odd": "odd 1"}, "has plugin odd odd 1, rank 0 on host0 has none"),
+        ({"torch": "2.12.0"}, "rank 2 on host2 has torch 2.12.0, but rank 0 on host0 has 2.13.0"),
+        ({"plugin odd": "odd 1"}, "has plugin odd odd 1, but rank 0 on host0 has none"),
     ],
 )
 def test_a_host_that_differs_is_named_to_all(port: int, own: dict[str, str], words: str) -> None:
@@ -176,7 +176,7 @@ def test_a_rank_that_cannot_begin_is_named_to_all(port: int, odd: int) -> None:
 
 def test_ranks_that_do_not_come_are_named(port: int) -> None:
     found = errors_of({str(rank): comes(port, rank, 5, timeout_s=1) for rank in (0, 1, 3)})
-    words = "of 5 ranks these did not arrive within 1 s: 2, 4 (hosts that did: host0, host1, host3)"
+    words = "of 5 ranks, these did not connect within 1 s: 2, 4 (hosts that did: host0, host1, host3)"
     assert all(words in error for error in found.values()), found
 
 
@@ -215,7 +215,7 @@ def test_a_taken_port(port: int) -> None:
     with stranger_at(port):
         found = errors_of({"0": comes(port, 0, 2), "1": comes(port, 1, 2)})
     assert f"port {port} is in use" in found["0"]
-    assert f"the program at 127.0.0.1:{port} is not a store of ranks" in found["1"]
+    assert f"the program at 127.0.0.1:{port} is not a rendezvous store" in found["1"]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_rank_that_is_killed_while_others_build_is_named_with_its_limit(port: 
         os._exit(1)
     found = errors_of({str(rank): builds(port, rank, 3, limit_s=1.0) for rank in range(2)})
     os.waitpid(child, 0)
-    words = "of 3 ranks these had not opened their data and built their model within 1 s: 2 (hosts that did: host0, host1)"
+    words = "of 3 ranks, these did not open their data and build their model within 1 s: 2 (hosts that did: host0, host1)"
     assert all(words in error and "collective_timeout_s" in error for error in found.values()), found
 
 
@@ -302,7 +302,7 @@ def test_processes_that_know_of_no_ranks_are_refused(environ: dict[str, str], wo
 
 
 @pytest.mark.parametrize(
-    ("threads", "ranks", "words"), [("1", "2", "uses 1 of 4 cores; set OMP_NUM_THREADS=4"), ("1", "8", ""), ("2", "2", "")]
+    ("threads", "ranks", "words"), [("1", "2", "uses only 1 of 4 cores; set OMP_NUM_THREADS=4"), ("1", "8", ""), ("2", "2", "")]
 )
 def test_a_launcher_that_takes_away_threads_is_noted(
     monkeypatch: pytest.MonkeyPatch, threads: str, ranks: str, words: str

@@ -42,12 +42,12 @@ def test_auto_goes_on_with_the_numbers_of_a_run_in_one_go(cli: Cli, plan: Path, 
     changes = [*ALONE, EVERY]
     first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", "learning_rate.use='core.constant'"])
     assert first.code == 0, first.err
-    assert "there is no checkpoint yet: the run starts at step 1" in first.err
+    assert "there is no checkpoint yet, so the run starts at step 1" in first.err
     assert len(rows(folder)) == 5
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "learning_rate.use='core.constant'"])
     assert again.code == 0, again.err
     assert f"continuing after step 5 of 6, from {folder / 'runs/small/checkpoints/step-00000005'}" in again.err
-    assert "the plan has changed since: run.steps: 5 -> 6" in again.err
+    assert "the plan has changed since the checkpoint: run.steps: 5 -> 6" in again.err
     assert "the learning rate is 0.001 in step 5, 0.001 in step 6, 0.001 in step 6" in again.err
     assert rows(folder) == in_one_go
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
@@ -65,7 +65,7 @@ def test_another_layout_is_told_and_another_model_is_refused(cli: Cli, plan: Pat
     assert len(rows(folder)) == 2, "nothing was touched"
     other = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "batch.micro_size=2"])
     assert other.code == 0, other.err
-    assert "the plan has changed since: batch.micro_size: 1 -> 2" in other.err
+    assert "the plan has changed since the checkpoint: batch.micro_size: 1 -> 2" in other.err
 
 
 def test_a_run_that_began_at_a_path_goes_on_from_its_own(cli: Cli, plan: Path, folder: Path, in_one_go: Any) -> None:
@@ -204,7 +204,9 @@ def test_a_run_that_was_begun_anew_does_not_resume_from_the_one_before(cli: Cli,
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=8", "optimizer.lr=1e-4"])
     assert again.code == 2, again.err
     assert "never-anew" in again.err
-    assert "only those of other attempts: step-00000006, step-00000004; the newest was of step 3" in again.err
+    assert (
+        "only checkpoints of other attempts: step-00000006, step-00000004; its newest checkpoint was from step 3" in again.err
+    )
     assert [row["step"] for row in rows(folder)] == [1, 2, 3]
     assert sorted(path.name for path in (folder / "ck").iterdir()) == ["step-00000004", "step-00000006"]
 
@@ -217,7 +219,7 @@ def test_two_runs_in_one_folder_of_checkpoints_keep_to_their_own(cli: Cli, plan:
     again = cli("run", plan, "--resume", "auto", changes=[*changes, *one, "run.steps=8"])
     assert again.code == 0, again.err
     assert f"continuing after step 6 of 8, from {folder / 'ck' / 'step-00000006'}" in again.err
-    assert "not used, since other attempts wrote them: step-00000004-1, step-00000002-1" in again.err
+    assert "ignored checkpoints of other attempts: step-00000004-1, step-00000002-1" in again.err
     names = sorted(path.name for path in (folder / "ck").iterdir())
     assert names == ["step-00000002-1", "step-00000004-1", "step-00000006", "step-00000008-1"]
 
@@ -229,14 +231,12 @@ def test_work_is_not_begun_again_where_its_checkpoints_are_gone(cli: Cli, plan: 
     longer = [*changes, "run.steps=8"]
     gone = cli("run", plan, "--resume", "auto", changes=longer)
     assert gone.code == 2, gone.err
-    assert (
-        f"rows up to step 6 and final weights, but {folder / 'ck'} has no checkpoint of it; the newest was of step 6"
-        in gone.err
-    )
+    assert f"rows up to step 6 and final weights, but {folder / 'ck'} has no checkpoint of this run" in gone.err
+    assert "; its newest checkpoint was from step 6" in gone.err
     shutil.rmtree(folder / "runs/small")
     unknown = cli("run", plan, "--resume", "auto", changes=[*ALONE, kept_in(folder, "elsewhere")])
     assert unknown.code == 2, unknown.err
-    assert "does not say that this run wrote them" in unknown.err
+    assert "shows that this run wrote them" in unknown.err
 
 
 @pytest.mark.sample(2)
@@ -274,7 +274,7 @@ def test_a_requeued_job_leaves_a_finished_run_as_it_is(
     for options in ([], ["--overwrite"]):
         again = cli("run", plan, *options, changes=changes)
         assert again.code == 0, again.err
-        assert "the run has taken all 6 steps" in again.err
+        assert "the run has finished all 6 steps" in again.err
     other = cli("run", plan, "--resume", "auto", changes=[*changes, "run.seed=5"])
     assert "resume-differs" in other.err
     monkeypatch.setenv("SLURM_JOB_ID", "8")

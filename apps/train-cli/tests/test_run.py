@@ -95,7 +95,7 @@ def test_what_was_estimated_stands_beside_what_was_measured(cli: Cli, plan: Path
     assert summary["estimated"]["memory_bytes"] == summary["memory_bytes"]
     assert summary["estimated"]["peak_bytes"] > sum(summary["memory_bytes"].values())
     held = f"{sum(summary['memory_bytes'].values()) / 1024:.2f} KiB"
-    assert f"  memory         {held} between steps; {held} were estimated" in result.err
+    assert f"  memory         {held} between steps (estimated: {held})" in result.err
 
 
 def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh
     result = program.finish()
     assert result.code == 0, result.err
     assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)
-    expected = ("2 ranks, ", "rank 0 holds ", "memory below ", "step ", "finished: ", "  ")
+    expected = ("2 ranks, ", "rank 0 has ", "memory below ", "step ", "finished: ", "  ")
     assert [line for line in result.err.splitlines() if not line.startswith(expected)] == []
     assert_is_complete(folder / "runs" / "small", plan, *many)
     alone = ("--set", "run.steps=3", "--set", "parallel.dp=1", "--set", 'run.name="alone"')
@@ -200,7 +200,7 @@ def test_what_one_rank_raises_is_told_once_with_its_place(start: Start, own_mode
     *trace, last = result.err.splitlines()
     assert last.startswith(f"{folder / 'own.py'}:{FIRST_LINE}:")
     assert "error[own-code]: rank 1 of 2: ValueError: no good" in last
-    trace = [line for line in trace if not line.startswith(("2 ranks, ", "rank 0 holds ", "memory below "))]
+    trace = [line for line in trace if not line.startswith(("2 ranks, ", "rank 0 has ", "memory below "))]
     assert trace[0] == "Traceback (most recent call last):"
     assert sum(line.startswith("Traceback") for line in trace) == 1
     left = {path.name for path in (folder / "runs" / "small").iterdir()}

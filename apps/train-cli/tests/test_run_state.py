@@ -89,7 +89,7 @@ def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli
     made = folder / "runs" / "small"
     made.mkdir(parents=True)
     (made / "plan.toml").write_text('source_folder = "."', "utf-8")
-    assert "it was killed; no step was taken\n" in cli("doctor", made).out
+    assert "it was killed; no step was finished\n" in cli("doctor", made).out
     (made / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st', "utf-8")
     lock = FolderLock(made)
     came = r"all ranks finished step 2, \d s ago\n"
@@ -100,7 +100,7 @@ def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli
     )
     assert re.search(f"{re.escape(not_known)} .*; {came}", cli("doctor", made).out)
     long_ago(made)
-    killed = "no process on this host holds the run's lock: it was killed; all ranks finished step 2, 16 min ago, and none"
+    killed = "no process on this host holds the run's lock: it was killed; all ranks finished step 2, 16 min ago, but none"
     assert killed in cli("doctor", made).out
     write_json(made / "summary.json", {"outcome": "finished", "steps": 2})
     told = json.loads(cli("doctor", made, "--format", "json").out)

@@ -212,7 +212,7 @@ def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:
     (odd, _), (same, said) = evaluated("zq" * 400), evaluated("the sley beats home " * 40)
     assert odd > same + 0.4
     assert "held out, but" not in said
-    again = "only 5 samples are held out, but an evaluation takes 16: each is used about 3.2 times"
+    again = "only 5 samples are held out, but an evaluation needs 16, so each is used about 3.2 times"
     assert again in evaluated("the sley beats home " * 6)[1]
     assert "3 batches" in told(cli("eval", run, "--batches", 3))
     result = cli("eval", run, "--data", "held_out_file=1")

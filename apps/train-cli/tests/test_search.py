@@ -70,7 +70,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     plan, sizes = load_plan(best), load_plan(best).parallel
     assert f"pp {sizes.pp}, sp 1, wp {sizes.wp}, micro_size 1" in rows_of(done.out)[0][1]
     assert sizes.dp * sizes.pp == 2
-    assert f"# search: pp = {sizes.pp}, sp = 1, wp = {sizes.wp}; dp follows\n[parallel]" in text
+    assert f"# search: pp = {sizes.pp}, sp = 1, wp = {sizes.wp}; dp follows from them\n[parallel]" in text
     assert f"# search: {plan.activations.name}\n[activations]" in text
 
     asked = cli("estimate", best, "--world", "2", "--machine", given / "machine.toml", "--format", "json")

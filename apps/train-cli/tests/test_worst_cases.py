@@ -63,8 +63,8 @@ def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_mod
     result = start("run", own_model(doing(action)), changes=three).finish(90)
     assert result.code == 1
     (told,) = errors(result.err)
-    assert "error[rank-hung]: rank 1 of 3 did not answer: it is stopped" in told
-    assert f"rank 2 of 3 did not answer: it was at {folder / 'own.py'}:{FIRST_LINE}" in told
+    assert "error[rank-hung]: rank 1 of 3 did not respond: it is stopped" in told
+    assert f"rank 2 of 3 did not respond: it was at {folder / 'own.py'}:{FIRST_LINE}" in told
     assert "rank 0 waited for it: " in told
 
 

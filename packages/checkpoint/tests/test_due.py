@@ -183,8 +183,8 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path, lose)
     assert run.num_steps_done == 6
     assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
-    assert any("could not be written" in note and "the run goes on" in note for note in run.notes)
-    assert run.notes[-1].endswith("the run ends without it")
+    assert any("could not be written" in note and "the run continues" in note for note in run.notes)
+    assert run.notes[-1].endswith("the run ends without this checkpoint")
 
 
 def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(texts, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(texts, tmp_path, kind):
     data = whole.read("rank-00000.safetensors")
     whole.write("rank-00000.safetensors", [data[:-1]])
     (damage,) = verify(whole.text)
-    assert "is cut short" in damage.description
+    assert "is truncated" in damage.description
     with assemble(plan, World.alone("cpu")) as run:
         run.step()
         run.save_checkpoint()
@@ -83,7 +83,7 @@ def test_a_store_without_room_leaves_nothing_of_a_save_and_takes_the_next(texts,
         run.step()
         assert open_folder(url).names() == ["step-00000001"]
         assert newest(url) == (f"{url}/step-00000001", [])
-        assert any(note.endswith("No space left on device; the run goes on without it") for note in run.notes)
+        assert any(note.endswith("No space left on device; the run continues without this checkpoint") for note in run.notes)
         run.step()
         assert run.counts["checkpoint"] | {"saved": 2, "failed": 1} == run.counts["checkpoint"]
     assert newest(url) == (f"{url}/step-00000003", [])
@@ -127,7 +127,7 @@ def trained(tables: dict[str, Any], texts: Path, folder: Path, wrong: str) -> st
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("another host", "rank 1 cannot save in {}/checkpoints: it does not see what rank 0 writes there"),
+        ("another host", "rank 1 cannot save in {}/checkpoints: it cannot see the file of rank 0"),
         ("no right to write", "rank 1 cannot save in {}/checkpoints: Permission denied (there)"),
         ("nothing", ""),
     ],
@@ -157,7 +157,7 @@ def test_a_rank_that_leaves_its_part_of_a_save_out_ends_no_run(texts, tmp_path, 
     """Rank 0 stopped waiting when the others stopped waiting for it, and the run ended by a timeout."""
     tables = changed(small_plan(run__steps=2, checkpoint={"every_steps": 1, "mode": "sync"}), **DP)
     for notes in ranks(2, 60, init=False)(losing, tables, texts, tmp_path):
-        assert any("rank 1 did not finish in 2 s; the run goes on without it" in note for note in notes)
+        assert any("rank 1 did not finish in 2 s; the run continues without this checkpoint" in note for note in notes)
 
 
 def losing(tables: dict[str, Any], texts: Path, folder: Path) -> list[str]:

@@ -59,8 +59,8 @@ def swap(file: Path, other: Path) -> None:
 DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
     ("rank-00000.safetensors", flip): "does not match its checksum",
     ("rank-00000.safetensors", flip_in_the_header): "does not match its checksum",
-    ("rank-00000.safetensors", cut): "is cut short",
-    ("rank-00000.safetensors", empty): "is cut short",
+    ("rank-00000.safetensors", cut): "is truncated",
+    ("rank-00000.safetensors", empty): "is truncated",
     ("rank-00000.safetensors", lose): "is missing",
     ("rank-00000.safetensors", swap): "belongs to step 2 of the run 'small'",
     (INDEX, flip): "is damaged",

@@ -121,7 +121,7 @@ def test_auto_refuses_a_run_that_writes_no_rows(texts, tmp_path):
     with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
         assert run.load_checkpoint("auto") is None
         run.step()
-    refused = pytest.raises(UsageError, match=r"never-anew.*an attempt whose steps no metrics.jsonl tells")
+    refused = pytest.raises(UsageError, match=r"never-anew.*an attempt without rows in metrics.jsonl")
     with assemble(plan, World.alone("cpu"), folder=tmp_path) as run, refused:
         run.load_checkpoint("auto")
 

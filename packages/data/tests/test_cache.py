@@ -154,7 +154,7 @@ def test_two_that_prepare_at_once_do_it_once(
         tokens = [each.result(60) for each in loaded]
     assert all(each.read(0, len(each)) == wanted.read(0, len(wanted)) for each in tokens)
     assert sum(encoded) == whole
-    assert "waits for another process of this host" in capfd.readouterr().err
+    assert "waiting for another process on this host" in capfd.readouterr().err
 
 
 def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:

@@ -180,11 +180,11 @@ def refused(model: type[Table], message: str, **table: Any) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "one of `source` and `files` is needed"),
-        ({"files": []}, "one of `source` and `files` is needed"),
-        ({"files": ["a"], "source": "python-stdlib"}, "`source` and `files` exclude"),
-        ({"files": ["a"], "end_of_document": "<end>"}, "bytes have none"),
-        ({"files": ["a"], "held_out": 0.1, "held_out_files": ["b"]}, "`held_out` and `held_out_files` exclude"),
+        ({}, "set `source` or `files`"),
+        ({"files": []}, "set `source` or `files`"),
+        ({"files": ["a"], "source": "python-stdlib"}, "only one of `source` and `files`"),
+        ({"files": ["a"], "end_of_document": "<end>"}, "bytes have no such token"),
+        ({"files": ["a"], "held_out": 0.1, "held_out_files": ["b"]}, "only one of `held_out` and `held_out_files`"),
         ({"files": ["a"], "held_out": 1.0}, "less than 1"),
         ({"files": ["a"], "separator": ""}, "at least 1 character"),
         ({"files": "a"}, "tuple"),
@@ -200,9 +200,9 @@ def test_text_tables_that_mean_nothing_are_refused(table: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"files": []}, "names no file"),
-        ({"end_of_document": 100}, "not below `vocab_size`"),
-        ({"vocab_size": 65537}, "uint16 cannot hold"),
+        ({"files": []}, "must not be empty"),
+        ({"end_of_document": 100}, "must be less than `vocab_size`"),
+        ({"vocab_size": 65537}, "uint16 is too narrow"),
         ({"dtype": "uint8"}, "uint16"),
     ],
 )

@@ -94,7 +94,7 @@ def test_files_are_downloaded_once(tmp_path: Path, server: ThreadingHTTPServer) 
     [
         ("hf://datasets/org/name/data/*.parquet", "matches `data/*.parquet`"),
         ("hf://datasets/org/none/data/*.parquet", "`org/none` cannot be downloaded: "),
-        ("hf://org/name", "names no file of a data set"),
+        ("hf://org/name", "must have the form hf://"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, server: ThreadingHTTPServer, name: str, why: str) -> None:

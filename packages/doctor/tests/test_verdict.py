@@ -136,10 +136,10 @@ def test_a_rank_that_native_code_ended_comes_after_one_that_was_killed() -> None
 
 
 def test_a_stopped_rank_and_a_busy_one() -> None:
-    silent = LaunchReport(2, {0: 1, 1: -9}, {1: "it is stopped, as by SIGSTOP"}, 0)
+    silent = LaunchReport(2, {0: 1, 1: -9}, {1: "it is stopped, for example by SIGSTOP"}, 0)
     told = found(report(0, A, wait=A), launch=silent)
     assert (told.kind, told.ranks) == ("stopped", (1,))
-    assert told.cause.startswith("rank 1 did not answer: it is stopped, as by SIGSTOP; rank 0 waited for it")
+    assert told.cause.startswith("rank 1 did not respond: it is stopped, for example by SIGSTOP; rank 0 waited for it")
     told = found(report(0, A, wait=A), report(1, kind="stuck", code="rank-late", message="it was at own.py:3"))
     assert (told.kind, told.ranks, told.layer) == ("busy", (1,), "blocks.1")
 
@@ -147,7 +147,7 @@ def test_a_stopped_rank_and_a_busy_one() -> None:
 def test_ranks_that_the_launcher_ended_are_not_to_blame() -> None:
     told = found(report(0, A, wait=A), launch=LaunchReport(2, {0: 1, 1: -signal.SIGTERM}, {}, 0))
     assert told.kind == "missing"
-    assert told.cause.startswith("rank 1 has left no report")
+    assert told.cause.startswith("rank 1 left no report")
 
 
 def test_nothing_is_made_up() -> None:
@@ -158,7 +158,7 @@ def test_nothing_is_made_up() -> None:
 
 def test_words() -> None:
     assert in_words("F0.3") == "the forward of chunk 0 on micro-batch 3 (F0.3)"
-    assert in_words("W1.0 of the evaluation").startswith("the backward for weights of chunk 1 on micro-batch 0 of the")
+    assert in_words("W1.0 in the evaluation").startswith("the backward for weights of chunk 1 on micro-batch 0 in the")
     assert in_words("C1") == "the end of the gradients of chunk 1 (C1)"
     assert in_words("the update") == "the update"
     (line,) = list_evidence([report(0, A, wait=A, stage=1, message="x" * 500)])

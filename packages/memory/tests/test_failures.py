@@ -56,7 +56,7 @@ def _held(run):
 
 def test_a_step_by_hand_while_gradients_are_away_is_refused(run):
     run.memory.offload("gradients")
-    with pytest.raises(StateError, match="gradients, which are away"):
+    with pytest.raises(StateError, match="gradients, but they are offloaded"):
         run.store.begin_step()
     run.memory.onload()
     run.store.begin_step()
@@ -66,7 +66,7 @@ def test_a_state_dict_while_weights_are_away_is_refused(run):
     layer = run.layers[1].module
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     run.memory.offload()
-    with pytest.raises(StateError, match="weights, which are away"):
+    with pytest.raises(StateError, match="weights, but they are offloaded"):
         layer.state_dict()
     run.memory.onload()
     assert_same_bits(before, dict(layer.state_dict()))
@@ -167,7 +167,7 @@ def test_shards_are_not_gathered_while_they_are_away(ranks, texts):
     tables = small_plan(offload=EVERYTHING, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     moved, plain = (ranks(2, 60)(backward_by_hand, tables, texts, moves) for moves in (True, False))
     for (told, gradient, after), (_, wanted, wanted_after) in zip(moved, plain, strict=True):
-        assert "needs the run's weights, which are away" in told
+        assert "needs the run's weights, but they are offloaded" in told
         assert 'run.memory.onload("weights")' in told
         assert torch.equal(gradient, wanted)
         assert_same_bits(after, wanted_after)

@@ -75,7 +75,7 @@ def test_memory_that_is_not_torchs_stays_with_a_warning():
             first.unsaved.share_memory_()
             run.step()
             if moves:
-                with pytest.warns(RuntimeWarning, match=r"stays on the device: torch does not own its memory"):
+                with pytest.warns(RuntimeWarning, match=r"stays on the device, since torch does not own its memory"):
                     run.memory.offload().wait()
                 assert run.memory.bytes["weights"] == 24
                 assert run.memory.bytes["buffers"] == 24

@@ -108,9 +108,9 @@ def goes_its_own_way(folder):
             assert run.memory.bytes["weights"] > 0
         assert sha(run) == before
         run.memory.offload()
-        with pytest.raises(StateError, match="reading on the host needs the run's weights, which are away"):
+        with pytest.raises(StateError, match="reading on the host needs the run's weights, but they are offloaded"):
             list(run.memory.host("weights"))
-        with pytest.raises(StateError, match="a step needs the run's weights, which are away"):
+        with pytest.raises(StateError, match="a step needs the run's weights, but they are offloaded"):
             run.step()
         run.memory.offload()
         assert run.memory.report["weights"].num_no_ops == 1
@@ -127,9 +127,9 @@ def test_a_rank_that_goes_its_own_way_is_named_before_anything_is_freed(ranks, t
     (found, weight), (others, same) = ranks(2)(goes_its_own_way, texts)
     assert found == others
     assert "ranks-differ" in found[0]
-    assert "rank 1 calls `run.memory.offload` for weights that are here" in found[0]
-    assert "rank 0 calls `run.memory.offload` for masters that are here" in found[0]
-    assert "rank 1 calls `run.memory.onload` for weights that are here" in found[1]
+    assert "rank 1 calls `run.memory.offload` for weights that are on the device" in found[0]
+    assert "rank 0 calls `run.memory.offload` for masters that are on the device" in found[0]
+    assert "rank 1 calls `run.memory.onload` for weights that are on the device" in found[1]
     assert weight == same
     assert all(0.5 < value < 1.5 for value in weight)
 
@@ -171,7 +171,7 @@ def test_a_run_that_closes_without_its_peers_says_what_is_lost_and_has_no_number
     with pytest.raises(RankError, match="SIGKILL"):
         ranks(2)(closes_alone, texts, tmp_path / "found")
     told, is_nan, seconds = json.loads((tmp_path / "found").read_text("utf-8"))
-    lost = "the run closed while its {} were away, and its ranks did not all answer: they are lost"
+    lost = "the run was closed while its {} were offloaded, but not all ranks answered, so they are lost"
     assert told == [lost.format(part) for part in ("buffers", "weights")], "what a program has after a run"
     assert is_nan
     assert seconds < 20

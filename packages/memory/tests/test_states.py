@@ -27,7 +27,7 @@ def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
         for part in ("weights", "buffers"):
             run.memory.offload(part)
             for call in (lambda: layer(BATCH["x"]), lambda: layer.linear(BATCH["x"])):
-                with pytest.raises(StateError, match=f"a layer's forward needs the run's {part}, which are away"):
+                with pytest.raises(StateError, match=f"a layer's forward needs the run's {part}, but they are offloaded"):
                     call()
             run.memory.onload(part)
         layer(BATCH["x"])
@@ -45,7 +45,7 @@ def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
         wanted, loss, outputs = run.evaluate(), run.evaluate(batch), run.predict(batch)
         run.memory.offload()
         for call in (run.evaluate, lambda: run.evaluate(batch), lambda: run.predict(batch)):
-            with pytest.raises(StateError, match="n needs the run's weights, which are away"):
+            with pytest.raises(StateError, match="n needs the run's weights, but they are offloaded"):
                 call()
         run.memory.onload("weights", "buffers")
         assert (run.evaluate(), run.evaluate(batch)) == (wanted, loss)
@@ -93,8 +93,8 @@ def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
         run.predict(run.feed.next())
         run.feed.restore({"samples": 8})
         hook.remove()
-        assert any("a step is under way" in text for text in refused)
-        assert any("an evaluation is under way" in text for text in refused)
+        assert any("a step is still running" in text for text in refused)
+        assert any("an evaluation is still running" in text for text in refused)
         found = sha(run)
     with running(small_plan(), texts) as run:
         run.step()
@@ -132,11 +132,11 @@ def test_a_run_that_closes_leaves_ordinary_layers():
 
 def test_parts_that_nobody_moves_are_refused_by_name():
     with running({**PLAN, "offload": [{"use": "memory.weights"}]}) as run:
-        with pytest.raises(UsageError, match=r"(?s)nothing in the plan moves the run's masters.*memory\.everything"):
+        with pytest.raises(UsageError, match=r"(?s)no offload manager in the plan moves the run's masters.*memory\.everything"):
             run.memory.offload("masters")
         with pytest.raises(UsageError, match="has no part 'moments'"):
             run.memory.onload("moments")
-    with running(PLAN) as run, pytest.raises(UsageError, match=r"nothing in the plan moves the run's memory"):
+    with running(PLAN) as run, pytest.raises(UsageError, match=r"no offload manager in the plan moves the run's memory"):
         run.memory.offload()
 
 

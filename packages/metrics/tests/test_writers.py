@@ -182,7 +182,7 @@ def test_a_missing_package_is_named_with_the_command(writer: dict[str, Any], mon
     name = writer["use"].removeprefix("metrics.")
     assert (problem.code, problem.path) == (f"{name}-missing", ("metrics", 1, "use"))
     assert problem.hint is not None
-    assert problem.hint.endswith(f'in a clone of Sley\'s repository: `pip install -e "packages/metrics[{name}]"`')
+    assert problem.hint.endswith(f'in a clone of Sley\'s repository, run `pip install -e "packages/metrics[{name}]"`')
 
 
 @pytest.mark.parametrize("writer", [TENSORBOARD, WANDB])

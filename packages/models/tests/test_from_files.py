@@ -109,7 +109,7 @@ def test_files_of_another_dtype_are_converted(tmp_path: Path, dtype: torch.dtype
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "mixtral"}, "model_type = 'mixtral' is not one of llama, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type must be one of llama, qwen2, qwen3, but is 'mixtral'"),
         ({"hidden_act": "gelu"}, "does not support hidden_act = 'gelu'"),
         ({"attention_dropout": 0.1}, "does not support attention_dropout = 0.1"),
         ({"attention_bias": True}, "does not support attention_bias = True"),
@@ -118,12 +118,15 @@ def test_files_of_another_dtype_are_converted(tmp_path: Path, dtype: torch.dtype
         ({"layer_types": ["full_attention", "sliding_attention"]}, "does not support layer_types"),
         ({"quantization_config": {"bits": 4}}, "does not support quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "missing keys of rope_scaling: low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}, "differ by layer"),
-        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling = 'linear' is no table"),
-        ({"hidden_size": None}, "lacks hidden_size"),
-        ({"model_type": "qwen3", "head_dim": None}, "lacks head_dim"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "different rotary positions per layer",
+        ),
+        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling must be a table, but is 'linear'"),
+        ({"hidden_size": None}, "missing keys: hidden_size"),
+        ({"model_type": "qwen3", "head_dim": None}, "missing keys: head_dim"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -137,14 +140,14 @@ def test_unsupported_options_are_refused_by_name(tmp_path: Path, change: dict[st
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("hidden", 64, "64 does not fit the weights.*hidden_size = 32"),
+        ("hidden", 64, "64 does not match the weights.*hidden_size = 32"),
         ("heads", 8, "num_attention_heads = 4"),
         ("kv_heads", 4, "num_key_value_heads = 2"),
         ("vocab_size", 98, "vocab_size = 97"),
         ("tie_embeddings", True, "tie_word_embeddings = False"),
         ("norm_eps", 1e-6, "rms_norm_eps = 1e-05"),
         ("rope_theta", 5000.0, "rope_theta = 10000.0"),
-        ("qk_norm", True, "True does not fit.*model_type = llama"),
+        ("qk_norm", True, "True does not match.*model_type = llama"),
         ("rope_scaling", {**SCALED, "rope_theta": None, "rope_type": None}, "rope_scaling = None"),
     ],
 )
@@ -193,15 +196,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "old buffers": (lambda folder: _add_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)), ""),
     "tied head": (
         lambda folder: _add_tensor(folder, "lm_head.weight", torch.ones(97, 32)),
-        "'lm_head.weight' has other values",
+        "'lm_head.weight' and .* have different values",
     ),
     "shape": (
         lambda folder: (_remove_tensor(folder, KEY), _add_tensor(folder, KEY, torch.ones(3, 3))),
-        r"k_proj.weight' is \[3, 3\] and not \[32, 32\]",
+        r"k_proj.weight' must have the shape \[32, 32\], but has \[3, 3\]",
     ),
     "type": (
         lambda folder: (_remove_tensor(folder, KEY), _add_tensor(folder, KEY, torch.ones(32, 32, dtype=torch.uint8))),
-        "k_proj.weight' is U8, none of F64",
+        "k_proj.weight' must be F64 .*, but is U8",
     ),
 }
 

@@ -116,7 +116,10 @@ def test_rms_norm_computes_in_fp32_and_returns_its_input_dtype() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "present", "says"),
-    [(None, None, "no number of token ids"), (96, 97, "vocab_size = 96 is less than the 97 token ids of the data")],
+    [
+        (None, None, "does not declare its number of token ids"),
+        (96, 97, "vocab_size must be at least 97, the number of token ids of the data, but is 96"),
+    ],
 )
 def test_an_invalid_vocabulary_size_is_refused(wanted: int | None, present: int | None, says: str) -> None:
     config = LlamaConfig(num_layers=1, hidden=8, heads=1, vocab_size=wanted)
@@ -152,11 +155,11 @@ def test_the_default_width_is_the_next_64_from_8_thirds(hidden: int, ffn_hidden:
 @pytest.mark.parametrize(
     ("change", "key", "says"),
     [
-        ({"hidden": 130}, "head_dim", "hidden / heads = 130 / 4 is not a whole number"),
-        ({"kv_heads": 3}, "kv_heads", "heads / kv_heads = 4 / 3 is not a whole number"),
-        ({"kv_heads": 8}, "kv_heads", "heads / kv_heads = 4 / 8 is not a whole number"),
-        ({"hidden": 12}, "head_dim", "head_dim = hidden / heads = 12 / 4 = 3 is odd"),
-        ({"head_dim": 5}, "head_dim", "head_dim = 5 is odd"),
+        ({"hidden": 130}, "head_dim", "hidden must be a multiple of heads, but hidden / heads = 130 / 4"),
+        ({"kv_heads": 3}, "kv_heads", "heads / kv_heads = 4 / 3"),
+        ({"kv_heads": 8}, "kv_heads", "heads / kv_heads = 4 / 8"),
+        ({"hidden": 12}, "head_dim", "head_dim = hidden / heads = 12 / 4 must be even for rotary positions, but is 3"),
+        ({"head_dim": 5}, "head_dim", "head_dim must be even for rotary positions, but is 5"),
         ({"num_layers": 0}, "num_layers", "greater than 0"),
         ({"rope_theta": 0.0}, "rope_theta", "greater than 0"),
     ],

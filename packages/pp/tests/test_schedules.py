@@ -230,13 +230,13 @@ def test_any_placement_is_read():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("0F0,0B0\n1F0,1SEND_B0,1B0", "a.csv:2:5 has `1SEND_B0`, which is no compute action"),
-        ("0F0,0X0", "a.csv:1:5 has `0X0`"),
-        ("0F0,0B", "has `0B`"),
-        ("0F" + "9" * 5000, "has `0F999"),
-        ("0F0,0B0\n2F0,2B0", "must place each part of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [2])"),
-        ("0F0,0B0\n0F1,0B1", "must place each part of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [0])"),
-        ("0F0,0B0\n\n1F0,1B0", "equally many parts of the model on every rank (rank 0: [0]; rank 1: []; rank 2: [1])"),
+        ("0F0,0B0\n1F0,1SEND_B0,1B0", "a.csv:2:5 contains `1SEND_B0`, which must be a compute action"),
+        ("0F0,0X0", "a.csv:1:5 contains `0X0`"),
+        ("0F0,0B", "contains `0B`"),
+        ("0F" + "9" * 5000, "contains `0F999"),
+        ("0F0,0B0\n2F0,2B0", "must place each chunk of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [2])"),
+        ("0F0,0B0\n0F1,0B1", "must place each chunk of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [0])"),
+        ("0F0,0B0\n\n1F0,1B0", "the same number of chunks on every rank (rank 0: [0]; rank 1: []; rank 2: [1])"),
         ("", "a.csv has no actions"),
         (" , ,", "a.csv has no actions"),
     ],
@@ -333,7 +333,7 @@ def test_uniform_positions_differ_by_one_layer_and_the_ends_are_small(num_layers
     [
         ([3, 3, 3, 1], "partition-length", "`layers` must have 3 numbers .* but has 4"),
         ([3, 2, 3], "partition-layers", "must add up to the model's 9 layers, but adds up to 8"),
-        ([3, 0, 6], "partition-empty", "part 1 has no layer"),
+        ([3, 0, 6], "partition-empty", "chunk 1 has no layer"),
     ],
 )
 def test_a_wrong_explicit_cut_is_refused(layers, code, words):
@@ -345,7 +345,7 @@ def test_a_wrong_explicit_cut_is_refused(layers, code, words):
 @pytest.mark.parametrize("cut", [build_uniform(UniformConfig()), build_balanced(BalancedConfig())])
 @pytest.mark.parametrize("num_layers", [0, 3])
 def test_fewer_layers_than_positions_are_refused(cut, num_layers):
-    with pytest.raises(PlanError, match=f"{num_layers} layers cannot be split into 4 parts") as caught:
+    with pytest.raises(PlanError, match=f"{num_layers} layers cannot be split into 4 chunks") as caught:
         cut([1.0] * num_layers, 4)
     assert caught.value.diagnostics[0].code == "partition-empty"
 

@@ -296,7 +296,7 @@ def _hung_fault(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int,
     silent: the states of ranks without a report. busy: reports of where ranks were busy. waiting: a rank that waited for them.
     """
     states = [*silent.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy.items())]
-    message = "; ".join(f"rank {rank} of {size} did not answer{f': {state}' if state else ''}" for rank, state in states)
+    message = "; ".join(f"rank {rank} of {size} did not respond{f': {state}' if state else ''}" for rank, state in states)
     hint = None
     if waiting is not None and waiting.fault is not None:
         hint = f"rank {waiting.rank} waited for it: {waiting.fault.diagnostics[0].message}"

@@ -49,7 +49,7 @@ _ELASTIC_SIGNALS = (signal.SIGQUIT,)
 """The signals that torchelastic handles: it passes them on and waits for the ranks."""
 
 _STATES = {
-    "T": "it is stopped, as by SIGSTOP",
+    "T": "it is stopped, for example by SIGSTOP",
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, for a disk or a device",
     "R": "it is running and handles no signal",

@@ -41,7 +41,7 @@ SECTIONS = {
         "schema": "Print the JSON Schema of a plan.",
         "check": "Find every mistake of one or more plans.",
         "show": "Show the resolved plan, ranks and groups.",
-        "data": "Show the samples that a plan's model will see.",
+        "data": "Show the data as a plan's model receives it.",
     },
     "Look ahead": {
         "estimate": "Estimate how much memory each stage needs.",

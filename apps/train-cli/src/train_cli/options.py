@@ -51,7 +51,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one value of the plan, such as batch.micro_size=4; VALUE is TOML. May be given several times.",
+        help="Change one value of the plan, such as batch.micro_size=4; VALUE is TOML. Can be repeated.",
         autocompletion=_complete_set,
     ),
 ]
@@ -72,7 +72,7 @@ PerNodeOption = Annotated[int | None, typer.Option("--per-node", metavar="N", mi
 BestOption = Annotated[
     bool, typer.Option("--best", help="Use the best checkpoint by `[evaluation] keep_best` instead of the newest weights.")
 ]
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The output format.")]
 
 
 def world_size(world: int | None, nodes: int | None, per_node: int | None) -> int | None:

@@ -158,4 +158,4 @@ def thread_note(environ: Mapping[str, str], *, is_cpu: bool) -> str:
     share = num_cores() // max(1, int(ranks))
     if share <= 1 or has_launcher():
         return ""
-    return f"torchrun has set OMP_NUM_THREADS=1, so each rank uses 1 of {share} cores; set OMP_NUM_THREADS={share}"
+    return f"torchrun has set OMP_NUM_THREADS=1, so each rank uses only 1 of {share} cores; set OMP_NUM_THREADS={share}"

@@ -162,7 +162,7 @@ def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
     """Returns the lines that are shown before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
-        rank 0 holds 4.0 MiB weights, 4.0 MiB gradients, and after the first step the optimizer's states
+        rank 0 has 4.0 MiB weights, 4.0 MiB gradients, and after the first step also the optimizer states
         memory below is the peak of rank 0's whole process, libraries included
 
     num_bytes: `Run.memory.bytes` of this rank, without the optimizer's states, which are allocated in the first step.
@@ -179,7 +179,7 @@ def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
     counted = "whole process, libraries included" if info.device == "cpu" else "tensors on its GPU, activations included"
     lines = [
         ", ".join((ranks(info.world), parameters(info.parameters, info.trained), samples)),
-        f"rank 0 holds {memory_text}, and after the first step the optimizer's states",
+        f"rank 0 has {memory_text}, and after the first step also the optimizer states",
         f"memory below is the peak of rank 0's {counted}",
     ]
     if all(writer.name != JSONL for writer in plan.metrics):
@@ -198,9 +198,9 @@ def repeats(num_samples: int | None, plan: Plan) -> str:
     if not num_samples or used <= num_samples:
         return ""
     held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
-    times = f"{held_out}, but an evaluation takes {used:,}: each is used about {used / num_samples:.2g} times"
+    times = f"{held_out}, but an evaluation needs {used:,}, so each is used about {used / num_samples:.2g} times"
     fits = num_samples // size
-    return f"{times}; " + (f"`[evaluation] steps = {fits}` avoids this" if fits else f"a batch takes {size:,}")
+    return f"{times}; " + (f"set `[evaluation] steps = {fits}` to use each once" if fits else f"a batch needs {size:,}")
 
 
 def _is_loss_of_set(name: str) -> bool:
@@ -360,7 +360,7 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
     width = max(map(len, summary["evaluation"]), default=0)
     lines += [f"  {name:<{width}}  {value:.4f}" for name, value in summary["evaluation"].items()]
     if (best := summary["best"]) is not None and best["value"] is not None:
-        lines.append(f"  best           {best['value']:.4f} ({best['metric']}), of step {best['step']}")
+        lines.append(f"  best           {best['value']:.4f} ({best['metric']}), from step {best['step']}")
     if speed := rate(summary):
         lines.append(f"  speed          {speed}")
     lines.append(f"  run folder     {folder}")

@@ -165,7 +165,7 @@ def _report_finished(run: Run, weights: Path | None) -> None:
     """Prints where the results of a finished run are."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
-        message, key = f"the run has taken all {run.plan.run.steps} steps", "run.steps"
+        message, key = f"the run has finished all {run.plan.run.steps} steps", "run.steps"
         if run.stopped_early:
             message, key = f"the run has ended early: {run.stopped_early}", "evaluation.patience"
         say(f"{message}{location}; use `--set {key}=N` for more")

@@ -43,12 +43,12 @@ Verdict = dict[str, Any]
 """{} if all ranks have arrived and agree; else `message` and `hint`."""
 
 ARRIVED = (
-    "did not arrive",
+    "did not connect",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
 )
 BUILT = (
-    "had not opened their data and built their model",
-    "check what they do, such as reading from a slow disk; raise [limits] collective_timeout_s to wait longer",
+    "did not open their data and build their model",
+    "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
 """What missing ranks have not done, and a hint."""
 
@@ -81,7 +81,7 @@ class Rendezvous:
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
         if not address or not port.isdecimal():
-            hint = "set both to the same values on all hosts: rank 0's host, and a free port there"
+            hint = "set both to the same values on all hosts, the host of rank 0 and a free port on it"
             raise _refused(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
             timeout_s = min(timeout_s, PATIENCE_S)  # a loopback address never connects several hosts
@@ -152,7 +152,7 @@ class Rendezvous:
         """Waits for the info of rank 0. Raises RunError "preflight" if they belong to another run, or do not arrive."""
         first = self._wait_for("first", "rank 0", self.timeout_s)
         if first["job"] != self.job:
-            hint = "set a different MASTER_PORT for each run on a host, and the same one for all ranks of a run"
+            hint = "set a different MASTER_PORT for each run on a host, and the same one on all ranks of a run"
             raise _refused(f"another run uses this port (job {first['job']}, on {first['host']})", hint)
         return first
 
@@ -165,7 +165,7 @@ class Rendezvous:
         for name, value in info.items():
             expected = first["info"].get(name, "none")
             if value != expected:
-                message = f"{rank} has {name} {value}, {rank_0} has {expected}"
+                message = f"{rank} has {name} {value}, but {rank_0} has {expected}"
                 if name in details and (differing_details := describe_differences(details[name], first["details"][name])):
                     message = f"{rank} has another {name.removeprefix('the ')} than {rank_0}: {differing_details}"
                 return {"message": message, "hint": "install the same versions and use the same plan on every host"}
@@ -219,7 +219,7 @@ class Rendezvous:
         hosts[0] = self.host
         absent = [rank for rank in range(self.size) if rank not in hosts]
         names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        message = f"of {self.size} ranks these {occasion[0]} within {timeout_s:g} s: {names}"
+        message = f"of {self.size} ranks, these {occasion[0]} within {timeout_s:g} s: {names}"
         return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": occasion[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class Rendezvous:
             ) from error
 
 
-_OTHERS_HINT = "see the output of rank 0, or of its launcher, for the reason"
+_OTHERS_HINT = "check the output of rank 0, or of its launcher, for the reason"
 
 
 def _refused(message: str, hint: str) -> RunError:
@@ -265,8 +265,11 @@ def _refused(message: str, hint: str) -> RunError:
 
 
 def _used_before() -> RunError:
-    hint = "use `--max-restarts=0` on several hosts, since torchrun's agents keep their store over restarts; submit again"
-    return _refused("the launcher's store has keys of an earlier attempt of this run", hint)
+    hint = (
+        "use `--max-restarts=0` on several hosts, since torchrun's agents keep their store when they "
+        "restart; then submit the job again"
+    )
+    return _refused("the launcher's store contains keys of an earlier attempt of this run", hint)
 
 
 def _polls(timeout_s: float) -> Iterator[None]:
@@ -317,11 +320,12 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
         time.sleep(_RETRY_S)
     if serves:
         raise _refused(
-            f"port {port} is in use: {reason}", "choose another MASTER_PORT; `ss -ltnp` on that host shows who uses it"
+            f"port {port} is in use: {reason}",
+            "set another MASTER_PORT; `ss -ltnp` on that host shows the program that uses it",
         )
     if answers:
-        hint = "choose another MASTER_PORT, since another program uses this one"
-        raise _refused(f"the program at {address}:{port} is not a store of ranks: {reason}", hint)
+        hint = "set another MASTER_PORT, since another program uses this one"
+        raise _refused(f"the program at {address}:{port} is not a rendezvous store: {reason}", hint)
     hint = "set MASTER_ADDR to rank 0's host on all hosts, not to localhost; check that it runs and that the port is open"
     raise _refused(f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}", hint)
 
@@ -345,7 +349,7 @@ def _tcp_store(address: str, port: int, size: int, serves: bool) -> Store:
     thread.start()
     thread.join(PATIENCE_S)
     if not outcomes:
-        raise _SilentError("it does not answer")
+        raise _SilentError("it does not respond")
     if isinstance(outcomes[0], RuntimeError):
         raise outcomes[0]
     return outcomes[0]

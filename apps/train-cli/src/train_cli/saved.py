@@ -75,7 +75,7 @@ def load_run_plan(folder: Path) -> Plan:
 def load_run_document(folder: Path, compare_plans: Sequence[str] = ()) -> Document:
     """Returns the unresolved plan of the run in `folder`, with `compare_plans`. Raises the same errors as `load_run_plan`."""
     if not (folder / PLAN).is_file():
-        raise UsageError("no-run", f"`{folder}` is not a run folder: it has no `{PLAN}`")
+        raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN}`")
     return use_copied_files(read_file(folder / PLAN, compare_plans), folder)
 
 
@@ -98,7 +98,7 @@ def checkpoint_reader(plan: Plan | None) -> CheckpointFiles:
     files = _files_or_none(plan)
     if files is None:
         name = plan.checkpoint.name if plan and plan.checkpoint else ""
-        hint = "use `train-cli run` with `--resume PATH`, and then the final weights of that run"
+        hint = "run `train-cli run` with `--resume PATH`, and use the final weights of that run"
         raise UsageError("no-checkpoint-files", f"only a run can read checkpoints of `{name}`", hint=hint)
     return files
 
@@ -166,7 +166,7 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
             message = f"the run in `{folder}` has written no best checkpoint"
             raise UsageError("no-weights", message, hint="add `[evaluation] keep_best` to the plan")
         hint = "wait until it ends, or add `[checkpoint]` to its plan; a failed run writes no final weights"
-        raise UsageError("no-weights", f"the run in `{folder}` has written no weights and no checkpoint", hint=hint)
+        raise UsageError("no-weights", f"the run in `{folder}` has no weights and no checkpoint", hint=hint)
     return final
 
 
@@ -284,7 +284,7 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
     allow_fresh_start = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
     restored = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
-    return ["there is no checkpoint yet: the run starts at step 1"] if restored is None else list(_report(run, restored))
+    return ["there is no checkpoint yet, so the run starts at step 1"] if restored is None else list(_report(run, restored))
 
 
 def _report(run: Run, restored: RestoreResult) -> Iterator[str]:

@@ -142,13 +142,13 @@ class AnyLayout(Checkpointer):
     def _save_last(self, step: int) -> None:
         """Saves the run after its last step; adds a note if the run has no folder or the save fails."""
         if self.folder is None:
-            self.state.notes.append("the run has no folder, so there is no checkpoint of its last step")
+            self.state.notes.append("the run has no folder, so no checkpoint of its last step is saved")
             return
-        with self._tolerate_failure("the run ends without it"):
+        with self._tolerate_failure("the run ends without this checkpoint"):
             self.save(None, step)
 
     @contextmanager
-    def _tolerate_failure(self, consequence: str = "the run goes on without it") -> Iterator[None]:
+    def _tolerate_failure(self, consequence: str = "the run continues without this checkpoint") -> Iterator[None]:
         """Returns a context manager that turns a failed save into a note and counts the seconds of the save.
 
         consequence: the end of the note.
@@ -208,7 +208,7 @@ class AnyLayout(Checkpointer):
             raise RunError(FAILURE_CODE, next(filter(None, failures)))
         self._counts["saved"] += 1
 
-    def _record_failure(self, failure: str, consequence: str = "the run goes on without it") -> None:
+    def _record_failure(self, failure: str, consequence: str = "the run continues without this checkpoint") -> None:
         self._counts["failed"] += 1
         self.state.notes.append(f"{failure}; {consequence}")
 
@@ -328,7 +328,7 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
     if damaged_checkpoints:
         newest, damages = damaged_checkpoints[0]
         message = f"the checkpoint {newest} is damaged: {', '.join(map(str, damages[:MAX_SHOWN_DAMAGES]))}"
-        raise RunError("checkpoint-damaged", message, hint="use another folder: this one has no intact older checkpoint")
+        raise RunError("checkpoint-damaged", message, hint="use another folder, since this one has no intact older checkpoint")
     if path is not None:
         raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(path).text}")
     return Selection(None, [], origin, notes)
@@ -394,7 +394,7 @@ def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, allow_f
         paths.append(origin)
     if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
         state.attempt.refuse_fresh_start(folder.text, foreign_names)
-    message = f"not used, since other attempts wrote them: {shortened(foreign_names)} in {folder.text}"
+    message = f"ignored checkpoints of other attempts: {shortened(foreign_names)} in {folder.text}"
     return _candidate_message(paths, origin, [message] if foreign_names else [])
 
 

@@ -97,7 +97,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 self._read_common(file, name, rectangle, common, target[common.slices_in(requested)])
                 num_missing -= common.numel
         if num_missing:
-            raise self._damage_error(f"no file has {num_missing} elements of {name!r}")
+            raise self._damage_error(f"{num_missing} elements of {name!r} are in no file")
 
     def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
         """Copies the part `common` of the file's `rectangle` to `target`. Reads full rows, and directly into `target` if the
@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         stored = self._read_header(file).get(name)
         if stored is None or stored.rectangle != rectangle:
-            raise self._damage_error(f"{file} does not have the part of {name!r} that the index lists")
+            raise self._damage_error(f"{file} does not contain the part of {name!r} that the index lists")
         sizes = list(rectangle.sizes)
         row_offset = 0
         if sizes:
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, Tensor]):
         rows = target if is_direct else torch.empty(sizes, dtype=stored.dtype)
         memory = bytes_of(rows)
         if self.folder.read_into(file, stored.start + row_offset, memory) != len(memory):
-            raise self._damage_error(f"{file} is cut short")
+            raise self._damage_error(f"{file} is truncated")
         if not is_direct:
             slices = common.slices_in(rectangle)
             target.copy_(rows[(slice(None), *slices[1:])] if slices else rows)
@@ -294,7 +294,7 @@ def _file_damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> D
 def _describe_difference(num_bytes: int, info: FileInfo) -> str:
     """Describes the difference in size or content between a damaged file and the saved file."""
     if num_bytes < info.num_bytes:
-        return f"is cut short: it has {num_bytes} of {info.num_bytes} bytes"
+        return f"is truncated: it has {num_bytes} of {info.num_bytes} bytes"
     if num_bytes > info.num_bytes:
         return f"is too long: it has {num_bytes} bytes instead of {info.num_bytes}"
     return "does not match its checksum"

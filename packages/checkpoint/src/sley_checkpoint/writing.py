@@ -137,7 +137,7 @@ class RankWriter:
             if not missing:
                 return [json.loads(self.staging.read(_note_file(rank))) for rank in range(self.num_ranks)]
             if not names:
-                raise RunError("checkpoint-failed", f"the folder {self.staging.text} does not exist any more")
+                raise RunError("checkpoint-failed", f"the folder {self.staging.text} no longer exists")
             self._check_not_cancelled()
             if time.monotonic() > deadline:
                 raise RunError("checkpoint-failed", f"rank {min(missing)} did not finish in {self.timeout_s:g} s")

@@ -157,10 +157,12 @@ def read_attempt(folder: Path) -> Attempt | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "name the checkpoint to resume from, in a run of another name"
-        raise RunError("attempt", f"`{path}` does not say whose steps the folder has: {error}", hint=hint) from error
+        hint = "pass the checkpoint to resume from, and use another run name"
+        raise RunError(
+            "attempt", f"`{path}` does not identify the attempt that wrote the steps in this folder: {error}", hint=hint
+        ) from error
     if not attempt.lineage:
-        raise RunError("attempt", f"`{path}` names no attempt", hint="name the checkpoint to resume from")
+        raise RunError("attempt", f"`{path}` contains no attempt", hint="pass the checkpoint to resume from")
     return attempt
 
 
@@ -169,7 +171,7 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
     try:
         write_atomically(folder / NAME, json.dumps(asdict(attempt)))
     except OSError as error:
-        hint = "name a folder that can be written in `[run] folder`"
+        hint = "set `[run] folder` to a writable folder"
         raise RunError("attempt", f"cannot write `{folder / NAME}`: {error.strerror or error}", hint=hint) from error
 
 
@@ -192,8 +194,8 @@ class RunAttempt:
         if self._is_begun or not self._is_first_rank:
             return
         if self.current is None and self.folder is not None and next(rows(self.folder), None) is not None:
-            hint = '`load_checkpoint("auto")` resumes it; a run that begins needs an empty folder'
-            raise RunError("attempt", f"`{self.folder}` has rows of another attempt", hint=hint)
+            hint = 'use `load_checkpoint("auto")` to resume that attempt, or an empty folder for a new run'
+            raise RunError("attempt", f"`{self.folder}` contains rows of another attempt", hint=hint)
         self.current = self.current or new_attempt(step)
         if self.folder is not None:
             write_attempt(self.folder, self.current)
@@ -220,7 +222,7 @@ class RunAttempt:
         common, note = 0 if before is None else count_common_steps(before.lineage, lineage), ""
         if before is not None and common < step and before.origin != path:
             whose = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
-            note = f"{path} is of {whose}: rows of other steps than its own are dropped"
+            note = f"{path} belongs to {whose}; rows of steps after the checkpoint are dropped"
         self.current, self._is_begun = resume_attempt(before, lineage, step, given, path), False
         return min(step, common), note
 
@@ -229,26 +231,28 @@ class RunAttempt:
 
         where: its folder of checkpoints, in which there are none of this run. others: names of those of other attempts.
         """
-        assert self.folder is not None, "a run without a folder has done nothing"
+        assert self.folder is not None, "a run without a folder has no steps"
         attempt = self.known
         steps = max((int(row["step"]) for row in rows(self.folder)), default=0)
         work = [f"rows up to step {steps}"] if steps else []
         if attempt is not None and not (self.folder / METRICS).exists():
-            work = [f"an attempt whose steps no {METRICS} tells"]
+            work = [f"an attempt without rows in {METRICS}"]
         work += ["final weights"] if (self.folder / WEIGHTS).is_dir() else []
         saved = -1 if attempt is None else attempt.saved
         if work or saved >= 0:
             has = " and ".join(work) or "an attempt without rows"
-            beside = f", only those of other attempts: {shortened(others)}" if others else ""
-            lost = f"; the newest was of step {saved}" if saved >= 0 else "; it has saved none"
-            hint = "bring the checkpoints back, or name one with `--resume PATH`; `--overwrite` begins anew"
+            beside = f", only checkpoints of other attempts: {shortened(others)}" if others else ""
+            lost = f"; its newest checkpoint was from step {saved}" if saved >= 0 else "; the attempt saved no checkpoint"
+            hint = "restore the checkpoints, pass one with `--resume PATH`, or use `--overwrite` to start again"
             if saved < 0:
-                hint = "`--overwrite` begins anew; `[checkpoint]` saves a run on its way"
-            message = f"{self.folder} has {has}, but {where} has no checkpoint of it{beside}{lost}"
+                hint = "use `--overwrite` to start again; add `[checkpoint]` to the plan to save checkpoints during a run"
+            message = f"{self.folder} has {has}, but {where} has no checkpoint of this run{beside}{lost}"
             raise UsageError(NEVER_ANEW, message, hint=hint)
         if others and attempt is None:
-            message = f"{where} has checkpoints ({shortened(others)}), but {self.folder} does not say that this run wrote them"
-            hint = "`--resume PATH` takes one of them; without `--resume`, the run begins at the first step"
+            message = (
+                f"{where} has checkpoints ({shortened(others)}), but nothing in {self.folder} shows that this run wrote them"
+            )
+            hint = "use `--resume PATH` to resume from one of them, or remove `--resume` to start at the first step"
             raise UsageError(NEVER_ANEW, message, hint=hint)
 
 

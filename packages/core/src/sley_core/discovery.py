@@ -77,7 +77,7 @@ def _read_distributions(entry: str, changed: int) -> list[tuple[str, list[Plugin
 def install_hint(name: str, extra: str = "") -> str:
     """Returns the hint that tells how to install a Sley package from a clone, since package indexes do not have it."""
     suffix, folder = (f"[{extra}]", f'"{package_folder(name, extra)}"') if extra else ("", package_folder(name))
-    return f"install sley-{name}{suffix}, in a clone of Sley's repository: `pip install -e {folder}`"
+    return f"install sley-{name}{suffix}; in a clone of Sley's repository, run `pip install -e {folder}`"
 
 
 def package_folder(name: str, extra: str = "") -> str:

@@ -100,7 +100,7 @@ class StateError(RunError):
     @staticmethod
     def away(part: str, what: str) -> StateError:
         """Returns the error `memory-away` for an offloaded part of the run's memory. what: the caller, such as "a step"."""
-        message = f"{what} needs the run's {part.replace('_', ' ')}, which are away"
+        message = f"{what} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
 

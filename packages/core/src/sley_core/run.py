@@ -168,12 +168,12 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         self._finish_pending()
         if batch is None and self.held_out is None:
-            hint = "add one with `every = 100`, or evaluate a batch of your own"
+            hint = "add [evaluation] with `every = 100`, or pass a batch"
             message = "the plan has no [evaluation] table"
             if self.plan.evaluation is not None:
                 message, hint = (
-                    "[evaluation] leaves the held-out data of [data] out",
-                    "`run.evaluate_sets()` evaluates its sets",
+                    "[evaluation] has `held_out = false`, so there is no held-out loss",
+                    "use `run.evaluate_sets()` to evaluate its sets",
                 )
             raise UsageError("no-evaluation", message, hint=hint)
         self._require_memory("an evaluation", TO_EVALUATE)
@@ -186,7 +186,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         self._finish_pending()
         if not self.samples.evaluated:
-            hint = "add one with `every = 100`"
+            hint = "add [evaluation] with `every = 100`"
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self._require_memory("an evaluation", TO_EVALUATE)
         return self._evaluate_sets()
@@ -242,7 +242,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         self._finish_pending()
         if precision not in TO_SAVE:
-            raise UsageError("no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}")
+            raise UsageError("no-precision", f"unknown precision of weights {precision!r}", hint=f"use {' or '.join(TO_SAVE)}")
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._state.attempt.current
         facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
@@ -365,7 +365,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         self._check_open()
         if self._activity or (self._is_training and self._pending_step is not None):
-            raise RunError("step-running", f"{self._activity or 'a step'} is under way", hint="do it between two steps")
+            raise RunError("step-running", f"{self._activity or 'a step'} is still running", hint="call it between two steps")
         self._emit_pending()
         self.parts.weights.settle()
 
@@ -374,6 +374,6 @@ class Run(Loop, AbstractContextManager["Run"]):
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             what = "step" if stepper.left_in_flight else "evaluation"
-            message = f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave"
-            raise StateError("step-failed", message, hint="take a step first, which ends them, or close the run")
+            message = f"the last {what} failed, and its communication with other ranks may still use the memory to be offloaded"
+            raise StateError("step-failed", message, hint="run a step first, or close the run")
         self._checkpointer.copy_unwritten_state()

@@ -80,7 +80,7 @@ def test_what_passes_between_chunks_of_one_stage_is_not_sent():
         (ALONE, "F0.0", "B0.0 is missing from stage 0's list"),
         (ALONE, "F0.0 I0.0", "W0.0 is missing from stage 0's list"),
         (ALONE, "", "F0.0 is missing from stage 0's list"),
-        (loop(2), "F0.0 B0.0", "the schedule has 1 lists for 2 stages"),
+        (loop(2), "F0.0 B0.0", "the schedule must have 2 action lists, one per stage, but has 1"),
     ],
 )
 def test_what_is_not_a_step_is_refused_with_the_first_bad_action(placement, lists, fault):
@@ -98,16 +98,16 @@ def test_lists_that_wait_for_each_other_are_refused_with_what_each_stage_waits_f
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "schedule-deadlock"
     assert diagnostic.message == (
-        "the schedule comes to a stop: stage 0 at B0.0 (number 2 of its list) waits for B0.0 of stage 1; "
-        "stage 1 at F0.1 (number 1 of its list) waits for F0.1 of stage 0"
+        "the schedule deadlocks: stage 0 at B0.0 (number 2 in its list) waits for B0.0 of stage 1; "
+        "stage 1 at F0.1 (number 1 in its list) waits for F0.1 of stage 0"
     )
 
 
 @pytest.mark.parametrize(
     ("actions", "fault"),
     [
-        ("F1.0 F0.0 B1.0 B0.0", "stage 0 at F1.0 (number 1 of its list) waits for F0.0 of stage 0"),
-        ("F0.0 F1.0 B0.0 B1.0", "stage 0 at B0.0 (number 3 of its list) waits for B1.0 of stage 0"),
+        ("F1.0 F0.0 B1.0 B0.0", "stage 0 at F1.0 (number 1 in its list) waits for F0.0 of stage 0"),
+        ("F0.0 F1.0 B0.0 B1.0", "stage 0 at B0.0 (number 3 in its list) waits for B1.0 of stage 0"),
     ],
 )
 def test_chunks_of_one_stage_in_the_wrong_order_are_refused(actions, fault):
@@ -246,18 +246,21 @@ def test_a_loop_goes_round_and_a_v_turns():
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (lambda: loop(0), "has no positions"),
-        (lambda: loop(2, 0), "has no positions"),
-        (lambda: v(2, 3), "a V, which has two parts of the model per stage, not 3"),
-        (lambda: Placement((0, 2)), "gives stage 1 no part of the model, but stage 2 has one"),
-        (lambda: Placement((1, 1)), "gives stage 0 no part of the model, but stage 1 has one"),
-        (lambda: Placement((0, 1, 1)), "2 of the 3 parts of the model on stage 1, but 1 on stage 0: every stage"),
-        (lambda: Placement((0, -1)), "names the stage -1"),
-        (lambda: Placement((0, 1.0)), r"names the stage 1\.0"),
-        (lambda: Schedule(lambda *_: [], 2, lambda stages, chunks: loop(stages)).placement(4), "1 parts .* not 2 on each of 4"),
+        (lambda: loop(0), "is empty"),
+        (lambda: loop(2, 0), "is empty"),
+        (lambda: v(2, 3), "a V, which needs two chunks per stage, not 3"),
+        (lambda: Placement((0, 2)), "has no chunk on stage 1, but has chunks on stage 2"),
+        (lambda: Placement((1, 1)), "has no chunk on stage 0, but has chunks on stage 1"),
+        (lambda: Placement((0, 1, 1)), "2 of 3 chunks on stage 1, but 1 on stage 0; every stage"),
+        (lambda: Placement((0, -1)), "contains stage -1"),
+        (lambda: Placement((0, 1.0)), r"contains stage 1\.0"),
+        (
+            lambda: Schedule(lambda *_: [], 2, lambda stages, chunks: loop(stages)).placement(4),
+            "1 chunks .* but the plan has 2 on each of 4",
+        ),
         (
             lambda: Schedule(lambda *_: [], 1, lambda stages, chunks: loop(2)).placement(4),
-            "each of 2 stages, not 1 on each of 4",
+            "each of 2 stages, but the plan has 1 on each of 4",
         ),
     ],
 )
@@ -271,13 +274,21 @@ def test_an_impossible_deal_is_refused(place, words):
 @pytest.mark.parametrize(
     ("ask", "code", "words"),
     [
-        (lambda: Schedule(lambda *_: None).lists(2, 2), "schedule", "returns a `NoneType` instead of a list for each stage"),
-        (lambda: Schedule(lambda *_: [[], None]).lists(2, 2), "schedule", "returns a `NoneType` instead of a list for a stage"),
-        (lambda: Schedule(lambda *_: [[("F", 0, 0)]]).lists(2, 2), "schedule", "returns a `tuple` instead of an action in a"),
+        (
+            lambda: Schedule(lambda *_: None).lists(2, 2),
+            "schedule",
+            "must return a list for each stage, but returns a `NoneType`",
+        ),
+        (
+            lambda: Schedule(lambda *_: [[], None]).lists(2, 2),
+            "schedule",
+            "must return a list for a stage, but returns a `NoneType`",
+        ),
+        (lambda: Schedule(lambda *_: [[("F", 0, 0)]]).lists(2, 2), "schedule", "must return an action in a"),
         (
             lambda: Schedule(lambda *_: [], place=lambda *_: None).placement(2),
             "placement",
-            "placement is a `NoneType`, not a `Placement`",
+            "placement must be a `Placement`, but is a `NoneType`",
         ),
     ],
 )

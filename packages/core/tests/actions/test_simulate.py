@@ -64,7 +64,7 @@ def test_lowered_lists_that_stop_are_refused():
     placement = loop(2)
     first, second = lower([sequential(1)] * 2, placement, 1)
     unposted = [step for step in second if not isinstance(step, Transfer)]
-    with pytest.raises(PlanError, match=r"stage 0 at B0.0 .*; stage 1 at F0.0 \(number 1 of its list\) waits for F0.0"):
+    with pytest.raises(PlanError, match=r"stage 0 at B0.0 .*; stage 1 at F0.0 \(number 1 in its list\) waits for F0.0"):
         simulate([first, unposted], placement, Costs.even(2))
 
 

@@ -99,7 +99,7 @@ SUM = "error[collective-failed]: all-reduce of layers.3.weight over dp[0, 1] fai
         ("dead", SUM),
         ("absent", SUM),
         ("objects", "error[collective-failed]: all-gather of objects of the facts over control[0, 1] failed on rank 0: "),
-        ("groups", "error[group-failed]: the group control[0,1] could not be made on rank 0: "),
+        ("groups", "error[group-failed]: the process group control[0,1] could not be created on rank 0: "),
     ],
 )
 def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tmp_path, how, says):
@@ -204,4 +204,4 @@ def refused(tables, odd):
 def test_a_rank_with_another_plan_is_named_everywhere_with_the_key(ranks):
     for code, message in ranks(3)(refused, PLAN, PLAN | {"evaluation": {"every": 1}}):
         assert code == "ranks-disagree"
-        assert message.startswith("rank 1 has another plan than rank 0: `evaluation.every` is 1, not left out; ")
+        assert message.startswith("rank 1 has another plan than rank 0: `evaluation.every` is 1, not unset; ")

@@ -61,7 +61,7 @@ def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
         ({}, 8, "4 samples of this rank are no multiple"),
         ({"time_major": torch.zeros(4, 6, 3)}, 2, "`time_major` has 6 samples, but `tokens` has 4"),
         ({"time_major": torch.zeros(4)}, 2, "`time_major` of shape \\(4,\\) has no dim 1"),
-        ({"tokens": [[1], [2], [3], [4]]}, 2, "`tokens` is a list, not a tensor"),
+        ({"tokens": [[1], [2], [3], [4]]}, 2, "`tokens` must be a tensor, but is a list"),
         ({"extra": torch.zeros(4)}, 2, "'extra'"),
     ],
 )

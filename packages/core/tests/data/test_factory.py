@@ -103,7 +103,7 @@ class Fails(Ours):
         (None, "returned a NoneType, which is not a dataset"),
         (({"x": torch.zeros(1)} for _ in range(3)), "returned a generator, which can be iterated only once"),
         (TensorDataset(torch.zeros(3, 2)), "a sample of `my:data` is a tuple, not a dict of tensors"),
-        ([{"x": 1}], "`x` in a sample of `my:data` is a int, not a tensor"),
+        ([{"x": 1}], "`x` in a sample of `my:data` must be a tensor, but is a int"),
         ([], "the first sample of `my:data` failed: IndexError"),
         (Fails(), "the first sample of `my:data` failed: OSError: the disk is gone"),
     ],

@@ -268,7 +268,7 @@ def test_nothing_to_give_is_an_error(kind: type) -> None:
         ({"y": torch.tensor(0)}, r"declared fields \['x'\], but has \['y'\]"),
         ({"x": torch.tensor(0), "y": torch.tensor(0)}, "must have the declared fields"),
         ({"x": torch.tensor(0.0)}, "must be int64, but is torch.float32"),
-        ({"x": 0}, "is a int, not a tensor"),
+        ({"x": 0}, "must be a tensor, but is a int"),
         ({"x": torch.tensor([0])}, r"is \(\) in row 0 and \(1,\) in row 1"),
     ],
 )

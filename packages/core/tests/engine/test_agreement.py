@@ -84,13 +84,13 @@ def test_ranks_that_differ_are_told_alike(ranks, small, own, size):
     odd = size - 1
     frozen, two, four, value, evaluated, evaluated_first, loaded = found[0]
     assert all("ranks-differ" in said for said in found[0])
-    assert f"head.bias is trained on rank 0 and frozen on rank {odd}\n" in frozen
-    assert "(and 1 more parameters differ)" in two
-    assert "(and 3 more parameters differ)" in four
+    assert f"head.bias is trained on rank 0, but frozen on rank {odd}\n" in frozen
+    assert "(1 more parameters differ)" in two
+    assert "(3 more parameters differ)" in four
     assert f"first values differ between rank 0 and rank {odd}: blocks.1.inner.weight\n" in value
-    assert f"rank {odd} begins an evaluation, rank 0 step 2" in evaluated
-    assert f"rank {odd} begins an evaluation, rank 0 step 1" in evaluated_first
-    assert f"rank {odd} begins loading weights, rank 0 step 3" in loaded
+    assert f"rank {odd} starts an evaluation, but rank 0 starts step 2" in evaluated
+    assert f"rank {odd} starts an evaluation, but rank 0 starts step 1" in evaluated_first
+    assert f"rank {odd} starts loading weights, but rank 0 starts step 3" in loaded
 
 
 PAIRS = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}

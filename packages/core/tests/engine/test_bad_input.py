@@ -50,7 +50,7 @@ def test_a_loss_that_no_gradient_can_leave_is_refused(alone, small, how):
         else:
             for param in run.registry:
                 param.parameter.requires_grad_(False)
-        with pytest.raises(RunError, match="depends on no parameter that is trained"):
+        with pytest.raises(RunError, match="depends on no trained parameter"):
             run.step()
 
 
@@ -71,7 +71,7 @@ def weight_norm_of_old(linear):
         torch.nn.utils.weight_norm(linear)
 
 
-COMPUTED = "became a Tensor, which is no parameter"
+COMPUTED = "became a Tensor instead of a parameter"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -83,7 +83,10 @@ COMPUTED = "became a Tensor, which is no parameter"
         (lambda linear: parametrize.register_parametrization(linear, "weight", nn.Tanh()), COMPUTED),
         (lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5), COMPUTED),
         (weight_norm_of_old, COMPUTED),
-        (lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight * 0)), "is another object"),
+        (
+            lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight * 0)),
+            "is not the tensor that the optimizer updates",
+        ),
     ],
     ids=["weight_norm", "spectral_norm", "parametrization", "pruning", "weight_norm of old", "another parameter"],
 )
@@ -118,7 +121,9 @@ def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone,
     with alone(by_factory(small, "Mean", batch__micro_size=micro_size, evaluation={"every": 9, "steps": 1})) as run:
         before = {param.name: param.parameter.detach().clone() for param in run.registry}
         for ask in (run.step, run.evaluate, run.train):
-            with pytest.raises(RunError, match=r'batch is 1, but its \d micro-batches.*\n.*reduction="sum"') as caught:
+            with pytest.raises(
+                RunError, match=r'the \d micro-batches must add up to that of the batch, 1, but.*\n.*reduction="sum"'
+            ) as caught:
                 ask()
             assert caught.value.diagnostics[0].code == "loss-not-additive"
         assert all(torch.equal(param.parameter, before[param.name]) for param in run.registry)

@@ -112,7 +112,7 @@ def test_outputs_in_containers(alone, small, outputs):
     with alone(small(model=model, loss={"factory": "own_losses:OfFirst"})) as run:
         batch = run.feed.next()
         if outputs == "number":
-            with pytest.raises(RunError, match="can neither be sent to another stage nor returned"):
+            with pytest.raises(RunError, match="cannot be sent to another stage or returned"):
                 run.predict(batch)
         elif outputs == "scalar":
             with pytest.raises(RunError, match=r"outputs-apart.* does not have the 1 samples of its micro-batch along dim 0"):

@@ -50,7 +50,7 @@ def test_a_layer_draws_the_same_in_each_layout(ranks, own, tables, kind):
     assert [row["loss"] for row in reference.rows] == [row["loss"] for row in again.rows]
 
 
-@pytest.mark.parametrize(("factory", "words"), [("late", "makes a generator"), ("system", "SystemRandom")])
+@pytest.mark.parametrize(("factory", "words"), [("late", "creates a generator"), ("system", "SystemRandom")])
 def test_a_generator_that_no_seed_reaches_is_refused(alone, small, factory, words):
     with alone(small(model={"factory": f"own_draws:{factory}"})) as run, pytest.raises(SleyError, match=words) as caught:
         run.step()

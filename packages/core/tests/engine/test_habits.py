@@ -155,9 +155,9 @@ def test_a_hook_on_a_gradient_that_no_rank_makes_whole_is_refused_by_name():
     model = Model([("one", one), ("two", two), ("plain", plain)])
     tied = [(0, model.layers[:1]), (1, model.layers[1:])]
     for stages, shards, num_slices, says in (
-        (tied, {}, 1, "parts of a pipeline"),
+        (tied, {}, 1, "several pipeline stages"),
         ([(0, model.layers)], {id(one.weight): Shard((4, 4), 2, 0)}, 1, "a shard"),
-        ([(0, model.layers)], {}, 2, "a slice of a sequence"),
+        ([(0, model.layers)], {}, 2, "a slice of the sequence"),
     ):
         with pytest.raises(PlanError, match=rf"'one.weight' has a gradient hook, .*{says}") as raised:
             check_hooks(stages, shards, num_slices)

@@ -111,7 +111,7 @@ def rank_of(owned):
 def test_a_hidden_module_of_another_rank_refuses_to_be_read():
     """torch's product of a tensor with one on meta has any numbers at all, without an error."""
     second = rank_of({"second"})["second"].module
-    with pytest.raises(RunError, match=r"'first.linear.weight' of a layer of another rank") as raised:
+    with pytest.raises(RunError, match=r"'first.linear.weight' of a layer on another rank") as raised:
         second(torch.ones(2, 4))
     assert raised.value.diagnostics[0].code == "weight-unregistered"
     assert raised.value.diagnostics[0].hint
@@ -122,7 +122,7 @@ def test_a_hidden_module_of_another_rank_refuses_to_be_read():
 def test_a_result_with_a_graph_refuses_to_be_read():
     first = rank_of({"first"})["first"].module
     for read in (lambda: torch.ones(2) * first.scale, first.scale.item, lambda: first.scale.backward()):
-        with pytest.raises(RunError, match=r"a forward reads `first.scale`, which .* with a graph"):
+        with pytest.raises(RunError, match=r"a forward reads `first.scale`, which .* with its autograd graph"):
             read()
 
 

@@ -122,8 +122,8 @@ def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
         for wrong, says in [
             ({key: value for key, value in state.items() if key != name}, rf"'{name}' is missing"),
             (state | {"elsewhere.weight": torch.zeros(1)}, "'elsewhere.weight' is unknown"),
-            (state | {name: torch.zeros(2, 2)}, rf"'{name}' is \[2, 2\] and not \["),
-            (state | {name: state[name].int()}, rf"'{name}' is torch.int32"),
+            (state | {name: torch.zeros(2, 2)}, rf"'{name}' must have the shape \[16, 8\], but has \[2, 2\]"),
+            (state | {name: state[name].int()}, rf"'{name}' must be floating-point, but is torch.int32"),
             (state | {name: state[name].to("meta")}, rf"'{name}' is on meta"),
         ]:
             with pytest.raises(RunError, match=says) as raised:
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
             yield name, state[name]
             raise OSError("the file ends here")
 
-        with pytest.raises(RunError, match="reading the weights failed: OSError: the file ends here"):
+        with pytest.raises(RunError, match="the weights could not be read: OSError: the file ends here"):
             run.load_weights(broken())
 
 
@@ -153,7 +153,7 @@ def test_it_is_refused_in_the_middle_of_a_step_and_after_the_end(alone, small):
 
     with alone(small()) as run:
         run.stepper.handlers.append(During())
-        with pytest.raises(RunError, match=r"step-running.*a step is under way"):
+        with pytest.raises(RunError, match=r"step-running.*a step is still running"):
             run.step()
         run.stepper.handlers.clear()
         run.step()

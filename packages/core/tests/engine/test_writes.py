@@ -58,8 +58,14 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
         ("new data", 2, {}, "blocks.0.slow.weight", "each replica"),
         ("trained", 2, {}, "blocks.0.inner.weight", "each replica"),
         ("max_norm", 2, {}, "embed.weight", "each replica"),
-        ("in place", 1, {"activations": {"use": "core.recompute"}}, "blocks.0.slow.weight", "runs again"),
-        ("trained", 1, {"precision__compute": "bf16"}, "blocks.0.inner.weight", "a copy of it in fp32"),
+        (
+            "in place",
+            1,
+            {"activations": {"use": "core.recompute"}},
+            "blocks.0.slow.weight",
+            "written again when the backward recomputes",
+        ),
+        ("trained", 1, {"precision__compute": "bf16"}, "blocks.0.inner.weight", "an fp32 copy"),
     ],
 )
 def test_replicas_and_what_one_process_would_write_otherwise_are_refused(ranks, own, tables, kind, size, changes, name, why):

@@ -102,7 +102,7 @@ def test_a_run_says_what_it_holds_without_any_manager(run):
     assert run.memory.bytes["optimizer_states"] == 8 * numel
     assert set(run.memory.where.values()) == {Where.HERE}
     assert run.memory.report == {}
-    with pytest.raises(UsageError, match="nothing in the plan moves the run's memory"):
+    with pytest.raises(UsageError, match="no offload manager in the plan moves the run's memory"):
         run.memory.offload()
 
 
@@ -127,7 +127,7 @@ def test_what_is_away_is_asked_for_by_name(run):
     run.step()
     run.memory.offload()
     for call, what in ((run.step, "a step"), (run.train, "a step"), (lambda: run.load_weights({}), "loading weights")):
-        with pytest.raises(StateError, match=f"{what} needs the run's masters, which are away"):
+        with pytest.raises(StateError, match=f"{what} needs the run's masters, but they are offloaded"):
             call()
     run.evaluate()
     run.memory.onload()

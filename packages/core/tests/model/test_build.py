@@ -103,8 +103,8 @@ class Lazy(Embed):
 @pytest.mark.parametrize(
     ("layer", "code", "says"),
     [
-        (Integer, "model-init", "the parameter '0.codes' is torch.int8; parameters are floating-point"),
-        (Lazy, "model-init", "'0.project.weight' is of a shape that is not known yet"),
+        (Integer, "model-init", "the parameter '0.codes' is torch.int8, but parameters must be floating-point"),
+        (Lazy, "model-init", "'0.project.weight' has no shape yet"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(layer: type[nn.Module], code: str, says: str) -> None:

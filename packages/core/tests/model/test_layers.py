@@ -46,18 +46,18 @@ SAME = linear()
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (None, "returned None, not a list of layers"),
+        (None, "must return a list of layers, but returned None"),
         (3, "returned a int"),
         ("layers", "returned a str"),
         (linear(), "returned a Linear"),
         ([], "no layers"),
-        ([linear(), "x"], "layer 1 of the model is a str"),
-        ([linear], "layer 0 of the model is a function"),
-        ([(1, linear())], "name of layer 0 of the model is a int"),
+        ([linear(), "x"], "layer 1 of the model must be a torch.nn.Module, but is a str"),
+        ([linear], "layer 0 of the model must be a torch.nn.Module, but is a function"),
+        ([(1, linear())], "name of layer 0 of the model must be a string, but is a int"),
         ([("", linear())], "name of layer 0"),
         ([("a", linear()), ("a", linear())], "two layers of the model are named 'a'"),
-        ([SAME, SAME], "the layers '0' and '1' are one and the same module"),
-        (nn.Sequential(SAME, SAME), "the layers '0' and '1' are one and the same module"),
+        ([SAME, SAME], "the layers '0' and '1' are the same module"),
+        (nn.Sequential(SAME, SAME), "the layers '0' and '1' are the same module"),
         ([("a", nn.ModuleDict({"b": linear()})), ("a.b", linear())], "two parameters of the model are named 'a.b.weight'"),
     ],
 )
@@ -115,10 +115,10 @@ def test_all_misfits_are_told_at_once() -> None:
         set_fields(Model(misfits), TOKENS)
     said = [diagnostic.message for diagnostic in raised.value.diagnostics]
     assert said == [
-        "layer 'embed' (Embedding.forward) needs 'input', which the data does not have",
-        "layer 'body' (NeedsImage.forward) needs 'image', which the data does not have",
-        "layer 'body' (NeedsImage.forward) needs 'mask', which the data does not have",
-        "layer 'head' (TakesNothing.forward) takes no previous output",
+        "layer 'embed' (Embedding.forward) reads the field 'input', which the data does not have",
+        "layer 'body' (NeedsImage.forward) reads the field 'image', which the data does not have",
+        "layer 'body' (NeedsImage.forward) reads the field 'mask', which the data does not have",
+        "layer 'head' (TakesNothing.forward) must take the output of the previous layer as its first parameter",
     ]
     assert {diagnostic.code for diagnostic in raised.value.diagnostics} == {"model-field"}
     assert "tokens, labels, positions, cu_seqlens" in (raised.value.diagnostics[0].hint or "")
@@ -213,7 +213,7 @@ def test_what_training_writes_is_refused_by_name() -> None:
     norm, count = nn.BatchNorm1d(3), Replaces()
     names = [(f"norm.{name}", norm) for name, _ in norm.named_buffers()] + [("count.seen", count)]
     check_written_buffers([])
-    with pytest.raises(PlanError, match="writes 4 buffers of BatchNorm1d and Replaces") as raised:
+    with pytest.raises(PlanError, match="updates 4 buffers of BatchNorm1d and Replaces") as raised:
         check_written_buffers(names)
     (found,) = raised.value.diagnostics
     assert found.code == "model-buffer-written"
@@ -278,7 +278,7 @@ def test_what_was_frozen_on_purpose_stays_in_evaluation_mode() -> None:
     assert all(name.startswith(kept) for name in evaluated(model))
     assert set(kept) <= set(evaluated(model))
     assert evaluation_notes(model.layers) == [
-        "stays in evaluation mode, as the factory left it: tower.inner, norm.inner, own.tower and 1 more"
+        "the factory left these modules in evaluation mode, and they stay in it: tower.inner, norm.inner, own.tower and 1 more"
     ]
 
 

@@ -343,6 +343,6 @@ def test_a_view_in_an_attribute_is_refused_by_name() -> None:
 
 def test_modules_of_an_earlier_call_are_refused_by_name() -> None:
     parts = [Part(), Part()]
-    with pytest.raises(PlanError, match=r"'0.first.weight' belongs to a model that was built before") as raised:
+    with pytest.raises(PlanError, match=r"'0.first.weight' belongs to a model that an earlier call built") as raised:
         build_model_with_values(lambda _: parts)
     assert raised.value.diagnostics[0].code == "model-init"

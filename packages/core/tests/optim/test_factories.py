@@ -63,7 +63,9 @@ def test_a_rate_of_ones_own_is_that_of_a_record(ranks: Any, texts: Path) -> None
     assert [row["lr"] for row in own[0].rows] == [row["lr"] for row in wanted[0].rows]
 
 
-@pytest.mark.parametrize(("rate", "message"), [("nothing", "gave a NoneType"), ("negative", r"gives -1.0 at step 1")])
+@pytest.mark.parametrize(
+    ("rate", "message"), [("nothing", "but returned a NoneType"), ("negative", r"but returned -1.0 at step 1")]
+)
 def test_what_is_no_rate_is_refused(texts: Path, rate: str, message: str) -> None:
     with World.alone("cpu") as world, pytest.raises(PlanError, match=message):
         assemble(plan_from_dict(plan(texts, rate), HERE), world)
@@ -90,5 +92,5 @@ def test_a_writer_of_ones_own_gets_every_row(texts: Path, tmp_path: Path) -> Non
         losses = [run.step()["loss"] for _ in range(2)]
     assert [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()] == losses
     tables["metrics"] = [{"factory": "test_factories:nothing"}]
-    with World.alone("cpu") as world, pytest.raises(PlanError, match=r"no `write\(row\)` and `close\(\)`"):
+    with World.alone("cpu") as world, pytest.raises(PlanError, match=r"an object with `write\(row\)` and `close\(\)`"):
         assemble(plan_from_dict(tables, HERE), world, folder=tmp_path)

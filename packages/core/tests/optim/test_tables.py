@@ -100,7 +100,7 @@ def test_a_pattern_whose_names_are_all_taken_and_a_model_with_nothing_to_train_a
     with pytest.raises(PlanError, match=r"`\*\.bias` matches nothing that an earlier group, as `blocks\.\*`") as error:
         frozen_names(NAMES, table)
     assert error.value.diagnostics[0].path == ("optimizer", "groups", 1, "match")
-    with pytest.raises(PlanError, match="every one of the 5 parameters is frozen") as error:
+    with pytest.raises(PlanError, match="all 5 parameters are frozen") as error:
         frozen_names(NAMES, config({"match": "*", "freeze": True}))
     assert error.value.diagnostics[0].code == "all-frozen"
 

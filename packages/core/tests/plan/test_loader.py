@@ -86,7 +86,7 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fault_of("pp", Loader(plugins={}))
     assert found.code == "plugin-missing"
-    assert found.hint == "install sley-pp, in a clone of Sley's repository: `pip install -e packages/pp`"
+    assert found.hint == "install sley-pp; in a clone of Sley's repository, run `pip install -e packages/pp`"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waits for another process of this host, which tokenizes the same text into {folder}")
+            say(f"waiting for another process on this host, which tokenizes the same text into {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -32,7 +32,7 @@ from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, Message
 from sley_data.tokenizer import Tokenized, Tokenizer
 
-INSTALL = """install sley-data[chat], in a clone of Sley's repository: `pip install -e "packages/data[chat]"`"""
+INSTALL = """install sley-data[chat]; in a clone of Sley's repository, run `pip install -e "packages/data[chat]"`"""
 
 BATCH = 64
 """The number of conversations whose texts are tokenized in one call."""

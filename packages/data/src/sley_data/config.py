@@ -101,17 +101,17 @@ class TextConfig(DocumentsConfig):
     def _check_options(self) -> TextConfig:
         """Raises ValueError for options that exclude or need each other."""
         if self.source is None and not self.files:
-            raise ValueError("one of `source` and `files` is needed")
+            raise ValueError("set `source` or `files`")
         if self.source is not None and self.files:
-            raise ValueError("`source` and `files` exclude each other")
+            raise ValueError("set only one of `source` and `files`")
         if self.held_out and self.held_out_files:
-            raise ValueError("`held_out` and `held_out_files` exclude each other")
+            raise ValueError("set only one of `held_out` and `held_out_files`")
         if self.field is not None and self.separator is not None:
-            raise ValueError("`field` and `separator` exclude each other: with `field` each row is a document")
+            raise ValueError("set only one of `field` and `separator`; with `field` each row is a document")
         if self.field is not None and self.source is not None:
-            raise ValueError("`field` is a key of rows, and `source` has none; name `files`")
+            raise ValueError("`field` selects a key of rows, but `source` has no rows; set `files` instead")
         if self.end_of_document is not None and self.tokenizer is None:
-            raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; set `tokenizer` too")
+            raise ValueError("`end_of_document` needs a `tokenizer`, since bytes have no such token")
         return self
 
 
@@ -158,9 +158,9 @@ class ChatConfig(DocumentsConfig):
     def _check_options(self) -> ChatConfig:
         """Raises ValueError for options that exclude each other."""
         if not self.files:
-            raise ValueError("`files` names no file")
+            raise ValueError("`files` must not be empty")
         if self.held_out and self.held_out_files:
-            raise ValueError("`held_out` and `held_out_files` exclude each other")
+            raise ValueError("set only one of `held_out` and `held_out_files`")
         return self
 
 
@@ -194,11 +194,13 @@ class TokensConfig(DataConfig):
     def _check_options(self) -> TokensConfig:
         """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
         if not self.files:
-            raise ValueError("`files` names no file")
+            raise ValueError("`files` must not be empty")
         if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
-            raise ValueError(f"`end_of_document` {self.end_of_document} is not below `vocab_size` {self.vocab_size}")
+            raise ValueError(
+                f"`end_of_document` must be less than `vocab_size` = {self.vocab_size}, but is {self.end_of_document}"
+            )
         if self.vocab_size > 1 << 8 * TOKEN_BYTES[self.dtype]:
-            raise ValueError(f"{self.dtype} cannot hold every token of a vocabulary of {self.vocab_size}")
+            raise ValueError(f"{self.dtype} is too narrow for a vocabulary of {self.vocab_size}")
         return self
 
 
@@ -247,16 +249,16 @@ class MixtureConfig(DataConfig):
         for source in self.sources:
             if (source.weight is None) == (source.epochs is None):
                 has = "neither `weight` nor `epochs`" if source.weight is None else "both `weight` and `epochs`"
-                raise ValueError(f"the source `{source.name}` has {has}; one is needed")
+                raise ValueError(f"the source `{source.name}` must set either `weight` or `epochs`, but sets {has}")
         if len({source.weight is None for source in self.sources}) > 1:
-            raise ValueError("some sources have a `weight`, and some have `epochs`; write the same for all")
+            raise ValueError("set `weight` for all sources, or `epochs` for all sources")
         if self.by_epochs and self.exhausted != "repeat":
-            raise ValueError("with `epochs` every source is repeated as often as they say, so `exhausted` means nothing")
+            raise ValueError("`exhausted` has no effect with `epochs`, which repeats each source a fixed number of times")
         return self
 
     def include_held_out(self) -> MixtureConfig:
         """Raises ValueError, since a mixture cannot include the held-out documents of its sources."""
-        raise ValueError("a mixture has no table of all samples; make each source a set of its own")
+        raise ValueError("a mixture cannot be evaluated on all samples; use a separate set for each source")
 
     @property
     def by_epochs(self) -> bool:

@@ -38,7 +38,7 @@ from sley_data.formats import (
     read_index,
 )
 
-INSTALL_HUB = """install sley-data[hub], in a clone of Sley's repository: `pip install -e "packages/data[hub]"`"""
+INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
 
 _HUB_NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
@@ -220,8 +220,7 @@ def download_files(name: str) -> str:
     """
     match = _HUB_NAME.fullmatch(name)
     if match is None:
-        hint = "write `hf://datasets/OWNER/NAME/PATTERN`"
-        raise PlanError("data-hub", f"`{name}` names no file of a data set", hint=hint)
+        raise PlanError("data-hub", f"a hub name must have the form hf://datasets/OWNER/NAME/PATTERN, but is `{name}`")
     folder = home()
     record = folder and folder / "hub" / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.json"
     try:
@@ -248,15 +247,15 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
         info = HfApi().dataset_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or ()]
         matches = [name for name in names if _matches_hub_pattern(name.split("/"), pattern.split("/"))]
-        say(f"downloads {len(matches)} files of `{repo}`, revision {info.sha}")
+        say(f"downloading {len(matches)} files of `{repo}`, revision {info.sha}")
         paths = [hf_hub_download(repo, name, repo_type="dataset", revision=info.sha) for name in matches]
     except Exception as error:  # huggingface_hub also raises the errors of its HTTP library
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        hint = "use `hf auth login` for a private data set; without a network, copy the files to this host and name their paths"
-        raise PlanError("data-hub", f"the data set `{repo}` cannot be downloaded: {reason}", hint=hint) from None
+        hint = "use `hf auth login` for a private dataset; without a network, copy the files to this host and use their paths"
+        raise PlanError("data-hub", f"the dataset `{repo}` cannot be downloaded: {reason}", hint=hint) from None
     if not paths:
-        hint = f"it has {', '.join(names[:5])}"
-        raise PlanError("data-hub", f"no file of the data set `{repo}` matches `{pattern}`", hint=hint)
+        hint = f"its files are {', '.join(names[:5])}"
+        raise PlanError("data-hub", f"no file of the dataset `{repo}` matches `{pattern}`", hint=hint)
     return Path(paths[0]).parents[matches[0].count("/")]
 
 

@@ -72,7 +72,7 @@ _TABLES = re.compile(b"|".join((PARQUET, ARROW_FILE, _ARROW_STREAM)), re.DOTALL)
 
 _UNPACK = "unpack it, and name the unpacked files"
 _COLUMN = 'name its column of texts: `field = "text"`'
-_INSTALL_ZSTD = """install sley-data[zstd], in a clone of Sley's repository: `pip install -e "packages/data[zstd]"`"""
+_INSTALL_ZSTD = """install sley-data[zstd]; in a clone of Sley's repository, run `pip install -e "packages/data[zstd]"`"""
 _REFUSED = {
     rb"PK\x03\x04": ("a zip archive", _UNPACK),
     _ZSTD: ("compressed by zstd", _INSTALL_ZSTD),

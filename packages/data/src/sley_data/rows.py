@@ -14,7 +14,7 @@ from sley_core.errors import PlanError, PluginError
 from sley_data.files import File
 from sley_data.formats import ARROW_FILE, PARQUET, opened
 
-INSTALL = """install sley-data[arrow], in a clone of Sley's repository: `pip install -e "packages/data[arrow]"`"""
+INSTALL = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
 
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"

@@ -27,7 +27,7 @@ _BATCH = 256
 
 FILE_NAME = "tokenizer.json"
 
-INSTALL = """install sley-data[tokenizers], in a clone of Sley's repository: `pip install -e "packages/data[tokenizers]"`"""
+INSTALL = """install sley-data[tokenizers]; in a clone of Sley's repository, run `pip install -e "packages/data[tokenizers]"`"""
 
 
 class Tokenizer:
@@ -138,7 +138,7 @@ def _load(path: Path) -> Implementation:
 def _tokenizer_file(path: Path) -> Path:
     """Returns the tokenizer file of `path`, which may be a folder written by `save_pretrained`."""
     if path.is_dir():
-        message, path = f"there is no `{FILE_NAME}` in the folder `{path}`", path / FILE_NAME
+        message, path = f"the folder `{path}` has no `{FILE_NAME}`", path / FILE_NAME
         hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
     else:
         message = f"the file `{path}` does not exist"

@@ -49,8 +49,8 @@ class ShardedConfig(ReducerConfig):
     """
 
     shards: Annotated[int, Field(ge=2)] | None = None
-    """The number of neighbouring ranks that share one copy of master weights and optimizer states; all ranks that share a
-    weight if left out.
+    """The number of neighboring ranks that share one copy of master weights and optimizer states. The default is all ranks that
+    share a weight.
     """
 
 

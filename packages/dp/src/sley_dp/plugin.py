@@ -60,14 +60,14 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
         for axis, size in sizes.items():
             if size % shards:
                 divisors = [str(divisor) for divisor in range(2, size + 1) if size % divisor == 0]
-                message = f"the {size} ranks of `{axis}` reduce gradients together, but are no multiple of shards = {shards}"
-                hint = f"use shards = {' or '.join(divisors)}, or remove the key to shard over all of them"
+                message = f"the size of the reduce group `{axis}` must be a multiple of shards = {shards}, but is {size}"
+                hint = f"set shards = {' or '.join(divisors)}, or remove the key to shard over all of its ranks"
                 yield Problem(location, message, hint, "shards-do-not-divide")
                 break
         if plan.parallel.reduction == "canonical" and any(shards < size for size in sizes.values()):
             num_copies = max(sizes.values()) // shards
-            message = f"`shards = {shards}` makes {num_copies} separate sums, but the plan asks for canonical sums"
-            hint = 'remove `shards`, or use `[parallel] reduction = "fast"`'
+            message = f'`shards = {shards}` computes {num_copies} separate sums, so `reduction = "canonical"` is not possible'
+            hint = 'remove `shards`, or set `[parallel] reduction = "fast"`'
             yield Problem(location, message, hint, "canonical-unsupported")
 
 

@@ -29,7 +29,7 @@ def adapters(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Mod
     try:
         import peft
     except ImportError as error:
-        hint = """install sley-hf[lora], in a clone of Sley's repository: `pip install -e "packages/hf[lora]"`"""
+        hint = """install sley-hf[lora]; in a clone of Sley's repository, run `pip install -e "packages/hf[lora]"`"""
         raise PluginError("plugin-import", f"`hf.lora` needs peft: {error}", path=("adapters",), hint=hint) from error
 
     def adapt(layer: nn.Module, name: str) -> None:

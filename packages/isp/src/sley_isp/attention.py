@@ -92,7 +92,7 @@ def _exchange_and_attend(
     try:
         context = attention(*full, *options, **kwargs)
     except Exception as error:  # of the user's attention
-        error.add_note("over slices each rank has some of the heads and full sequences; masks must cover the full sequence")
+        error.add_note("with `sp` each rank attends with some heads over full sequences, so masks must cover the full sequence")
         raise
     shape = *full[0].shape[:2], full[0].shape[-2]
     is_flat = isinstance(context, Tensor) and context.ndim == 3
@@ -124,11 +124,14 @@ def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
         )
     heads = tensors[0].shape[-2]
     if heads % num_ranks:
-        message = f"heads = sp x heads per rank fails: {heads} is no multiple of {num_ranks}"
-        raise RunError("sequence-heads", message, hint="use a smaller `sp`, since every rank attends with some heads")
+        message = f"the number of heads must be a multiple of sp = {num_ranks}, but is {heads}"
+        raise RunError("sequence-heads", message, hint="use a smaller `sp`, since every rank needs at least one head")
     for tensor in tensors[1:]:
         if tensor.shape[:2] != tensors[0].shape[:2] or heads % tensor.shape[-2]:
-            message = f"queries, keys and values {shapes} must have equal b and s, and a multiple of the keys' heads"
+            message = (
+                "queries, keys and values must have the same b and s, and the number of query heads must be a "
+                f"multiple of that of the keys, but their shapes are {shapes}"
+            )
             raise RunError("sequence-attention", message)
     return tensors
 
@@ -184,13 +187,13 @@ class AllToAllAttention(SequenceCommunicator):
         for name, module in modules:
             if isinstance(module, nn.MultiheadAttention) and module not in submodules:
                 message = f"`{name}` is a torch.nn.MultiheadAttention, which would see only one slice"
-                hint = "use linears to project q, k and v, and a separate module to attend"
+                hint = "project q, k and v with linears, and use a separate module for the attention"
                 raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
         if self.group.size > 1:
             check_mixing(layers, self.unchecked_layers, submodules)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in modules):
-                message = f"the pattern `{pattern}` of `modules` matches no module of the model"
+                message = f"the pattern `{pattern}` in `modules` matches no module of the model"
                 hint = "use names that `train-cli show` prints"
                 raise PlanError("sequence-attention", message, path=("sequence", "modules"), hint=hint)
         if not attentions:
@@ -198,8 +201,8 @@ class AllToAllAttention(SequenceCommunicator):
                 "sequence-attention",
                 "the model has no attention that `isp.all_to_all` supports, so no position would see another slice",
                 path=("sequence", "use"),
-                hint="name its attention modules in `modules`, wrap them in sley_isp.attention.SequenceAttention, or use "
-                "sley_core.model.attention.Attention",
+                hint="list its attention modules in `modules`, wrap them in sley_isp.attention.SequenceAttention, or "
+                "use sley_core.model.attention.Attention",
             )
 
     def detach(self) -> None:
@@ -228,14 +231,14 @@ def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], in_attention:
             "sequence-mixing",
             f"`{name}` is a {type(module).__name__}, which mixes positions but would see only one slice",
             ("sequence", "use"),
-            hint="use `sp = 1`; if the module mixes other things than positions, name it in `[sequence] unchecked_layers`",
+            hint="set `sp = 1`, or list the module in `[sequence] unchecked_layers` if it does not mix positions",
         )
         for name, module in mixing.items()
         if not any(fnmatchcase(name, pattern) for pattern in excluded)
     ]
     for pattern in excluded:
         if not any(fnmatchcase(name, pattern) for name in (*mixing, *(layer.name for layer in layers))):
-            message = f"the pattern `{pattern}` of `unchecked_layers` matches no layer and no module that mixes positions"
+            message = f"the pattern `{pattern}` in `unchecked_layers` matches no layer or module that mixes positions"
             hint = "use names that `train-cli show` prints"
             problems.append(Diagnostic("sequence-mixing", message, ("sequence", "unchecked_layers"), hint=hint))
     if problems:

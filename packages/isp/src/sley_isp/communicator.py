@@ -350,7 +350,7 @@ def check_prefetch_points(layers: Sequence[Layer], pattern: str) -> None:
         text += f" and {len(names) - MAX_NAMES} more"
     raise PlanError(
         "launch-point",
-        f"`{pattern}` matches no module of any layer, which have {text}",
+        f"`{pattern}` matches no module of any layer; the modules are {text}",
         path=("weights", "launch"),
         hint=suggestion(pattern, names, "use a module's name within its layer, or a pattern of such names"),
     )

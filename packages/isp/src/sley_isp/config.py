@@ -26,8 +26,7 @@ class CommunicatorConfig(Table):
 
     launch: str = ANYWHERE
     """The module before which prefetches start, by its name within the layer or a pattern of names, such as `"attention"`,
-    `"attention.output"` or `"feed_forward"`; the first sharded module of the layer if left out or if none matches.
-
+    `"attention.output"` or `"feed_forward"`. The default, also if no name matches, is the first sharded module of the layer.
     Only for `unit = "layer"`, in forwards and recomputations. A backward starts prefetches at once.
     """
 
@@ -55,7 +54,7 @@ class CommunicatorConfig(Table):
     """
 
     pool: Annotated[str, RecordReference("memory_pools")] | None = None
-    """The memory pool of full-size weights and gradients; the run's default pool if left out."""
+    """The memory pool of full-size weights and gradients. The default is the run's default pool."""
 
     @property
     def max_reductions(self) -> int:

@@ -268,9 +268,9 @@ def check_embeddings(layers: Sequence[Layer]) -> None:
         raise _embedding_error("no layer has a plain nn.Embedding, whose table could be sharded by columns", "remove the key")
     for table, name in tables.items():
         if table in other_parameters:
-            message = f"`{other_parameters[table]}` also holds the table of `{name}`, and needs its full rows"
-            raise _embedding_error(message, "use a separate weight there (`models.llama`: `tie_embeddings = false`)")
+            message = f"`{other_parameters[table]}` shares the table of `{name}` and needs its full rows"
+            raise _embedding_error(message, "use a separate weight there (in `models.llama`, set `tie_embeddings = false`)")
 
 
 def _embedding_error(message: str, hint: str) -> PlanError:
-    return PlanError("embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}, or `embedding = "gather"`')
+    return PlanError("embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}, or set `embedding = "gather"`')

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 CANONICAL = {
-    "reduce": ("micro_batch", "sums micro-batches before ranks"),
-    "head": ("gather", "sums over slices of the vocabulary, whose matrix products have other shapes"),
+    "reduce": ("micro_batch", "sums micro-batches before it sums ranks"),
+    "head": ("gather", "sums over slices of the vocabulary, whose matrix products have different shapes"),
     "embedding": ("gather", "sums the tokens of all ranks at once"),
 }
 """For each option, its value for canonical sums and the reason why the other value is not canonical."""
@@ -53,18 +53,22 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
         return
     config, loss = plan.weights.config, plan.loss.record
     if config.head == "vocabulary" and not (isinstance(loss, LossRecord) and loss.split_logits):
-        message = f"the loss `{plan.loss.name}` needs all logits of a token, but with `vocabulary` no rank has them"
-        yield Problem(("weights", "head"), message, 'use `head = "gather"`, or `core.cross_entropy`', "head-loss")
+        message = (
+            f'the loss `{plan.loss.name}` needs all logits of a token, but with `head = "vocabulary"` each rank has only some'
+        )
+        yield Problem(("weights", "head"), message, 'set `head = "gather"`, or use `core.cross_entropy`', "head-loss")
     if config.unit == "module" and config.launch != ANYWHERE:
-        message = f'`launch = "{config.launch}"` has no effect, since with `unit = "module"` each module starts its gathers'
-        yield Problem(("weights", "launch"), message, 'remove it, or use `unit = "layer"`', "launch-unit")
+        message = (
+            f'`launch = "{config.launch}"` has no effect with `unit = "module"`, since each module then starts its own gathers'
+        )
+        yield Problem(("weights", "launch"), message, 'remove it, or set `unit = "layer"`', "launch-unit")
     if plan.parallel.reduction != "canonical" or plan.parallel.wp == 1:
         return
     for key, (canonical_value, reason) in CANONICAL.items():
         value = getattr(config, key)
         if value != canonical_value:
-            message = f'`{key} = "{value}"` {reason}, but the plan asks for canonical sums'
-            hint = f'use {key} = "{canonical_value}", or `[parallel] reduction = "fast"`'
+            message = f'`{key} = "{value}"` {reason}, so `reduction = "canonical"` is not possible'
+            hint = f'set {key} = "{canonical_value}", or `[parallel] reduction = "fast"`'
             yield Problem(("weights", key), message, hint, "canonical-unsupported")
 
 
@@ -73,5 +77,5 @@ def _check_heads(plan: Plan) -> Iterator[Problem]:
     sp, heads = plan.parallel.sp, getattr(plan.model.config, "heads", None)
     if isinstance(heads, int) and heads % sp:
         divisors = [str(divisor) for divisor in range(1, min(heads, sp) + 1) if heads % divisor == 0]
-        message = f"heads = sp x heads per rank fails: {heads} is no multiple of {sp}"
-        yield Problem(("parallel", "sp"), message, f"use `sp` = {' or '.join(divisors)}", "sequence-heads")
+        message = f"the number of heads must be a multiple of sp = {sp}, but is {heads}"
+        yield Problem(("parallel", "sp"), message, f"set `sp` = {' or '.join(divisors)}", "sequence-heads")

@@ -91,8 +91,7 @@ class ShardedModule:
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise RunError(
                 "sharded-weight-mapped",
-                f"{self.name!r} is called within a function of torch.func or with forward-mode derivatives, but its weight is "
-                "gathered from other ranks",
+                f"{self.name!r} is called in a torch.func transform or with forward-mode AD, but its weight is sharded",
                 hint="use a subclass of nn.Linear or nn.Embedding, which is not sharded",
             )
         x = input if is_embedding else autocast_input(input)

@@ -49,7 +49,8 @@ def find_head(layers: Sequence[Layer]) -> str:
     if len(linears) != 1:
         names = ", ".join(f"`{name}`" for name in linears) or "none"
         message = (
-            f"the last layer `{last.name}` must have one plain nn.Linear, whose vocabulary can be sharded, but has {names}"
+            f"the last layer `{last.name}` must have exactly one plain nn.Linear for its vocabulary to be "
+            f"sharded, but has {names}"
         )
         raise _head_error(message, "use a separate layer for the head")
     ((path, head),) = linears.items()
@@ -57,13 +58,13 @@ def find_head(layers: Sequence[Layer]) -> str:
         for name, module in layer.module.named_modules(prefix=layer.name):
             for attribute, parameter in module._parameters.items():
                 if parameter is head.weight and not is_shardable(module, attribute):
-                    message = f"`{name}` also holds the head's weight, but is no plain linear or embedding"
-                    raise _head_error(message, "use a copy of the weight or a linear there")
+                    message = f"`{name}` shares the head's weight, but is not a plain linear or embedding"
+                    raise _head_error(message, "use a copy of the weight or a plain linear there")
     return path
 
 
 def _head_error(message: str, hint: str) -> PlanError:
-    return PlanError("head-vocabulary", message, path=("weights", "head"), hint=f'{hint}, or `head = "gather"`')
+    return PlanError("head-vocabulary", message, path=("weights", "head"), hint=f'{hint}, or set `head = "gather"`')
 
 
 class VocabularyHead:
@@ -204,9 +205,9 @@ class LazyLogits(SplitLogits):
 def _split_error(name: str) -> RunError:
     return RunError(
         "logits-split",
-        f"`{name}` is called on logits that are split over ranks, but the last layer must return them unchanged",
+        f"`{name}` is called on logits that are split across ranks, but the last layer must return them unchanged",
         path=("weights", "head"),
-        hint='use `head = "gather"` for a model or a loss that does something with its logits',
+        hint='set `head = "gather"` if a model or a loss processes its logits',
     )
 
 

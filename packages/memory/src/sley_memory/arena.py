@@ -145,8 +145,8 @@ class HostArena:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"an offload needs {locked / 2**20:.0f} MiB of page-locked host memory, and `host_budget_mb` allows "
-                f"{self._budget / 2**20:.0f}: the rest is pageable, and its copies are slower",
+                f"an offload needs {locked / 2**20:.0f} MiB of pinned host memory, but `host_budget_mb` allows "
+                f"{self._budget / 2**20:.0f}; the rest is pageable, so its copies are slower",
                 RuntimeWarning,
                 stacklevel=5,
             )

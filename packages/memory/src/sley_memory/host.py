@@ -252,7 +252,7 @@ def written_error(layer: str, how: str = "since its forward saved it") -> RunErr
     return RunError(
         "saved-in-place",
         f"a tensor that the backward of layer {layer!r} needs was written in place {how}",
-        hint="use a new tensor in the layer (`h = h + x`); run with `core.keep`, and autograd names the operation",
+        hint="use a new tensor in the layer (`h = h + x`), or use `core.keep` to see the operation in autograd's error",
     )
 
 

@@ -339,7 +339,9 @@ class HostCopy(Mover):
                 self._has_warned = True
                 name = next(iter(piece.tensors))
                 warnings.warn(
-                    f"{name} stays on the device: torch does not own its memory (shared, or from numpy)", RuntimeWarning, 5
+                    f"{name} stays on the device, since torch does not own its memory (shared, or from numpy)",
+                    RuntimeWarning,
+                    5,
                 )
         sizes = {storage_id(piece.memory): piece.memory.numel() for piece in movable}
         for key in [key for key, host in self._places.items() if host.numel() != sizes.get(key)]:

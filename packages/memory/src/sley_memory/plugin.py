@@ -41,7 +41,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
         config = manager.config
         if isinstance(config, OffloadConfig) and config.is_shared and config.steps_in_buckets:
             message = "optimizer states that move within each step cannot be shared between ranks"
-            hint = 'use `when = "idle"`, or `dp.sharded`, which splits the states between ranks'
+            hint = 'set `when = "idle"`, or use `dp.sharded`, which splits the states between ranks'
             yield Problem(("offload", number, "shared"), message, hint, "shared-between-steps")
 
 

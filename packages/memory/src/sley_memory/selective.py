@@ -71,7 +71,7 @@ class KeptAttention:
         written in place, and `attention-differs` if there is no next result.
         """
         if self._index == len(self._results):
-            raise self._count_error("more")
+            raise self._count_error("more often")
         result = self._results[self._index]
         self._index += 1
         if result is None:
@@ -79,7 +79,7 @@ class KeptAttention:
         if any(isinstance(value, Tensor) and version_of(value) != version for value, version in result):
             raise RunError(
                 "saved-in-place",
-                "a layer writes in place to the output of its attention, which `memory.selective` keeps for the recomputation",
+                "a layer writes in place to the output of its attention, which `memory.selective` saves for the recomputation",
                 hint="use a new tensor in the layer (`h = h * g`), or use `core.recompute`",
             )
         return [_detach(value) if isinstance(value, Tensor) else value for value, _ in result]
@@ -87,13 +87,13 @@ class KeptAttention:
     def check_all_reused(self) -> None:
         """Raises RunError `attention-differs` if the recomputation had fewer attentions, whose results may be mismatched."""
         if self._index < self._num_needed:
-            raise self._count_error("fewer") from None
+            raise self._count_error("less often") from None
 
     def _count_error(self, comparison: str) -> RunError:
         return RunError(
             "attention-differs",
-            f"`memory.selective` kept {len(self._results)} attentions of a layer's first forward, but its recomputation has "
-            f"{comparison}",
+            f"the recomputation of a layer must call its attention {len(self._results)} times, as its first "
+            f"forward did, but calls it {comparison}",
             hint="use the same number of attentions in each call of the layer, or use `core.recompute`",
         )
 

@@ -213,7 +213,7 @@ class SharedCopies(Mover):
             self._distinct_copies.onload()
             self._is_away = False
             name = self._part.replace("_", " ")
-            message = f"the run closed while its {name} were away, and its ranks did not all answer: they are lost"
+            message = f"the run was closed while its {name} were offloaded, but not all ranks answered, so they are lost"
             warnings.warn(message, RuntimeWarning, 4)
         self._distinct_copies.wait()
 
@@ -227,13 +227,14 @@ class SharedCopies(Mover):
         for rank, (state, _) in zip(self._control.ranks, messages, strict=True):
             if state != messages[0][0]:
                 texts = [
-                    f"calls `run.memory.{name}` for {part.replace('_', ' ')} that are {'away' if is_away else 'here'}"
+                    f"calls `run.memory.{name}` for {part.replace('_', ' ')} that are "
+                    f"{'offloaded' if is_away else 'on the device'}"
                     for name, part, is_away in (state, messages[0][0])
                 ]
                 raise RunError(
                     "ranks-differ",
-                    f"rank {rank} {texts[0]}, rank {self._control.ranks[0]} {texts[1]}",
-                    hint="with `shared = true` all ranks offload and onload the same parts in the same order",
+                    f"rank {rank} {texts[0]}, but rank {self._control.ranks[0]} {texts[1]}",
+                    hint="offload and onload the same parts in the same order on all ranks, since `shared = true`",
                 )
         return {rank: [(*entry,) for entry in state] for rank, (_, state) in zip(self._control.ranks, messages, strict=True)}
 

@@ -43,10 +43,10 @@ def check_metrics(plan: Plan) -> Iterator[Problem]:
             continue
         package = "tensorboard" if isinstance(writer.config, TensorboardConfig) else "wandb"
         if package in packages:
-            yield Problem(("metrics", index), f"`{writer.name}` is listed twice", "leave one out", "metrics-twice")
+            yield Problem(("metrics", index), f"`{writer.name}` is listed twice", "remove one of them", "metrics-twice")
         elif find_spec(package) is None:
             message = f"`{writer.name}` needs the package `{package}`, which is not installed"
             folder = f'"packages/metrics[{package}]"'
-            hint = f"install sley-metrics[{package}], in a clone of Sley's repository: `pip install -e {folder}`"
+            hint = f"install sley-metrics[{package}]; in a clone of Sley's repository, run `pip install -e {folder}`"
             yield Problem(("metrics", index, "use"), message, hint, f"{package}-missing")
         packages.add(package)

@@ -56,7 +56,7 @@ class RopeScaling(Table):
         """Raises ValueError unless `high_freq_factor` is above `low_freq_factor`."""
         low = info.data.get("low_freq_factor")
         if low is not None and high <= low:
-            raise ValueError(f"it is not above low_freq_factor = {low:g}")
+            raise ValueError(f"it must be greater than low_freq_factor = {low:g}")
         return high
 
 
@@ -68,7 +68,7 @@ def _require_sizes_or_weights(schema: dict[str, Any]) -> None:
 class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """A Llama decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, or by options a Qwen2 or Qwen3.
 
-    With `weights`, keys that the weights determine may be left out, and must otherwise agree with them.
+    With `weights`, keys that the weights determine are optional, and must otherwise agree with them.
     """
 
     weights: PlanPath | None = None
@@ -110,7 +110,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """The scaling of rotary positions for longer contexts, as in Llama 3.1; none if left out."""
+    """The scaling of rotary positions for longer contexts, as in Llama 3.1. The default is no scaling."""
 
     norm_eps: PositiveFloat = 1e-5
     """The number that RMSNorm adds to the mean square."""
@@ -146,7 +146,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
             plain_value = value.model_dump() if isinstance(value, Table) else value
             if plain_value != hf_config.keys[key]:
                 source = f"`{config_path(folder)}` has {hf_config.names[key]} = {hf_config.source_value(key)}"
-                raise ValueError(f"{plain_value} does not fit the weights, since {source}")
+                raise ValueError(f"{plain_value} does not match the weights, since {source}")
         return value
 
     @field_validator("kv_heads")
@@ -155,7 +155,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
         """Raises ValueError unless `kv_heads` divides `heads`."""
         heads = info.data.get("heads")
         if heads is not None and heads % kv_heads:
-            raise ValueError(f"heads / kv_heads = {heads} / {kv_heads} is not a whole number")
+            raise ValueError(f"heads must be a multiple of kv_heads, but heads / kv_heads = {heads} / {kv_heads}")
         return kv_heads
 
     @field_validator("head_dim", mode="before")
@@ -164,7 +164,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
         """Raises ValueError if the default, `hidden / heads`, is not a whole number."""
         hidden, heads = info.data.get("hidden"), info.data.get("heads")
         if isinstance(head_dim, float) and hidden is not None and heads and head_dim == hidden / heads:
-            raise ValueError(f"hidden / heads = {hidden} / {heads} is not a whole number")
+            raise ValueError(f"hidden must be a multiple of heads, but hidden / heads = {hidden} / {heads}")
         return head_dim
 
     @field_validator("head_dim")
@@ -174,5 +174,5 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
         if head_dim % 2:
             hidden, heads = info.data.get("hidden"), info.data.get("heads")
             origin = f" = hidden / heads = {hidden} / {heads}" if head_dim * (heads or 0) == hidden else ""
-            raise ValueError(f"head_dim{origin} = {head_dim} is odd, but rotary positions rotate pairs of channels")
+            raise ValueError(f"head_dim{origin} must be even for rotary positions, but is {head_dim}")
         return head_dim

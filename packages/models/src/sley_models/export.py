@@ -34,7 +34,7 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     for name, hf_name in hf_names.items():
         shape = source.kind(name).shape
         if shape != shapes[hf_name]:
-            message = f"{name!r} must have the shape {list(shapes[hf_name])} by the plan, but has {list(shape)}"
+            message = f"{name!r} must have the shape {list(shapes[hf_name])} of the plan, but has {list(shape)}"
             raise RunError("weights-mismatch", message)
     return describe_model({**content, **_first_keys(plan)}, hf_names, plan, source)
 

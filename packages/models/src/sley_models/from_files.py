@@ -51,8 +51,8 @@ def _check_tied_head(files: TensorReader, config: LlamaConfig) -> None:
         return
     embedding = dict(hf.name_pairs(config))["embed.tokens.weight"]
     if not torch.equal(files.tensor(hf.HF_HEAD), files.tensor(embedding)):
-        message = f"tie_word_embeddings is true, but {hf.HF_HEAD!r} has other values than {embedding!r}"
-        raise _weights_error(message, "remove it, or set `tie_word_embeddings` to false in `config.json`")
+        message = f"tie_word_embeddings is true, but {hf.HF_HEAD!r} and {embedding!r} have different values"
+        raise _weights_error(message, "remove the head from the files, or set `tie_word_embeddings` to false in `config.json`")
 
 
 def _weights_error(message: str, hint: str | None = None) -> PlanError:

@@ -95,8 +95,8 @@ def check_names(names: Collection[str], expected: Collection[str], optional: set
     if problems:
         raise RunError(
             "weights-mismatch",
-            f"these are not the weights of this Llama: {_join_problems(problems)}",
-            hint="use the num_layers and tie_embeddings of the model that the weights come from",
+            f"the weights do not match this Llama: {_join_problems(problems)}",
+            hint="use the num_layers and tie_embeddings of the model that was saved",
         )
 
 
@@ -146,11 +146,11 @@ def check_files(files: TensorReader, config: LlamaConfig) -> list[str]:
     problems = [f"{name!r} is missing" for name in expected if name not in kinds]
     for name, tensor in kinds.items():
         if name in expected and tensor.shape != expected[name]:
-            problems.append(f"{name!r} is {list(tensor.shape)} and not {list(expected[name])}")
+            problems.append(f"{name!r} must have the shape {list(expected[name])}, but has {list(tensor.shape)}")
         elif name in expected and tensor.dtype not in FLOATS:
-            problems.append(f"{name!r} is {tensor.dtype}, none of {', '.join(FLOATS)}")
+            problems.append(f"{name!r} must be {' or '.join(FLOATS)}, but is {tensor.dtype}")
         elif name not in expected and name not in optional and not name.endswith(_IGNORED_SUFFIX):
             problems.append(f"{name!r} is unknown")
     if not problems:
         return []
-    return [f"the files in `{config.weights}` are not the weights of this model: {_join_problems(problems)}"]
+    return [f"the files in `{config.weights}` do not match this model: {_join_problems(problems)}"]

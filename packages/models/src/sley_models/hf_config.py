@@ -96,13 +96,13 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
 def _read_file(path: Path, _mtime_ns: int, num_bytes: int) -> HFConfig:
     """Reads and parses a file, cached by path, modification time and size. Raises ValueError."""
     if num_bytes > _MAX_BYTES:
-        raise ValueError(f"`{path}` has more than {_MAX_BYTES >> 20} MB")
+        raise ValueError(f"`{path}` is larger than {_MAX_BYTES >> 20} MB")
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read `{path}`: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"`{path}` is no table")
+        raise ValueError(f"`{path}` must contain a JSON object")
     try:
         return from_hf_config(content)
     except ValueError as error:
@@ -113,14 +113,14 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     """Converts the content of a `config.json`. Raises ValueError if `models.llama` does not support it."""
     model_type = content.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise ValueError(f"model_type = {model_type!r} is not one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, but is {model_type!r}")
     _check_supported(content, str(model_type))
     names = {**_SIZES, "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     # transformers has other defaults for these in other models, and does not write them to the file
     required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
     missing = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
     if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
+        raise ValueError(f"missing keys: {', '.join(missing)}")
     keys: dict[str, Any] = {key: content[name] for key, name in _SIZES.items()}
     keys["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     keys["head_dim"] = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
@@ -161,9 +161,9 @@ def _rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the table of rotary positions, which is `rope_parameters` since transformers 5 and `rope_scaling` before."""
     table = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
-        raise ValueError(f"rope_scaling = {table!r} is no table")
+        raise ValueError(f"rope_scaling must be a table, but is {table!r}")
     if any(isinstance(value, Mapping) for value in table.values()):
-        raise ValueError(f"`models.llama` does not support rotary positions that differ by layer: {', '.join(table)}")
+        raise ValueError(f"`models.llama` does not support different rotary positions per layer: {', '.join(table)}")
     return table
 
 
@@ -177,14 +177,14 @@ def _rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     if rope_type != "llama3":
         raise ValueError(f"`models.llama` does not support the rotary positions of rope_type = {rope_type!r}")
     if missing := [name for name in _SCALING_KEYS if table.get(name) is None]:
-        raise ValueError(f"rope_scaling lacks {', '.join(missing)}")
+        raise ValueError(f"missing keys of rope_scaling: {', '.join(missing)}")
     return theta, {name: table[name] for name in _SCALING_KEYS}
 
 
 def hf_model_type(config: LlamaConfig) -> str:
     """Returns "llama", "qwen2" or "qwen3". Raises ValueError for a combination of options that none of them has."""
     if config.qkv_bias and config.qk_norm:
-        raise ValueError("no model of transformers has both biases (`qkv_bias`) and norms (`qk_norm`) of queries and keys")
+        raise ValueError("transformers has no model with both `qkv_bias` and `qk_norm`")
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
 
 

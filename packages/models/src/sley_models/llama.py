@@ -63,12 +63,17 @@ def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
     if config.vocab_size is None:
         if data.vocab_size is None:
             raise PlanError(
-                "model-vocabulary", "the data has no number of token ids", path=path, hint="set vocab_size in the plan"
+                "model-vocabulary",
+                "the data does not declare its number of token ids",
+                path=path,
+                hint="set vocab_size in the plan",
             )
         return data.vocab_size
     if data.vocab_size is not None and config.vocab_size < data.vocab_size:
-        message = f"vocab_size = {config.vocab_size} is less than the {data.vocab_size} token ids of the data"
-        raise PlanError("model-vocabulary", message, path=path, hint="remove it to use the data's")
+        message = (
+            f"vocab_size must be at least {data.vocab_size}, the number of token ids of the data, but is {config.vocab_size}"
+        )
+        raise PlanError("model-vocabulary", message, path=path, hint="remove vocab_size to use that of the data")
     return config.vocab_size
 
 

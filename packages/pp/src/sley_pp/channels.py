@@ -196,7 +196,7 @@ def stages_differ_error(fault: str) -> RunError:
     return RunError(
         "stages-differ",
         fault,
-        hint="use the same steps on all stages of a replica, with microbatches of the same number and shapes",
+        hint="run the same steps on all stages of a replica, with the same number and shapes of microbatches",
     )
 
 

@@ -43,7 +43,7 @@ class LinkConfig(Table):
     """Sends point-to-point messages between stages, and posts each receive before its message is sent."""
 
     pool: Annotated[str, RecordReference("memory_pools")] | None = None
-    """The memory pool of the messages; the run's default pool if left out."""
+    """The memory pool of the messages. The default is the run's default pool."""
 
 
 class UniformConfig(Table):

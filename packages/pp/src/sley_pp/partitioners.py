@@ -19,7 +19,7 @@ Boundaries = tuple[int, ...]
 def check_num_layers(num_layers: int, num_positions: int) -> None:
     """Raises PlanError "partition-empty" if there are fewer layers than positions."""
     if num_layers < num_positions:
-        message = f"{num_layers} layers cannot be split into {num_positions} parts, since each part needs a layer"
+        message = f"{num_layers} layers cannot be split into {num_positions} chunks, since each chunk needs a layer"
         hint = f"use at most {num_layers} stages x chunks" if num_layers else "use a model with layers"
         raise PlanError("partition-empty", message, path=("parallel", "pp"), hint=hint)
 
@@ -52,7 +52,7 @@ def explicit_boundaries(layers: Sequence[int], num_layers: int, num_positions: i
         message = f"`layers` must have {num_positions} numbers (stages x chunks), but has {len(layers)}"
         raise PlanError("partition-length", message, path=_LAYERS_PATH)
     if min(layers) < 1:
-        raise PlanError("partition-empty", f"part {layers.index(min(layers))} has no layer", path=_LAYERS_PATH)
+        raise PlanError("partition-empty", f"chunk {layers.index(min(layers))} has no layer", path=_LAYERS_PATH)
     if sum(layers) != num_layers:
         message = f"`layers` must add up to the model's {num_layers} layers, but adds up to {sum(layers)}"
         raise PlanError("partition-layers", message, path=_LAYERS_PATH)

@@ -348,9 +348,8 @@ def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
                 match = ACTION.fullmatch(text)
                 if match is None:
                     location = Place(name, number, line.index(text, start) + 1)
-                    raise _file_error(
-                        f"has `{text}`, which is no compute action such as `0F0`, `1B3`, `1I3` or `1W3`", location
-                    )
+                    fault = f"contains `{text}`, which must be a compute action such as `0F0`, `1B3`, `1I3` or `1W3`"
+                    raise _file_error(fault, location)
                 actions.append((int(match[1]), ACTION_TYPES[match[2]], int(match[3])))
         start += len(cell) + 1
     return actions
@@ -363,9 +362,9 @@ def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) ->
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
     text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))
     if len(holders) != sum(map(len, positions_per_rank)) or sorted(holders) != list(range(len(holders))):
-        raise _file_error(f"must place each part of the model, counted from 0, on one rank ({text})", location)
+        raise _file_error(f"must place each chunk of the model, counted from 0, on one rank ({text})", location)
     if len({len(positions) for positions in positions_per_rank}) > 1:
-        raise _file_error(f"must place equally many parts of the model on every rank ({text})", location)
+        raise _file_error(f"must place the same number of chunks on every rank ({text})", location)
     return Placement(tuple(holders[position] for position in range(len(holders))))
 
 

@@ -147,7 +147,7 @@ class SequenceAttentionContract:
         results: list[list[CaseResult]] = ranks(2, self.timeout_s)(run_cases, self.sequence, ODD)
         for case, case_results in zip(ODD, zip(*results, strict=True), strict=True):
             label, codes = f"(heads, kv_heads, packed) = {case}", [result.refusal for result in case_results]
-            assert len(set(codes)) == 1, f"{label}: only some ranks refuse the case, {codes}: the others would hang"
+            assert len(set(codes)) == 1, f"{label}: only some ranks refuse the case, {codes}, so the others would hang"
             largest = max((error for result in case_results for error in result.errors), default=0.0)
             assert codes[0] or largest <= 1e-10, f"{label} is neither correct nor refused: the relative error is {largest:.3g}"
             assert all(result.is_restored for result in case_results), (
@@ -157,7 +157,7 @@ class SequenceAttentionContract:
     def test_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
         """Expects a PlanError. Without it, positions would silently miss the other slices."""
         codes = ranks(2, self.timeout_s)(attachment_error_code, self.sequence)
-        assert all(codes), "a model without attention is not refused: no slice would see another"
+        assert all(codes), "a model without attention is not refused, although no position would see another slice"
 
     @pytest.mark.parametrize("fraction", [0.0, 1.0])
     def test_runs_match_one_process(self, ranks: Callable[..., Ranks], fraction: float) -> None:

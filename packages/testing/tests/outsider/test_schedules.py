@@ -168,7 +168,7 @@ def test_a_placement_that_cannot_be_is_refused_by_name(monkeypatch: pytest.Monke
     monkeypatch.setattr(sley_wave.hanayo, "wave", lambda stages, chunks: Placement((0, 1, 2, 4) * 2))
     (found,) = check_plan(plan_of(pp=4), 4)
     assert (found.code, found.path) == ("placement-wrong", ("pipeline", "use"))
-    assert "gives stage 3 no part of the model" in found.message
+    assert "has no chunk on stage 3" in found.message
 
 
 @pytest.mark.parametrize(

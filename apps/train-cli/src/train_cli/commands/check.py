@@ -109,7 +109,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         resolved = resolve_plan(document, loader)
     except SleyError:
         names = [*reversed(paths)]
-        note = "the plan cannot be resolved yet: install these packages and run this again, since their records may need others"
+        note = "the plan cannot be resolved yet; install these packages and run this command again, since they may need others"
     else:  # also has the plugins that a default or a record names
         names, timer, note = [*resolved.plugins], timer_package(resolved), ""
     unknown: list[Diagnostic] = []

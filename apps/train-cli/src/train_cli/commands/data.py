@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import Dataset, TextIds
     from sley_core.plan.plan import Component
 
-data = typer.Typer(no_args_is_help=True, help="Show what a plan's model will see of its data.")
+data = typer.Typer(no_args_is_help=True, help="Show the data as a plan's model receives it.")
 
 _COLORS = {"trained": "\x1b[1;32m", "context": "", "padding": "\x1b[2m"}
 _PLAIN = {"trained": ("[", "]"), "context": ("", ""), "padding": ("", "")}
@@ -44,7 +44,7 @@ def show(
     split: Annotated[
         str, typer.Option("--split", metavar="train|held_out|NAME", help="The split or the set of [evaluation.sets] to show.")
     ] = "train",
-    sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Show sample N, too.")] = None,
+    sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Also show sample N.")] = None,
     overrides: SetOption = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
@@ -60,7 +60,7 @@ def show(
     rows = _open_rows(data, DataContext(resolved.run.seed, cast(Split, data_split)))
     counts = _counts(rows)
     if sample is not None and sample >= len(rows):
-        raise UsageError("no-sample", f"the split has {len(rows)} samples: 0 to {len(rows) - 1}")
+        raise UsageError("no-sample", f"the split has {len(rows)} samples, 0 to {len(rows) - 1}")
     row = rows.row(sample) if sample is not None else None
     if form is OutputFormat.json:
         value = {"split": split, "samples": len(rows), **counts}

@@ -106,11 +106,11 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
             say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
     elif best:
-        raise UsageError("no-run", f"`{run}` is not the folder of a run, of which `--best` could take a checkpoint")
+        raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
     may_exist = is_remote(str(path)) or Path(path).is_dir()
     checkpoint = checkpoint_reader(plan).open(str(path)) if may_exist else None
     if checkpoint is None:
-        raise UsageError("no-run", f"`{run}` is neither a run folder with a `{PLAN}` nor a checkpoint")
+        raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
     saved_plan, source = plan_and_weights(checkpoint)
     progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
     say(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
@@ -190,15 +190,15 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_by
         module_names = state_dict_names(plan)
         if odd := sorted(module_names.names.keys() ^ set(source.names)):
             owner = "the run's weights have" if odd[0] in source.names else "the model now has"
-            message = f"the factory no longer makes the run's model: only {owner} {odd[0]!r}"
+            message = f"the factory returns a different model than for the run: only {owner} {odd[0]!r}"
             raise RunError("weights-mismatch", message, hint="restore the code and files of the run")
     pairs = [(name, exported) for name in source.names for exported in module_names.names[name]]
     files = write_tensors(out, source, pairs, max_file_bytes)
     if module_names.module:
-        say(f"names are those of `{module_names.module}.load_state_dict`")
+        say(f"the names are those of `{module_names.module}.load_state_dict`")
     if missing := module_names.missing:
         suffix = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        say(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses: load with `strict=False`")
+        say(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses; load with `strict=False`")
     return len(files)
 
 

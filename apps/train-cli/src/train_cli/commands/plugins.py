@@ -143,7 +143,7 @@ def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str,
     chosen = [(record_kind, record) for record_kind, record in records if record_name in ("", record.name)]
     if not chosen:
         names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for _, record in records))
-        listed = f"it has {', '.join(f'`{name}`' for name in names)}" if names else None
+        listed = f"use one of {', '.join(f'`{name}`' for name in names)}" if names else None
         hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
     headers = {spec.kind: spec.header for spec in COMPONENTS}
@@ -272,7 +272,10 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
     or is an identifier in `files`.
     """
     if not _NAME.fullmatch(name) or iskeyword(name):
-        message = f"`{name}` must be lower-case letters, digits and `_`, begin with a letter, and not be a Python keyword"
+        message = (
+            f"the plugin name `{name}` must consist of lower-case letters, digits and `_`, start with a "
+            "letter, and not be a Python keyword"
+        )
         raise UsageError("plugin-name", message, hint="use a name such as `topk`")
     if name in SLEY_PLUGINS:
         raise UsageError("plugin-name", f"`{name}` is one of Sley's plugins", hint=f"use another name, such as `my_{name}`")
@@ -285,7 +288,7 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
     code = "\n".join(text for path, text in (files or {}).items() if path.endswith(".py"))
     identifiers = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
     if clashes := identifiers & {name, _class_name(name)}:
-        message = f"the package already uses `{min(clashes)}` for something else"
+        message = f"the package already uses the name `{min(clashes)}`"
         raise UsageError("plugin-name", message, hint=f"use a more specific name, such as `my_{name}`")
 
 

@@ -92,9 +92,9 @@ def run(
     line = draws_line(sys.stderr, is_allowed=not no_progress)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
-        raise UsageError("nproc", "`--nproc` cannot be used in a process that a launcher has started")
+        raise UsageError("nproc", "`--nproc` cannot be used with a launcher, which has already started the ranks")
     if is_rank and estimate:
-        message = "`--estimate` cannot be used in a process that a launcher has started"
+        message = "`--estimate` cannot be used with a launcher"
         raise UsageError("estimate", message, hint="use `train-cli estimate` before the run")
     if is_rank:
         rank = int(os.environ["RANK"])
@@ -157,7 +157,7 @@ def _dry_run(plan: Plan, world: int | None) -> None:
 def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:
     """Returns the checkpoint to resume from: `resume`, or `RESTART` if torchrun or SLURM has restarted this run."""
     if resume and overwrite:
-        raise UsageError("resume", "`--resume` continues a run, and `--overwrite` deletes it", hint="remove one of them")
+        raise UsageError("resume", "`--resume` continues a run, but `--overwrite` deletes it", hint="remove one of them")
     return resume or (RESTART if is_restarted() else None)
 
 

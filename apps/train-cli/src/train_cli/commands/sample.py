@@ -168,7 +168,7 @@ def _roles(run: Run) -> dict[str, str]:
             if name not in roles and not ids:
                 message = f"layer `{layer.name}` reads `{name}`, but no field of the data is declared as token ids"
                 table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
-                hint = f"add them to [data.fields] of `plan.toml` in the run's folder, for example {table}"
+                hint = f"add the field to [data.fields] of `plan.toml` in the run's folder, for example {table}"
                 raise UsageError("sample-fields", message, hint=hint)
             if name not in roles:
                 message = f"layer `{layer.name}` reads the field `{name}`, which a prompt does not have"
@@ -208,7 +208,7 @@ def eval(
         typer.Option(
             "--data",
             metavar="KEY=VALUE",
-            help="Change a key of [data], such as 'held_out_files=[\"other.txt\"]'; VALUE is TOML. May be given several times.",
+            help="Change a key of [data], such as 'held_out_files=[\"other.txt\"]'; VALUE is TOML. Can be repeated.",
         ),
     ] = None,
     batches: Annotated[

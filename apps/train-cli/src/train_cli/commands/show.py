@@ -84,7 +84,7 @@ def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
     Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
     """
     if plan.pipeline is None:
-        hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'
+        hint = 'add [pipeline] with `use = "pp.one_f_one_b"` of sley-pp, and `pp = 2` to [parallel]'
         raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
     schedule = plan.pipeline.build()
     num_micro_batches = plan.num_micros(topology)
@@ -131,7 +131,7 @@ def show(
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:
-        raise PlanError("layout", f"rank {rank} does not exist: the ranks are 0 to {topology.world - 1}")
+        raise PlanError("layout", f"the rank must be from 0 to {topology.world - 1}, but is {rank}")
     if timeline and machine is not None:
         estimates = module_of("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
         machine_file = estimates.load_machine_with_ranks(machine, per_node)

@@ -57,7 +57,7 @@ def verify(
     """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
     settings = context.ensure_object(Settings)
     if "RANK" in os.environ:
-        raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="call it without a launcher")
+        raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="run it without a launcher")
     module_of("testing", "sley_testing", "`train-cli verify`")
     changes = overrides or []
     loaded = load_plan(plan, changes)
@@ -86,7 +86,7 @@ def verify(
         typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps, is_plain=plain)))
     is_idle = findings.no_step_taken(ranks_findings, steps)
     if is_idle:
-        console.say("no step was taken, so no weight was compared; use more `--steps`")
+        console.say("no step updated the weights, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
@@ -119,9 +119,10 @@ def _compare_with_one_process(
         with joined(single, folder) as (run, stopping):
             if plan.parallel.sp > 1 and (layers := dropout_modules(run)):
                 message = (
-                    f"with sp > 1 a model with dropout cannot be compared: `{layers[0]}` draws different numbers for each slice"
+                    f"a model with dropout cannot be compared with sp > 1, since `{layers[0]}` draws different "
+                    "random numbers for each slice"
                 )
-                raise UsageError("verify-dropout", message, hint="remove dropout, or `sp`, to verify it")
+                raise UsageError("verify-dropout", message, hint="remove the dropout or `sp` to verify the plan")
             stopping.working(run.stop)
             (save_plain_steps if plain else save_reference)(run, arguments["steps"], folder)
         if stopping.exit_code is not None:

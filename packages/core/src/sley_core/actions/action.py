@@ -176,17 +176,19 @@ class Placement:
     def __post_init__(self) -> None:
         counts = Counter(self.route)
         if not counts:
-            raise placement_error("has no positions")
+            raise placement_error("is empty")
         for stage in counts:
             if type(stage) is not int or stage < 0:
-                raise placement_error(f"names the stage {stage!r}, but stages are 0, 1, 2, ...")
+                raise placement_error(f"contains stage {stage!r}, but the stages must be 0, 1, 2, ...")
         last = max(counts)
         for stage in range(last + 1):
             if not counts[stage]:
-                raise placement_error(f"gives stage {stage} no part of the model, but stage {last} has one")
+                raise placement_error(f"has no chunk on stage {stage}, but has chunks on stage {last}")
             if counts[stage] != counts[0]:
-                parts = f"{counts[stage]} of the {len(self.route)} parts of the model on stage {stage}"
-                raise placement_error(f"puts {parts}, but {counts[0]} on stage 0: every stage holds equally many")
+                parts = f"{counts[stage]} of {len(self.route)} chunks on stage {stage}"
+                raise placement_error(
+                    f"places {parts}, but {counts[0]} on stage 0; every stage must have the same number of chunks"
+                )
 
     @cached_property
     def stages(self) -> int:
@@ -273,7 +275,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 def v(stages: int, chunks: int = 2) -> Placement:
     """Returns the V placement: all stages up, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
-        raise placement_error(f"is a V, which has two parts of the model per stage, not {chunks}")
+        raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))
 
 
@@ -301,10 +303,10 @@ class Schedule:
         """Returns the placement for `stages`. Raises PlanError "placement-wrong" unless each stage holds `chunks` positions."""
         placement: Any = self.place(stages, self.chunks)
         if not isinstance(placement, Placement):
-            raise placement_error(f"is a `{type(placement).__name__}`, not a `Placement`")
+            raise placement_error(f"must be a `Placement`, but is a `{type(placement).__name__}`")
         if (placement.stages, placement.chunks) != (stages, self.chunks):
-            has = f"{placement.chunks} parts of the model on each of {placement.stages} stages"
-            raise placement_error(f"has {has}, not {self.chunks} on each of {stages}")
+            has = f"{placement.chunks} chunks on each of {placement.stages} stages"
+            raise placement_error(f"has {has}, but the plan has {self.chunks} on each of {stages}")
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
@@ -325,5 +327,5 @@ class Schedule:
 
 
 def _generator_error(value: object, due: str) -> PlanError:
-    message = f"the schedule's generator returns a `{type(value).__name__}` instead of {due}"
-    return PlanError("schedule-wrong", message, path=("pipeline", "use"), hint="it returns `list[list[Action]]`")
+    message = f"the schedule's generator must return {due}, but returns a `{type(value).__name__}`"
+    return PlanError("schedule-wrong", message, path=("pipeline", "use"), hint="return a value of type `list[list[Action]]`")

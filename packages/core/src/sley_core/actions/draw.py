@@ -45,7 +45,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     lines = [f"{name:{indent}}{row}{note}".rstrip() for name, row, note in zip(names, drawn, notes, strict=True)]
     legend = _legend_lines(timeline, chunks)
     if (columns := round(timeline.makespan_s * scale)) > room:
-        legend.append(f"/: {columns - room + len(CUT)} of {columns} columns are left out; a wider terminal shows more")
+        legend.append(f"/: {columns - room + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more")
     return "\n".join([*lines, *legend]) + "\n"
 
 
@@ -97,5 +97,5 @@ def _legend_lines(timeline: Timeline, chunks: int) -> list[str]:
     kinds = {span.action.kind for span in timeline.spans}
     words = [name for kind, name in NAMES.items() if kind in kinds]
     if chunks == 2:
-        words.append("small letters: chunk 1")
+        words.append("small letters are chunk 1")
     return [", ".join(words)] if words else []

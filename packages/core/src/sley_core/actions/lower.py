@@ -61,7 +61,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
     and micro-batch that it needs.
     """
     if len(lists) != placement.stages:
-        message = f"the schedule has {len(lists)} lists for {placement.stages} stages"
+        message = f"the schedule must have {placement.stages} action lists, one per stage, but has {len(lists)}"
         raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
     for stage, actions in enumerate(lists):
         fault, seen = "", set[Action]()
@@ -87,7 +87,7 @@ def _find_fault(action: Action, seen: set[Action], chunks: int, micros: int, tra
     if action in seen:
         return "is repeated"
     if kind.makes_gradients and not training:
-        return "stands in a forward-only list"
+        return "is in a forward-only list"
     needed = NEEDS[kind]
     # looked up as the tuples that actions equal, which are made faster: a search looks for a million
     if needed and (needed, chunk, micro) not in seen:

@@ -60,7 +60,7 @@ class Machine:
         if self._waiting:
             stuck = sorted((stage, delivery) for delivery, stage in self._waiting.items())
             places = "; ".join(self._describe_blocked_stage(stage, delivery) for stage, delivery in stuck)
-            raise PlanError("schedule-deadlock", f"the schedule comes to a stop: {places}", path=("pipeline", "use"))
+            raise PlanError("schedule-deadlock", f"the schedule deadlocks: {places}", path=("pipeline", "use"))
 
     def _advance(self, stage: int) -> None:
         """Runs one stage's list until an action must wait for a value that has not arrived."""
@@ -116,7 +116,7 @@ class Machine:
         source = self.placement.holder(delivery.origin)
         kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
         awaited = Action(kind, source.chunk, delivery.micro)
-        where = f"stage {stage} at {action} (number {len(before) + 1} of its list)"
+        where = f"stage {stage} at {action} (number {len(before) + 1} in its list)"
         return f"{where} waits for {awaited} of stage {source.stage}"
 
     def _record_arrival(self, delivery: Delivery, at_s: float) -> None:

@@ -188,8 +188,8 @@ class HostMemory:
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             warnings.warn(
-                f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}): "
-                "copies will be slower, and wait for the host",
+                f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be pinned (CUDA error {error}), so "
+                "copies are slower and block the host",
                 RuntimeWarning,
                 stacklevel=3,
             )

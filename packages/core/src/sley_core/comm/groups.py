@@ -144,7 +144,7 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
         with _unbind_default_group() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
     except RuntimeError as error:
-        message = f"the group {entry.label} could not be made on rank {rank}: {first_line(error)}"
+        message = f"the process group {entry.label} could not be created on rank {rank}: {first_line(error)}"
         raise RunError("group-failed", message, hint=HINT) from error
     return group if isinstance(group, dist.ProcessGroup) else None
 

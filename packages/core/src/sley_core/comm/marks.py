@@ -30,9 +30,10 @@ _DTYPES = {
 }
 
 HINT = (
-    "ranks that share weights must run the same modules in the same order: does a forward depend on its data, or draw which "
-    "layers it skips (LayerDrop, stochastic depth)? Draws are seeded per micro-batch, so ranks differ in them: skip by "
-    "multiplying a layer's output, or draw from a seed of your own that is the same on all ranks"
+    "ranks that share weights must run the same modules in the same order. Does a forward depend on "
+    "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
+    "micro-batch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
+    "from your own generator with the same seed on all ranks"
 )
 
 
@@ -60,9 +61,7 @@ class Mark(NamedTuple):
         """Returns RunError `ranks-differ`: `rank` exchanges this, and rank `peer` exchanges `peer_words`."""
         local_text = self.words.decode()
         peer_text = "other parts of it" if peer_words == local_text else peer_words or "something else"
-        return RunError(
-            "ranks-differ", f"rank {rank} exchanges {local_text} where rank {peer} exchanges {peer_text}", hint=HINT
-        )
+        return RunError("ranks-differ", f"rank {rank} exchanges {local_text}, but rank {peer} exchanges {peer_text}", hint=HINT)
 
     @property
     def words(self) -> bytes:

@@ -84,7 +84,10 @@ class World(AbstractContextManager["World"]):
             return cls.alone(device)
         rank, size = _environment_integer(environ, "RANK"), _environment_integer(environ, "WORLD_SIZE")
         if rank >= size:
-            raise RunError("rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0")
+            raise RunError(
+                "rendezvous-failed",
+                f"the environment has RANK = {rank} and WORLD_SIZE = {size}, but RANK must be from 0 to WORLD_SIZE - 1",
+            )
         rank_device = _pick_device(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -99,7 +102,7 @@ class World(AbstractContextManager["World"]):
                 device_id=rank_device.torch_device if rank_device.backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
-            raise RunError("rendezvous-failed", f"it could not meet the others: {first_line(error)}") from error
+            raise RunError("rendezvous-failed", f"this rank could not join the process group: {first_line(error)}") from error
         return cls(rank, size, rank_device, owns_default_group=True, rendezvous=rendezvous)
 
     @classmethod
@@ -127,7 +130,7 @@ class World(AbstractContextManager["World"]):
 
         cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
-        assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
+        assert topology.world == self.size, f"the topology has {topology.world} ranks, but the world has {self.size}"
         timeout, device = timedelta(seconds=timeout_s), self.device
         if self.simulation is not None:
             groups = self.simulation.groups(topology, self.rank, timeout, extra, cross_memory=cross_memory)
@@ -175,7 +178,11 @@ def _environment_integer(environ: Mapping[str, str], name: str, default: str | N
     """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if there is none."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
-        message = f"the environment has {name} = {value!r}, not a number" if value else f"the environment has no {name}"
-        hint = "a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them where there is none"
+        message = (
+            f"the environment variable {name} must be a number, but is {value!r}"
+            if value
+            else f"the environment variable {name} is not set"
+        )
+        hint = "a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them to run without a launcher"
         raise RunError("rendezvous-failed", message, hint=hint)
     return int(value)

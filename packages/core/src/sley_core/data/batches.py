@@ -73,7 +73,7 @@ def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field],
 
 def _num_samples(name: str, value: Tensor, field: Field) -> int:
     if not isinstance(value, Tensor):
-        raise RunError("batch-fields", f"field `{name}` is a {type(value).__name__}, not a tensor")
+        raise RunError("batch-fields", f"field `{name}` must be a tensor, but is a {type(value).__name__}")
     if field.batch_dim >= value.ndim:
         raise RunError("batch-size", f"field `{name}` of shape {tuple(value.shape)} has no dim {field.batch_dim}")
     return value.shape[field.batch_dim]
@@ -110,7 +110,7 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> torch.Te
     values = [sample[name] for sample in samples]
     for row, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
-            raise RunError("data-sample", f"field `{name}` of row {row} is a {type(value).__name__}, not a tensor")
+            raise RunError("data-sample", f"field `{name}` of row {row} must be a tensor, but is a {type(value).__name__}")
         if value.dtype != getattr(torch, field.dtype):
             raise RunError("data-sample", f"field `{name}` of row {row} must be {field.dtype}, but is {value.dtype}")
         if value.shape != values[0].shape:

@@ -131,7 +131,7 @@ class _WithInfo:
             raise _factory_error(f"a sample of `{self._name}` is a {type(sample).__name__}, not a dict of tensors", None)
         for key, value in sample.items():
             if not isinstance(value, torch.Tensor):
-                message = f"`{key}` in a sample of `{self._name}` is a {type(value).__name__}, not a tensor"
+                message = f"`{key}` in a sample of `{self._name}` must be a tensor, but is a {type(value).__name__}"
                 raise _factory_error(message, "return dicts of tensors")
         if _are_token_ids(sample, num_dims=1 if collate is None else 2):
             return dict(TOKEN_FIELDS)

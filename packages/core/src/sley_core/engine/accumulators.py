@@ -78,15 +78,16 @@ class Accumulator:
                 return
             raise RunError(
                 "gradient-late",
-                f"a backward within the backward reaches the parameter {name!r} again, whose gradient is being reduced: in "
-                "the steps before it came once",
-                hint="use torch.utils.checkpoint with `use_reentrant=False`, or `core.recompute`",
+                f"a nested backward reaches the parameter {name!r} again while its gradient is being reduced; in "
+                "earlier steps it was reached only once",
+                hint="use torch.utils.checkpoint with `use_reentrant=False`, or use `core.recompute`",
             )
         raise RunError(
             "gradient-complete",
-            f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
-            hint="call `run.store.begin_step()` before a backward of your own, and read `run.store.gradient(param)` after "
-            "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
+            f"a backward between two steps reaches the parameter {name!r}, whose gradient still belongs to the previous step",
+            hint="call `run.store.begin_step()` before your own backward, and then read "
+            "`run.store.gradient(param)`, which covers this rank's samples; to train on your own samples, "
+            "call `run.step(batch)`",
         )
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
@@ -231,8 +232,8 @@ def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
 def _require_dense(gradient: Tensor, param: Param) -> Tensor:
     """Returns `gradient` of `param` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
     if gradient.is_sparse:
-        message = f"the gradient of the parameter {param.name!r} is sparse, which no reducer and no norm takes"
-        raise RunError("sparse-gradient", message, hint="make its module with `sparse=False`")
+        message = f"the gradient of the parameter {param.name!r} is sparse, but reducers and norms need dense gradients"
+        raise RunError("sparse-gradient", message, hint="create its module with `sparse=False`")
     return gradient
 
 

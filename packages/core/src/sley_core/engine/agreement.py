@@ -47,11 +47,12 @@ _END_BYTES = 1 << 12
 """Bytes of each batch field that are hashed at its beginning, and at its end."""
 
 _HINTS = {
-    NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
-    TRAINED: "freeze and unfreeze parameters on all ranks alike, between two steps",
-    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other; with a "
-    "fixed order of sums all ranks do",
-    BATCH: "all stages of a pipeline, and all ranks that share a sequence, get the same samples: rows `run.rows` of a batch",
+    NEXT: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
+    TRAINED: "freeze and unfreeze the same parameters on all ranks, between two steps",
+    MICROS: "ranks of one pipeline, and ranks that share weights or sequences, must run the same number of "
+    "micro-batches; with canonical sums, all ranks must",
+    BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all "
+    "ranks that share a sequence",
 }
 
 View = tuple[Any, int]
@@ -121,7 +122,7 @@ class Agreement:
         if self._sum[_REFUSALS]:
             own = None if self._refusal is None else self._refusal.diagnostics[0]
             parts = None if own is None else [own.code, own.message, own.hint]
-            refusals = self._everyone.gather_objects(parts, what="why a step is refused")
+            refusals = self._everyone.gather_objects(parts, what="the reason why a step is refused")
             code, message, hint = next(refusal for refusal in refusals if refusal)
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
@@ -161,7 +162,7 @@ class Agreement:
         """Returns the error `ranks-differ` for all ranks' views; a blocking collective on `control`."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
-        views = self._everyone.gather_objects(own, what="what ranks do differently")
+        views = self._everyone.gather_objects(own, what="the differences between ranks")
         for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
@@ -177,21 +178,21 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     odd = next(rank for rank, (_, number) in views.items() if number != usual)
     mine, theirs = views[odd][0], views[other][0]
     if fact == NEXT:
-        return f"rank {odd} begins {mine}, rank {other} {theirs}"
+        return f"rank {odd} starts {mine}, but rank {other} starts {theirs}"
     if fact == MICROS:
-        return f"rank {odd} runs {mine} micro-batches in this step, rank {other} {theirs}"
+        return f"rank {odd} runs {mine} micro-batches in this step, but rank {other} runs {theirs}"
     if fact == BATCH:
         pairs = zip_longest(mine, theirs, fillvalue="none")
         here, there = next(((left, right) for left, right in pairs if left != right), ("", ""))
         if not here:
-            return f"rank {odd} was given other samples than rank {other}"
-        return f"rank {odd} was given the batch field {here}, rank {other} {there}"
+            return f"rank {odd} received other samples than rank {other}"
+        return f"rank {odd} received the batch field {here}, but rank {other} received {there}"
     differing = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
     if not differing:
         return f"rank {odd} reduces its gradients in another order, or in other buffers, than rank {other}"
     trains, freezes = (odd, other) if differing[0] in mine else (other, odd)
-    more = f" (and {len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
-    return f"{differing[0]} is trained on rank {trains} and frozen on rank {freezes}{more}"
+    more = f" ({len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
+    return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{more}"
 
 
 Parts = Callable[[], Mapping[str, str]]
@@ -206,7 +207,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
     parts: by name of a fact, a function that returns its parts; called and gathered only if ranks differ. Raises RunError
     `ranks-disagree` on every rank, with the fact, the ranks in the minority, and both values.
     """
-    everyone = control.gather_objects(dict(facts), what="the facts that ranks agree on")
+    everyone = control.gather_objects(dict(facts), what="the values that all ranks compare")
     for name in facts:
         values = {rank: str(view.get(name)) for rank, view in zip(control.ranks, everyone, strict=True)}
         usual_value, _ = Counter(values.values()).most_common(1)[0]
@@ -228,7 +229,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
     """Returns a text that names the differing parts with both values."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
-    texts = [f"`{name}` is {actual.get(name, 'left out')}, not {usual.get(name, 'left out')}" for name in names[:MOST_PARTS]]
+    texts = [f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names[:MOST_PARTS]]
     more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
     return "; ".join(texts) + more
 
@@ -265,7 +266,7 @@ def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunErr
     """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ. A
     blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
     """
-    views = control.gather_objects(own, what="what ranks have exchanged")
+    views = control.gather_objects(own, what="the collectives of all ranks")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}
     for label, ranks in groups.items():
         by_rank = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
@@ -274,11 +275,11 @@ def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunErr
             other = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
             odd = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
             odd_exchanges, usual_exchanges = _format_exchanges(by_rank[odd]), _format_exchanges(usual)
-            message = f"{when}: of {label}, rank {odd} made {odd_exchanges}, rank {other} {usual_exchanges}"
+            message = f"{when}: in {label}, rank {odd} ran {odd_exchanges}, but rank {other} ran {usual_exchanges}"
             return RunError("ranks-differ", message, hint=HINT)
     raise AssertionError(f"all ranks have exchanged the same: {views}")
 
 
 def _format_exchanges(exchanged: Sequence[Any]) -> str:
     times, _, last = exchanged
-    return f"{times} exchanges, the last of {last}" if times else "none"
+    return f"{times} collectives, the last of them {last}" if times else "none"

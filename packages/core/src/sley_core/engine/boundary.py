@@ -253,8 +253,8 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
         return {key: unflatten(leaves, item) for key, item in structure["dict"].items()}
     kind = find_type(structure["type"])
     if kind is None:
-        message = f"a {structure['type']} came from another stage, and nothing here has imported it"
-        raise RunError("boundary-type", message, hint="import it in the module of the model's factory")
+        message = f"this stage received a {structure['type']} from another stage, but has not imported the class"
+        raise RunError("boundary-type", message, hint="import the class in the module of the model's factory")
     parts = [unflatten(leaves, item) for item in structure["parts"]]
     return rebuild_container(kind, structure["context"], parts)
 
@@ -288,9 +288,10 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
         whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
         raise RunError(
             "boundary-type",
-            f"{whose} holds a value of type {kind.__qualname__}, which can neither be sent to another stage nor returned",
-            hint="send tensors (`torch.tensor(3)` for a number), None, and tuples, lists, dicts (with string keys), named "
-            "tuples and dataclasses of them; a class of yours is made in a module, not in a function",
+            f"{whose} contains a value of type {kind.__qualname__}, which cannot be sent to another stage or returned",
+            hint="return tensors (`torch.tensor(3)` for a number), None, or tuples, lists, dicts with string "
+            "keys, named tuples and dataclasses of tensors; define your own classes at module level, not in "
+            "a function",
         )
     context, parts = apart
     return {"type": name, "context": context, "parts": [_structure(item, leaves, layer) for item in parts]}

@@ -235,8 +235,8 @@ class GradientBuffer(FlatBuffer):
     def check_whole(self, param: Param) -> None:
         """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
         if not self.is_whole:
-            message = f"the gradient of the parameter {param.name!r} is reduced to shards, of which this rank has one"
-            hint = "read `store.part(param)`, the elements `store.elements(param)` of it"
+            message = f"the gradient of the parameter {param.name!r} is reduced to shards, and this rank has only one of them"
+            hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"
             raise RunError("gradient-sharded", message, hint=hint)
 
     def zero_padding(self) -> None:

@@ -79,7 +79,7 @@ class Recompute(ActivationPolicy):
 
         def check(kept: Any) -> None:
             if read_versions(kept) != before:
-                message = f"the input of layer {name!r} is written on, by the layer or by a later one, so it cannot run again"
+                message = f"a layer writes in place to the input of layer {name!r}, which the recomputation needs"
                 hint = "let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`"
                 raise RunError("recompute-in-place", message, hint=hint)
 
@@ -229,10 +229,10 @@ class LayerCaller:
             if any(id(generator) not in known for generator in module_generators(layer.module, layer.name)):
                 raise PlanError(
                     "model-random",
-                    f"the forward of the layer {layer.name!r} makes a generator and keeps it: its first numbers would "
-                    "depend on the layout",
+                    f"the forward of the layer {layer.name!r} creates a generator and keeps it, so its first random "
+                    "numbers would depend on the layout",
                     path=("model",),
-                    hint="make it when the module is made; each micro-batch seeds it anew",
+                    hint="create the generator in the module's constructor; it is seeded again for each micro-batch",
                 )
         return output
 
@@ -249,9 +249,9 @@ class LayerCaller:
         if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
             raise RunError(
                 "data-timeout",
-                f"`{what}` waited {self.data_timeout_s:g} s for the data set, which draws from the generators "
-                "of the forward while it reads a sample",
-                hint="let the data set draw from a generator of its own, or raise [limits] data_timeout_s",
+                f"`{what}` waited {self.data_timeout_s:g} s for the dataset, which draws from the forward's "
+                "generators while it reads a sample",
+                hint="use a separate generator in the dataset, or raise [limits] data_timeout_s",
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
@@ -283,7 +283,7 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
     descriptions = [shape(value) for value in args] + [f"{name} {shape(value)}" for name, value in fields.items()]
     kind = type(layer.module).__name__
-    return f"layer `{layer.name}` ({kind}) of micro-batch {micro.micro}, given {', '.join(descriptions) or 'nothing'}"
+    return f"layer `{layer.name}` ({kind}) in micro-batch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:

@@ -129,10 +129,10 @@ class Handover:
             of = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
             raise RunError(
                 "gradient-written",
-                f"the backward of {of} is split, and its input or its output's gradient is written on in place between the "
-                "two halves, by a hook or the backward of another layer",
-                hint="return a new tensor there (`gradient.clamp(...)` in place of `clamp_`), or use a schedule that does not "
-                "split backwards, as `pp.one_f_one_b`",
+                f"the backward of {of} is split into two halves, and a hook or the backward of another layer "
+                "writes in place to its input or to its output's gradient between them",
+                hint="return a new tensor there (`gradient.clamp(...)` instead of `clamp_`), or use a schedule that "
+                "does not split backwards, such as `pp.one_f_one_b`",
             )
         self.multiply(rows if copied is None else copied, inputs)
 

@@ -144,7 +144,7 @@ class Executor:
         if tally is not None:
             tally.begin(total)
         for step in steps:
-            state.step_progress.begin_entry(f"{step} of the evaluation")
+            state.step_progress.begin_entry(f"{step} in the evaluation")
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
@@ -239,7 +239,7 @@ class Executor:
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
             tally.add(micro.micro, output, fields, batch, counts=counts)
         except Exception as error:
-            note_origin(error, f"the metrics of micro-batch {micro.micro}", tally.metrics.own)
+            note_origin(error, f"the metrics on micro-batch {micro.micro}", tally.metrics.own)
             raise
         finally:
             GENERATOR_LOCK.release()
@@ -260,7 +260,7 @@ class Executor:
             if self.sources is not None and self.sources.weighs and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
         except Exception as error:
-            note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
+            note_origin(error, f"the loss on micro-batch {micro.micro}", self.loss)
             raise
         finally:
             GENERATOR_LOCK.release()
@@ -272,7 +272,7 @@ class Executor:
     def _backward(self, micro: MicroStep, flight: InFlight, weight: BatchWeight | None) -> None:
         """Runs the chunk's backward from the loss or the output gradients, and passes input gradients to the previous chunk."""
         if flight.loss is not None:
-            assert weight is not None, "the loss without its weight"
+            assert weight is not None, "the loss, but not its weight"
             gradients = [weight.inverse(flight.loss)]
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
@@ -389,9 +389,10 @@ class InFlight:
         if any(version_of(tensor) != version for tensor, version in watched):
             raise RunError(
                 "boundary-overlap",
-                f"a stage that begins with the layer {layer!r} writes in place to a tensor that overlaps with another one that "
-                "it was given: they came from another stage, as copies that do not overlap",
-                hint="write to a `clone()` of it, or let the layer before return a `clone()`",
+                f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that "
+                "overlaps with another one; the tensors received from another stage are copies that do not "
+                "overlap",
+                hint="write to a `clone()` of the tensor, or return a `clone()` from the previous layer",
             )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -402,8 +403,9 @@ class InFlight:
             if not self.loss.requires_grad:
                 raise RunError(
                     "no-gradient",
-                    "the loss of a micro-batch depends on no parameter that is trained",
-                    hint="a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen",
+                    "the loss of a micro-batch depends on no trained parameter",
+                    hint="check whether a layer or the loss detaches its input, or whether all parameters that the "
+                    "micro-batch uses are frozen",
                 )
             if self.loss.ndim:
                 torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error

@@ -109,7 +109,7 @@ class GradientStore:
         """
         if param not in self._accumulators:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
-            hint = "ask `param in store` first: parameters may be frozen and trained again between steps"
+            hint = "check `param in store` first, since parameters may be frozen and unfrozen between steps"
             raise RunError("gradient-frozen", message, hint=hint)
         self._check_not_freed()
         if param in self._buffer_of:
@@ -311,10 +311,9 @@ class GradientStore:
             if self._is_fixed:
                 self.refusal = RunError(
                     "shards-fixed",
-                    f"the parameter {name!r} was frozen or unfrozen, but a sharded optimizer lays out its states when the "
-                    "run is made",
-                    hint="freeze it in the plan (`freeze = true` in a group of [optimizer]), or take a reducer such as "
-                    "`dp.bucketed`",
+                    f"the parameter {name!r} was frozen or unfrozen during the run, but a sharded optimizer fixes "
+                    "its shards when the run is assembled",
+                    hint="set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`",
                 )
             else:
                 self._memory.forget()  # a reduction that a failed step began may still write into it
@@ -359,9 +358,9 @@ class GradientStore:
         if self._are_freed:
             raise RunError(
                 "gradients-freed",
-                "gradients were freed by an offload, and no step has made new ones",
-                hint="read them before `run.memory.offload()`, or leave them where they are: `run.memory.offload(...)` with "
-                "the names of other parts",
+                "the gradients were freed by an offload, and no step has computed new ones",
+                hint="read the gradients before `run.memory.offload()`, or pass the names of other parts to "
+                "`run.memory.offload(...)`",
             )
 
     def _prepare_accumulator(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
@@ -409,9 +408,9 @@ class GradientStore:
         if self.reduction.fixed_order or accumulator.state is State.REPORTED:
             raise RunError(
                 "gradient-assigned",
-                f"a backward assigns the gradient of the parameter {param.name!r} itself (`weight.grad = ...`), after it was "
-                "complete or where sums have a fixed order",
-                hint="let the backward return the gradient, for a weight that is an argument of its `apply`",
+                f"a backward assigns the gradient of the parameter {param.name!r} itself (`weight.grad = ...`), "
+                "after it was complete or although its sum needs a fixed order",
+                hint="return the gradient from the backward, and pass the weight as an argument of `apply`",
             )
         if param.shard is not None:
             raise sharded_read_error(param, "the forward reads")

@@ -100,7 +100,7 @@ class _Loader:
                 if writes and not self.report.wrong:
                     self.write(name, value)
         except Exception as error:
-            self.report.wrong.append(f"reading the weights failed: {format_cause(error)}")
+            self.report.wrong.append(f"the weights could not be read: {format_cause(error)}")
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
@@ -136,8 +136,8 @@ class _Loader:
             for name, value in report.sums.items():
                 known, other = sums.setdefault(name, (value, rank))
                 if known != value:
-                    message = f"ranks {other} and {rank} were given other values of {name!r}"
-                    raise RunError("weights-differ", message, hint="give all ranks the same state")
+                    message = f"ranks {other} and {rank} received different values of {name!r}"
+                    raise RunError("weights-differ", message, hint="pass the same state on all ranks")
         lacking = dict.fromkeys(name for _, names in everyone for name in names)
         unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
         return LoadedWeights(list(lacking), list(unknown))
@@ -157,16 +157,16 @@ class _Loader:
             return  # another stage holds it
         fault = ""
         if not isinstance(value, Tensor):
-            fault = f"is a {type(value).__name__}, no tensor"
+            fault = f"must be a tensor, but is a {type(value).__name__}"
         elif tuple(value.shape) != shape:
-            fault = f"is {list(value.shape)} and not {list(shape)}"
+            fault = f"must have the shape {list(shape)}, but has {list(value.shape)}"
         elif param is not None and not value.is_floating_point():
-            fault = f"is {value.dtype}, no floating-point numbers"
+            fault = f"must be floating-point, but is {value.dtype}"
         elif value.is_meta:
             fault = "is on meta and has no values"
         else:
             digest = checksum(value)
             if self.report.sums.setdefault(first, digest) != digest:
-                fault = "has other values than the name that it is tied to"
+                fault = "has different values than the parameter that it is tied to"
         if fault:
             self.report.wrong.append(f"{name!r} {fault}")

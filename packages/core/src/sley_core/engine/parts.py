@@ -97,10 +97,12 @@ class StepNumbers:
         whether the row gets the sum over all ranks or the square root of it.
         """
         if self._is_agreed:
-            raise RunError("number-late", f"the number {name!r} comes after plugins are attached", hint="add it in `attach`")
+            raise RunError(
+                "number-late", f"the number {name!r} is added after the plugins are attached", hint="add it in `attach`"
+            )
         if "/" not in name or name in self._shares:
             why = "is there already" if name in self._shares else "has no slash"
-            raise RunError("number-name", f"the number {name!r} {why}", hint="name it `plugin/number`")
+            raise RunError("number-name", f"the number {name!r} {why}", hint="use a name of the form `plugin/number`")
         self._shares[name] = share
         self._kinds[name] = of
 
@@ -119,7 +121,7 @@ class StepNumbers:
         for kinds in self._groups["control"].gather_objects(self._kinds, what="the numbers that plugins add to rows"):
             for name, kind in kinds.items():
                 if merged.setdefault(name, kind) != kind:
-                    raise RunError("number-name", f"the number {name!r} is a sum on one rank and a root on another")
+                    raise RunError("number-name", f"the number {name!r} is a sum on one rank, but a root on another")
         self._kinds = dict(sorted(merged.items()))
         self.names = tuple(self._kinds)
 

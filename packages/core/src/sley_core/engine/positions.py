@@ -141,11 +141,12 @@ class PositionAdditivity:
             return True
         raise RunError(
             "loss-not-additive",
-            f"the loss of {size} positions is {whole:g}, but that of its halves is {left:g} + {right:g} = {left + right:g}: "
-            "it looks from one position to another, and the ranks of `sp` have slices",
+            f"the loss of {size} positions is {whole:g}, but the losses of its halves add up to {left:g} + "
+            f"{right:g} = {left + right:g}, so the loss combines positions, but each rank of `sp` has only a "
+            "slice",
             path=("parallel", "sp"),
-            hint="let a loss be a sum over positions, of labels that the data shifts; for one that compares or averages "
-            'positions write sequence = "whole" in [loss]',
+            hint="return a sum over positions, with labels that the data shifts; if the loss compares or "
+            'averages positions, set sequence = "whole" in [loss]',
         )
 
 
@@ -263,12 +264,12 @@ class PositionProbe:
                 if is_mixed or positions.is_mixed:
                     raise RunError(
                         "sequence-mixing",
-                        f"the layer {layer.name!r} ({type(layer.module).__name__}) looks along the sequence beside its "
-                        "attention: another input at one position changes what it computes at others, and the ranks of "
-                        "`sp` have slices",
+                        f"the layer {layer.name!r} ({type(layer.module).__name__}) mixes positions outside its "
+                        "attention, but each rank of `sp` has only a slice: a change at one position changes its output "
+                        "at others",
                         path=("sequence", "use"),
-                        hint="train such a model with `sp = 1`; if it may see slices alone, name the layer in "
-                        "`[sequence] unchecked_layers`",
+                        hint="set `sp = 1`, or list the layer in `[sequence] unchecked_layers` if it may work on "
+                        "separate slices",
                     )
         finally:
             _RUNNING.reset(token)

@@ -54,7 +54,7 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
     """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
     "weight-unregistered" when they are used: whether a forward uses what a layer holds unregistered cannot be known before.
     """
-    hint = "register it in the layer that uses it: `self.weight = other.weight` or `self.part = part`, a tie"
+    hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
 
     def refuse(tensor: Tensor, kind: type[_UnreadableTensor], message: str, hint: str = hint) -> None:
         tensor.__class__ = kind  # type: ignore[assignment]
@@ -63,16 +63,23 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(layer.name):
             if parameter.is_meta:
-                message = f"a forward reads the parameter {name!r} of a layer of another rank, as neither parameter nor "
+                message = (
+                    f"a forward reads the parameter {name!r} of a layer on another rank, which is neither a parameter nor a "
+                )
                 refuse(parameter, UnregisteredParameter, message + "submodule of its own layer")
     for layer in own:
         for where, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
-                message = f"a forward reads a parameter by `{where}`, as neither parameter nor submodule of its own layer"
+                message = (
+                    f"a forward reads a parameter through `{where}`, which is neither a parameter nor a submodule of "
+                    "its own layer"
+                )
                 refuse(tensor, UnregisteredParameter, message)
             else:
-                message = f"a forward reads `{where}`, which the factory computed from parameters once, with a graph"
-                refuse(tensor, ComputedTensor, message, "compute it in the forward, or `.detach()` what stays as it is")
+                message = f"a forward reads `{where}`, which the factory computed once from parameters, with its autograd graph"
+                refuse(
+                    tensor, ComputedTensor, message, "compute it in the forward, or `.detach()` it if it should stay constant"
+                )
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
@@ -88,14 +95,17 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
     diagnostics = []
     for key, name in names.items():
         if len(parts[key]) > 1:
-            why, hint = "parts of a pipeline that each have a gradient of it", "let one part hold it"
+            why, hint = "several pipeline stages, each with its own gradient", "use the parameter in one stage only"
         elif key in shards:
-            why, hint = "ranks that each have a shard of it", "leave `[weights]` out, or hook the output of its module"
+            why, hint = "several ranks, each with a shard", "remove `[weights]`, or hook the output of its module"
         elif num_slices > 1:
-            why, hint = "ranks that each see a slice of a sequence", "leave `sp` at 1, or hook the output of its module"
+            why, hint = "several ranks, each with a slice of the sequence", "set `sp = 1`, or hook the output of its module"
         else:
             continue
-        message = f"the parameter {name!r} has a gradient hook, and is used by {why}: no rank has what the hook would be given"
+        message = (
+            f"the parameter {name!r} has a gradient hook, but is used by {why}, so no rank has the full "
+            "gradient to pass to the hook"
+        )
         diagnostics.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
     if diagnostics:
         raise PlanError.from_diagnostics(diagnostics)
@@ -113,6 +123,6 @@ def check_no_parameters(loss: Any) -> None:
                 names.append(key)
     if names:
         listed = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
-        message = f"the loss has parameters of its own, {listed}, which no step would train"
-        hint = "put them into the last layer, whose output the loss is given, or freeze them by `requires_grad_(False)`"
+        message = f"the loss has its own parameters, {listed}, which no step would train"
+        hint = "move them into the last layer, whose output the loss receives, or freeze them with `requires_grad_(False)`"
         raise PlanError("loss-parameters", message, path=("loss",), hint=hint)

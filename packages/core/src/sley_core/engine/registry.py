@@ -70,13 +70,13 @@ class Param:
         if type(parameter) is StandIn:
             return parameter.shard
         if not isinstance(parameter, nn.Parameter):
-            what = "is gone" if parameter is None else f"became a {type(parameter).__name__}, which is no parameter"
+            what = "is gone" if parameter is None else f"became a {type(parameter).__name__} instead of a parameter"
             raise RunError(
                 "weight-replaced",
-                f"the parameter {self.name!r} {what}: {type(holder.module).__name__}.{holder.attribute} was changed after "
-                "the run was made",
-                hint="a module that computes or removes weights, as torch's weight_norm, parametrizations and pruning do, "
-                "belongs into the model factory: the optimizer would not step what it adds",
+                f"the parameter {self.name!r} {what}: {type(holder.module).__name__}.{holder.attribute} was "
+                "changed after the run was assembled",
+                hint="apply torch's weight_norm, parametrizations, pruning and other code that replaces weights in "
+                "the model factory; otherwise the optimizer does not train the new parameters",
             )
         return parameter
 
@@ -158,8 +158,10 @@ class ParameterRegistry:
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):
                 if id(parameter) not in known:
-                    message = f"the parameter {name!r} was added after the run was made, so that nothing would train it"
-                    hint = "what adds or wraps modules, as adapters do, belongs into the model factory"
+                    message = (
+                        f"the parameter {name!r} was added after the run was assembled, so the optimizer does not train it"
+                    )
+                    hint = "add or wrap modules, for example with adapters, in the model factory"
                     raise RunError("weight-unknown", message, hint=hint)
 
     def __iter__(self) -> Iterator[Param]:

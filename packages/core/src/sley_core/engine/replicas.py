@@ -63,13 +63,14 @@ class CopyComparison:
             prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
             faults.append(_compare_fingerprints(what, names, prints, parts.groups[axis]))
         # All ranks must raise: those of other groups would wait for the ones that stop.
-        everyone = parts.groups["control"].gather_objects(faults, what="first values that differ")
+        everyone = parts.groups["control"].gather_objects(faults, what="initial values that differ")
         if fault := next((fault for faults in everyone for fault in faults if fault), ""):
             hint = (
-                "let the model draw from torch's generator, `random` or numpy alone, and load weights on every rank"
-                ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)'
+                "draw the model's random numbers only from torch's generator, `random` or numpy, and load weights on every "
+                'rank, or set `start = "broadcast"` in `dp.bucketed` to use the values of the first rank'
                 if is_first
-                else "write weights and buffers on all ranks alike, and let an optimizer draw from torch's generator"
+                else "write the same values to weights and buffers on all ranks, and draw an optimizer's random "
+                "numbers from torch's generator"
             )
             raise RunError("ranks-differ", fault, hint=hint)
 
@@ -172,7 +173,9 @@ class WriteWatch:
     def check_rerun(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""
         if layer.name in self._writers:
-            raise _weight_written(layer, self._writers[layer.name], "it runs again in the backward, and would write it twice")
+            raise _weight_written(
+                layer, self._writers[layer.name], "it would be written again when the backward recomputes the forward"
+            )
 
     def _weight_written(self, layer: Layer, place: _Place) -> None:
         """Raises RunError "weight-written" unless one process would write the same value, as often."""
@@ -180,11 +183,11 @@ class WriteWatch:
         param: Param | None = self._entries.get(id(parameter))
         why = None
         if not self._is_alone:
-            why = "each replica writes what its own samples make of it"
+            why = "each replica would write values from its own samples"
         elif param is not None and param.tie_group is not None:
-            why = "other stages hold a copy of it, which stays as it is"
+            why = "other stages have a copy that would not change"
         elif self._has_masters and parameter is not None and parameter.requires_grad:
-            why = "the optimizer steps a copy of it in fp32, which the write does not reach"
+            why = "the optimizer updates an fp32 copy that would not change"
         if why is not None:
             raise _weight_written(layer, place.name, why, place.module)
         self._writers[layer.name] = place.name
@@ -207,9 +210,10 @@ def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: 
             named = [layer.name for layer in layers if name in layer.fields]
             raise RunError(
                 "field-written",
-                f"a layer writes on the batch field {name!r} (given to {', '.join(named) or 'no layer of this stage'}): other "
-                "stages have a copy of their own, which stays as it is",
-                hint="let the data set make the field so, or write on a `clone()` of it that the layer passes on",
+                f"a layer writes in place to the batch field {name!r} (passed to "
+                f"{', '.join(named) or 'no layer of this stage'}), but other stages have their own unchanged "
+                "copies",
+                hint="compute the values in the dataset, or write to a `clone()` that the layer returns",
             )
 
 
@@ -225,5 +229,7 @@ def _fingerprints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 def _weight_written(layer: Layer, name: str, why: str, module: nn.Module | None = None) -> RunError:
     hint = "write it between two steps, under `torch.no_grad()`"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        hint = "leave `max_norm` out, and scale the rows that the forward looks up"
-    return RunError("weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}: {why}", hint=hint)
+        hint = "remove `max_norm`, and scale the rows after the lookup"
+    return RunError(
+        "weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}, but {why}", hint=hint
+    )

@@ -71,7 +71,9 @@ class Shard:
 
     def cut(self, whole: Tensor) -> Tensor:
         """Returns this rank's shard of the full tensor `whole`: a copy of shape `own_shape`, padded with zeros."""
-        assert tuple(whole.shape) == self.shape, f"a tensor of {list(whole.shape)} for a shard of {list(self.shape)}"
+        assert tuple(whole.shape) == self.shape, (
+            f"a full tensor of shape {list(whole.shape)} for a shard of shape {list(self.shape)}"
+        )
         own = whole.new_zeros(self.own_shape)
         first = min(self.index * self.size, self.shape[self.dim])
         own.narrow(self.dim, 0, self.own_size).copy_(whole.narrow(self.dim, first, self.own_size))
@@ -241,8 +243,8 @@ class StandIn(nn.Parameter):
     def _read_error(self, what: str) -> Exception:
         if not self.is_closed:
             return sharded_read_error(self.param, f"`{what}` reads")
-        message = f"`{what}` reads the parameter {self.param.name!r} after its run was closed, and this rank holds "
-        hint = "call the model while the run is open, or take whole weights out before"
+        message = f"`{what}` reads the parameter {self.param.name!r} after its run was closed, but this rank has only"
+        hint = "call the model while the run is open, or copy the full weights before closing it"
         return RunError("weights-sharded", message + _describe_part(self.param), hint=hint)
 
 
@@ -267,10 +269,10 @@ def sharded_read_error(param: Param, what: str) -> RunError:
     """Returns the error `sharded-weight-read`: `what` reads the values of `param`, and no rank has all of them."""
     return RunError(
         "sharded-weight-read",
-        f"{what} the parameter {param.name!r}, of which this rank holds {_describe_part(param)}, without its module",
-        hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded. Between "
-        "steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
-        "`run.registry[name].parameter` is this rank's shard",
+        f"{what} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",
+        hint="call the linear or embedding that has the parameter; modules that read their own parameters "
+        "are not sharded. Between steps, `sley_core.engine.shards.gather_full_tensors` returns full "
+        "copies of weights, and `run.registry[name].parameter` is this rank's shard",
     )
 
 

@@ -36,7 +36,9 @@ def split_by_source(
     sources = batch[SOURCE]
     for source in sorted(set(sources.tolist())):
         if not 0 <= source < len(names):
-            raise RunError("data-source", f"a sample has the source {source}; the data has {len(names)}: {', '.join(names)}")
+            raise RunError(
+                "data-source", f"a sample has the source {source}, but the data has {len(names)} sources: {', '.join(names)}"
+            )
         rows = (sources == source).nonzero().flatten()
         yield source, {name: value.index_select(fields[name].batch_dim, rows) for name, value in batch.items()}
 
@@ -120,7 +122,10 @@ class SourceSums:
         for tensor in tensors:
             if tensor.ndim <= dim or tensor.shape[dim] != len(rows):
                 message = f"an output of shape {list(tensor.shape)} does not have the {len(rows)} samples of its micro-batch"
-                hint = "the loss of each source is that of its samples: take `micro_size = 1`, or sources of one kind"
+                hint = (
+                    "set `micro_size = 1`, or use sources of one type, so that the loss can be computed for the "
+                    "samples of each source"
+                )
                 raise RunError("outputs-apart", message, path=("batch", "micro_size"), hint=hint)
         at = numbers.to(self._device.torch_device)
         fields = {name: value.index_select(self._fields[name].batch_dim, at) for name, value in batch.items()}

@@ -72,10 +72,12 @@ class WeightAdditivity:
             weights = " + ".join(f"{part:g}" for part in parts[:4]) + (" + ..." if num_micros > 4 else "")
             raise RunError(
                 "loss-not-additive",
-                f"the loss weight of a batch is {whole:g}, but its {num_micros} micro-batches weigh {weights} = {sum(parts):g}",
+                f"the loss weights of the {num_micros} micro-batches must add up to that of the batch, "
+                f"{whole:g}, but their sum is {weights} = {sum(parts):g}",
                 path=("loss",),
-                hint='a loss returns a sum and not a mean, such as `F.cross_entropy(..., reduction="sum")`, and its weight '
-                'counts what is summed, such as `(batch["labels"] != -100).sum().item()`; a step divides by it once',
+                hint="return a sum from the loss and not a mean, for example `F.cross_entropy(..., "
+                'reduction="sum")`, and return the number of summed terms as its weight, for example '
+                '`(batch["labels"] != -100).sum().item()`',
             )
         self._known.add(shape)
 
@@ -154,8 +156,11 @@ class BatchSplitter:
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in micro-batches
-            message = f"a list of micro-batches has {counts} times [batch] micro_size = {self.micro_size} samples"
-            raise RunError("batch-size", message, hint="give one micro-batch or more, each of that size")
+            message = (
+                f"each micro-batch of a list must have [batch] micro_size = {self.micro_size} samples, but the "
+                f"list has {counts}"
+            )
+            raise RunError("batch-size", message, hint="pass one or more micro-batches of that size")
         for piece in whole:
             check_tokens(piece, self.info)
         return self._split(whole, counts)
@@ -223,8 +228,8 @@ def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
     kind = f"a {type(batch).__name__}"
     if isinstance(batch, list | tuple):
         kind += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
-    message = f"a step takes {{field: tensor}}, or a list of such micro-batches, not {kind}"
-    raise RunError("batch-fields", message, hint="a batch has one tensor for each field that the data declares")
+    message = f"run.step expects a dict of tensors, or a list of such micro-batches, but got {kind}"
+    raise RunError("batch-fields", message, hint="pass one tensor for each field that the data declares")
 
 
 Spot = tuple[int, int]
@@ -255,7 +260,9 @@ class ModelOutputs:
                     message = (
                         f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
                     )
-                    raise RunError("outputs-apart", message, hint="give a list of micro-batches: each gets its own output")
+                    raise RunError(
+                        "outputs-apart", message, hint="pass a list of micro-batches to get one output per micro-batch"
+                    )
             places = zip(*(tensors for tensors, _ in taken), strict=True)
             outputs = [unflatten([torch.cat(every, samples[0]) for every in places], taken[0][1])]
         if join and sp.size > 1:
@@ -297,7 +304,7 @@ def whole(output: Any, positions: Spot, sp: Group) -> Any:
         if not _has_dim(tensor, positions):
             dim, length = positions
             message = f"an output of shape {list(tensor.shape)} does not have the {length} positions of a slice along dim {dim}"
-            hint = 'only outputs of every position can be joined: leave `join`, or [loss] sequence = "whole", out'
+            hint = 'remove `join` or [loss] sequence = "whole"; only outputs with a value for every position can be joined'
             raise RunError("outputs-apart", message, hint=hint)
     return unflatten([gathered(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
 

@@ -179,11 +179,11 @@ class Stepper:
         if ranks_differ:
             raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])
         if not weight:
-            message = "the evaluated samples have a loss weight of 0, so there is no mean"
-            raise RunError("nothing-counts", message, hint="look at the data: all of its labels are ignored")
+            message = "the loss weight of the evaluated samples is 0, so their mean loss is undefined"
+            raise RunError("nothing-counts", message, hint="check the data: all of its labels are ignored")
         mean = loss / weight
         if not math.isfinite(mean):
-            hint = "the weights may have grown too large for this data, or the data itself holds NaN or infinite values"
+            hint = "check whether training diverged, or whether the data contains NaN or infinite values"
             raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
         pairs = zip(counted[::2], counted[1::2], strict=True)
         means = (total / count if count else math.nan for total, count in pairs)

@@ -157,7 +157,7 @@ class LossScale:
                     "loss-scale-exhausted",
                     f"the gradients of step {step + 1} overflow although the loss scale is at its smallest, {self.value:g}; "
                     f"{self.num_skipped} steps were skipped before",
-                    hint='lower the learning rate, look at the data of this step, or compute in "bf16"',
+                    hint='lower the learning rate, check the data of this step, or compute in "bf16"',
                 )
             self.value = max(self.value * config.backoff_factor, config.min_scale)
             self.num_skipped += 1
@@ -254,15 +254,15 @@ def refusal(
     if result.is_finite:
         return RunError(
             "nothing-counts",
-            f"step {number}: the loss weight of the batch is {result.weight:g}, so there is no mean to take a step by"
+            f"step {number}: the loss weight of the batch is {result.weight:g}, so its mean loss is undefined"
             + _describe_samples(range(len(reports)), reports),
-            hint="look at the data of this step: all of its labels are ignored",
+            hint="check the data of this step: all of its labels are ignored",
         )
-    before = f"; the {num_skipped} before it were skipped" if num_skipped else ""
+    before = f"; the {num_skipped} steps before were skipped" if num_skipped else ""
     message = (
         f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_describe_nonfinite(parts, reports)}"
     )
-    hint = "lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed"
+    hint = "lower the learning rate, set [optimizer] clip_norm, or check the data of this step; no weight was changed"
     return RunError("not-finite", message, hint=hint)
 
 
@@ -279,7 +279,7 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
         # each rank of a stage may have its own part of every gradient
         if bad_gradients := [report.bad for report in reports[stage * size : (stage + 1) * size] if report.bad is not None]:
             _, name = min(map(tuple, bad_gradients))
-            text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
+            text += f", first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
             break
     return text + _describe_samples(bad or range(len(reports)), reports)
 

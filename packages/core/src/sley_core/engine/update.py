@@ -297,9 +297,9 @@ def step_buckets(
                     if place in after and can_compare(value) and not is_equal(value, after[place]):
                         raise RunError(
                             "optimizer-counts-steps",
-                            f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from the parameters that it "
-                            "steps, so it cannot be stepped bucket by bucket",
-                            hint='use `when = "idle"`, or an optimizer that keeps its numbers with each parameter',
+                            f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from all parameters of a step, "
+                            "so it cannot update one bucket at a time",
+                            hint='set `when = "idle"`, or use an optimizer that stores its values per parameter',
                         )
                 after |= changes
         if after:

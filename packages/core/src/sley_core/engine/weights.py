@@ -344,8 +344,11 @@ class Masters:
         for param, original in self._originals:
             now = param.parameter
             if now is not original or now.dtype != self.weights.dtype_of(param):
-                message = f"the parameter {param.name!r} is another object, or of another type, than what the optimizer steps"
-                hint = "write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
+                message = (
+                    f"the parameter {param.name!r} is not the tensor that the optimizer updates: it was replaced, or "
+                    "its type has changed"
+                )
+                hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
         for one in self._masters.values():

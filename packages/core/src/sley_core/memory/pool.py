@@ -215,7 +215,7 @@ class Pools:
             elif "." in name:
                 self.pools[key] = self._build(name)
             else:
-                hint = suggestion(name, self._tables, 'add it to the plan, or name a record, "plugin.record"')
+                hint = suggestion(name, self._tables, 'add the table, or use the name of a record, "plugin.record"')
                 raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
         return self.pools[key]
 

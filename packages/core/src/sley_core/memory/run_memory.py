@@ -146,8 +146,8 @@ class RunMemory:
         """
         self.settle()
         if part not in COPIED:
-            hint = f"these have a copy: {', '.join(COPIED)}"
-            raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
+            hint = f"remove it from the call, or use one of {', '.join(COPIED)}"
+            raise UsageError("not-copied", f"an offload makes no copy of a run's {part.replace('_', ' ')}", hint=hint)
         if part == "masters":
             self.follow("reading masters")
         copies = self._copies()
@@ -172,7 +172,7 @@ class RunMemory:
         of_part = {part: manager for manager in self.managers for part in manager.parts}
         for part in parts:
             if part not in PARTS:
-                raise UsageError("no-part", f"a run's memory has no part {part!r}", hint=f"it has {', '.join(PARTS)}")
+                raise UsageError("no-part", f"a run's memory has no part {part!r}", hint=f"use one of {', '.join(PARTS)}")
             if part not in of_part:
                 raise _no_offload_error(part)
         if not of_part:
@@ -197,7 +197,7 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
 
 
 def _no_offload_error(part: str) -> UsageError:
-    message = f"nothing in the plan moves the run's {part.replace('_', ' ')}"
+    message = f"no offload manager in the plan moves the run's {part.replace('_', ' ')}"
     return UsageError("no-offload", message, hint='add [[offload]] with `use = "memory.everything"` (package sley-memory)')
 
 

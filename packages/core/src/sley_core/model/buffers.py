@@ -34,10 +34,10 @@ def check_written_buffers(written: Sequence[tuple[str, nn.Module]]) -> None:
     alternative = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in written) else ""
     raise PlanError(
         "model-buffer-written",
-        f"training writes {num_buffers} of {types} ({names}), which would differ between ranks",
+        f"training updates {num_buffers} of {types} ({names}), whose values would differ between ranks",
         path=MODEL,
-        hint="to keep one per replica, return "
-        f"`sley_core.api.model.Model(layers, per_rank_buffers=({patterns},))` from the factory{alternative}",
+        hint="to keep separate values per replica, return `sley_core.api.model.Model(layers, "
+        f"per_rank_buffers=({patterns},))` from the factory{alternative}",
     )
 
 
@@ -64,7 +64,11 @@ def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
     """Returns a note for the user that lists the modules in evaluation mode; [] if there are none."""
     names = [name for layer in layers for name in _names_in_evaluation(layer.module, layer.name)]
     remainder = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return [f"stays in evaluation mode, as the factory left it: {', '.join(names[:MAX_NAMES])}{remainder}"] if names else []
+    return (
+        [f"the factory left these modules in evaluation mode, and they stay in it: {', '.join(names[:MAX_NAMES])}{remainder}"]
+        if names
+        else []
+    )
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:

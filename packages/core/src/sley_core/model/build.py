@@ -134,14 +134,14 @@ def _check_builders(model: Model) -> None:
     for layer in model.layers:
         if layer.builder and (generators := function_generators(layer.builder)):
             type_name = type(generators[0]).__name__
-            message = f"the builder of the layer {layer.name!r} uses a {type_name} that was made outside of it"
-            hint = "draw from torch's default generator, `random` or numpy, or make the generator in the builder"
+            message = f"the builder of the layer {layer.name!r} uses a {type_name} that was created outside the builder"
+            hint = "use torch's default generator, `random` or numpy, or create the generator in the builder"
             raise PlanError("model-random", message, path=MODEL, hint=hint)
         for name, parameter in layer.module.named_parameters(layer.name):
             first_layer, first_name = holders.setdefault(parameter, (layer, name))
             if first_layer is not layer and (layer.builder or first_layer.builder):
-                message = f"{name!r} and {first_name!r} are one parameter that was made outside of the builders of their layers"
-                hint = f"make it in each builder, and return Model(layers, ties=[({first_name!r}, {name!r})])"
+                message = f"{name!r} and {first_name!r} are one parameter that was created outside the builders of their layers"
+                hint = f"create the parameter in each builder, and return Model(layers, ties=[({first_name!r}, {name!r})])"
                 raise PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
@@ -222,20 +222,17 @@ def check_parameters(name: str, module: nn.Module, build: MetaParameters | None 
     for path, parameter in module.named_parameters(name):
         kind, code = type(parameter).__name__, "model-init"
         if is_lazy(parameter):
-            reason, hint = (
-                "is of a shape that is not known yet",
-                "give the module its input size, or run it once in the factory",
-            )
+            reason, hint = ("has no shape yet", "pass the input size to the module, or call it once in the factory")
         elif not parameter.is_floating_point():
-            reason, hint = f"is {parameter.dtype}; parameters are floating-point numbers", "make it a buffer"
+            reason, hint = f"is {parameter.dtype}, but parameters must be floating-point", "register it as a buffer"
         elif is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
-            reason, hint = f"is a {kind}, not a plain dense tensor", "give the module a plain tensor"
+            reason, hint = f"is a {kind}, but must be a plain dense tensor", "use a plain tensor in the module"
         elif parameter in _makers and _makers[parameter] is not build:
-            reason = "belongs to a model that was built before this one"
-            hint = "a factory and a builder run more than once: make new modules in each call"
+            reason = "belongs to a model that an earlier call built"
+            hint = "create new modules in each call, since a factory and a builder are called more than once"
         elif parameter._post_accumulate_grad_hooks:
-            code, reason = "model-hook", "has a hook on its accumulated gradient, which is the run's own"
-            hint = "use `register_hook`, or a gradient handler (docs/write-a-plugin.md)"
+            code, reason = "model-hook", "has a hook on its accumulated gradient, which only the run may use"
+            hint = "use `register_hook`, or write a gradient handler (docs/write-a-plugin.md)"
         else:
             continue
         raise PlanError(code, f"the parameter {path!r} {reason}", path=MODEL, hint=hint)

@@ -140,7 +140,7 @@ class Model:
                 raise _factory_error(f"the builder of the layer {layer.name!r} failed: {format_cause(error)}") from error
             if not isinstance(built, nn.Module):
                 raise _factory_error(
-                    f"the builder of the layer {layer.name!r} returned {_type_text(built)}, not a torch.nn.Module"
+                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {_type_text(built)}"
                 )
             layer.module = built
             if initialises and self.init_weights is not None:
@@ -179,7 +179,7 @@ class Model:
             for path, module in layer.module.named_modules(prefix=layer.name):
                 if path == owner and module._parameters.get(attribute) is not None:
                     return index, module
-        raise _factory_error(f"the model ties the parameter {name!r}, and has none of this name")
+        raise _factory_error(f"the model ties the parameter {name!r}, which does not exist")
 
     @torch.no_grad()
     def _initialise(self, module: nn.Module, name: str, done: set[int]) -> None:
@@ -225,12 +225,12 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
         name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(index), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
         if not isinstance(module, nn.Module) and not is_builder:
-            raise _factory_error(f"layer {index} of the model is {_type_text(module)}, not a torch.nn.Module")
+            raise _factory_error(f"layer {index} of the model must be a torch.nn.Module, but is {_type_text(module)}")
         if not isinstance(name, str) or not name:
-            raise _factory_error(f"the name of layer {index} of the model is {_type_text(name)}, not a string")
+            raise _factory_error(f"the name of layer {index} of the model must be a string, but is {_type_text(name)}")
         if count and not (is_builder and type(count[0]) is int and count[0] > 0):
             raise _factory_error(
-                f"layer {index} of the model has the count {count[0]!r}; a builder may have one, of at least 1"
+                f"layer {index} of the model has the count {count[0]!r}, but only a builder can have one, of at least 1"
             )
         for layer_name in [f"{name}.{number}" for number in range(count[0])] if count else [name]:
             yield Layer(layer_name, nn.Module(), builder=module) if is_builder else Layer(layer_name, module)
@@ -244,7 +244,7 @@ def _items(layers: Any) -> Iterable[Any]:
     if isinstance(layers, Mapping):
         return layers.items()
     if isinstance(layers, nn.Module | str) or not isinstance(layers, Iterable):
-        raise _factory_error(f"the model's factory returned {_type_text(layers)}, not a list of layers")
+        raise _factory_error(f"the model's factory must return a list of layers, but returned {_type_text(layers)}")
     return layers
 
 
@@ -257,8 +257,8 @@ def _check_unique(layers: Sequence[Layer]) -> None:
     for layer in layers:
         first = modules.setdefault(id(layer.module), layer.name)
         if first != layer.name:
-            message = f"the layers {first!r} and {layer.name!r} are one and the same module"
-            hint = "make two modules; they may share their parameters or submodules"
+            message = f"the layers {first!r} and {layer.name!r} are the same module"
+            hint = "create two modules, which may share their parameters or submodules"
             raise PlanError("model-factory", message, path=MODEL, hint=hint)
     for name, count in Counter(layer.name for layer in layers).items():
         if count > 1:
@@ -304,11 +304,12 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
         module = getattr(layer.module, "_orig_mod", layer.module)
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
-        problems.append(_field_error(layer, "has no signature that Python can read", "write its forward in Python"))
+        problems.append(_field_error(layer, "must have a Python signature", "write its forward in Python"))
         return
     if not is_first:
         if not parameters or parameters[0].kind in (parameters[0].KEYWORD_ONLY, parameters[0].VAR_KEYWORD):
-            problems.append(_field_error(layer, "takes no previous output", "its first parameter is the previous output"))
+            fault = "must take the output of the previous layer as its first parameter"
+            problems.append(_field_error(layer, fault, "add a parameter for the previous output"))
             return
         if parameters[0].kind is not parameters[0].VAR_POSITIONAL:
             parameters = parameters[1:]
@@ -323,7 +324,7 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
         elif parameter.default is parameter.empty:
             advice = "every parameter of the first layer is a field" if is_first else "or give it a default"
             hint = f"the data's fields are {', '.join(data.fields)}; {advice}"
-            problems.append(_field_error(layer, f"needs {parameter.name!r}, which the data does not have", hint))
+            problems.append(_field_error(layer, f"reads the field {parameter.name!r}, which the data does not have", hint))
 
 
 def _field_error(layer: Layer, what: str, hint: str) -> Diagnostic:

@@ -129,7 +129,7 @@ def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping
         )
     frozen_names = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
     if every and len(frozen_names) == len(every):
-        message = f"every one of the {len(every)} parameters is frozen, so there is nothing to train"
+        message = f"all {len(every)} parameters are frozen, so there is nothing to train"
         hint = "narrow the pattern of a group with `freeze = true`"
         raise PlanError("all-frozen", message, path=("optimizer", "groups"), hint=hint)
     return frozen_names

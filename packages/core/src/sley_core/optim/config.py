@@ -13,19 +13,19 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GroupConfig(Table):
-    """Options for the parameters whose name matches; the first matching group of the list applies."""
+    """Options for the parameters that match a pattern. The first matching group in the list applies."""
 
     match: Annotated[str, Field(min_length=1)]
-    """A pattern on parameter names, in which `*` matches anything, dots too: `blocks.0.*`, `*.bias`."""
+    """A pattern on parameter names, in which `*` matches any text, including dots: `blocks.0.*`, `*.bias`."""
 
     lr: PositiveFloat | None = None
-    """The learning rate of these parameters; left out, the optimizer's."""
+    """The learning rate of these parameters. The default is the optimizer's."""
 
     weight_decay: NonNegativeFloat | None = None
-    """The decay of all these parameters, norms and biases too; left out, the optimizer's, on matrices alone."""
+    """The weight decay of these parameters, including norms and biases. The default is the optimizer's, for matrices only."""
 
     freeze: bool = False
-    """Leave these parameters as they are: no gradient, no update."""
+    """Whether these parameters are frozen: they get no gradient and no update."""
 
     @field_validator("freeze")
     @classmethod
@@ -33,53 +33,53 @@ class GroupConfig(Table):
         """Raises ValueError for a frozen group with options, which would have no effect."""
         useless = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
         if freeze and useless:
-            raise ValueError(f"a frozen group is never updated, so `{useless[0]}` has no effect")
+            raise ValueError(f"`{useless[0]}` has no effect in a group with `freeze = true`")
         return freeze
 
 
 class OptimizerConfig(Table):
-    """What every optimizer's table has; the config of an optimizer record is a subclass."""
+    """The keys of all optimizer tables. The config of an optimizer record is a subclass."""
 
     lr: PositiveFloat
-    """The highest learning rate; `[learning_rate]` scales it from step to step."""
+    """The peak learning rate. `[learning_rate]` scales it in each step."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of the matrices; norms and biases have none unless a group says so."""
+    """The weight decay of matrices. Norms and biases have none unless a group sets it."""
 
     clip_norm: PositiveFloat | None = None
-    """Scale the gradients down if their norm over the whole model exceeds this; left out, never."""
+    """The maximum gradient norm of the whole model; larger gradients are scaled down. By default, gradients are not clipped."""
 
     clip_kind: Annotated[float, Field(ge=1)] | Literal["inf"] = 2.0
-    """Which norm `grad_norm` and clipping use: p for the p-norm, `"inf"` for the largest element."""
+    """The norm for `grad_norm` and clipping: p for the p-norm, `"inf"` for the largest element."""
 
     groups: Array[GroupConfig] = ()
-    """Options by parameter name; the first group that matches a name applies."""
+    """Options by parameter name. The first group that matches a name applies."""
 
 
 class AdamWConfig(OptimizerConfig):
     """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of the matrices; each step subtracts lr x weight_decay of them. Norms and biases: see `groups`."""
+    """The weight decay of matrices: each step subtracts lr x weight_decay x weight. For norms and biases, use `groups`."""
 
     betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
-    """Decay rates of the running means of the gradient and of its square."""
+    """The decay rates of the running means of the gradient and its square."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment before dividing."""
+    """The term added to the denominator for numerical stability."""
 
 
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 
     momentum: BelowOne = 0.0
-    """The share of the running sum of gradients that each step keeps."""
+    """The momentum: the fraction of the running gradient sum that each step keeps."""
 
     dampening: BelowOne = 0.0
-    """The share of a new gradient that is left out of that sum."""
+    """The dampening: the fraction of each new gradient that is not added to the sum."""
 
     nesterov: bool = False
-    """Look one momentum step ahead; needs `momentum` and no `dampening`."""
+    """Whether to use Nesterov momentum, which requires `momentum` and no `dampening`."""
 
     @field_validator("nesterov")
     @classmethod
@@ -90,55 +90,57 @@ class SGDConfig(OptimizerConfig):
 
 
 class FactoryOptimizerConfig(OptimizerConfig):
-    """Any subclass of torch.optim.Optimizer, by its path: `factory = "torch.optim:NAdam"`."""
+    """Any subclass of torch.optim.Optimizer, such as `factory = "torch.optim:NAdam"`."""
 
     factory: FactoryPath
-    """The class, `"package.module:Name"`; it is called with the parameter groups, `lr` and `options`."""
+    """The class, as `"package.module:Name"`. It is called with the parameter groups, `lr` and `options`."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the class, as it names them."""
+    """Further keyword arguments of the class."""
 
     scope: Literal["elementwise", "matrix", "global"] | None = None
-    """Which gradients an element's update depends on: its own, its parameter's or all; left out, torch.optim's are known."""
+    """The gradients on which the update of an element depends: only its own, those of its parameter, or all. The scope of
+    torch.optim's classes is known.
+    """
 
 
 class LearningRateConfig(Table):
-    """What core's learning-rate tables have in common."""
+    """The common keys of core's learning-rate tables."""
 
     warmup_steps: NonNegativeInt = 0
     """Steps over which the rate rises to its full value; the first of them has 1/warmup_steps of it, not 0."""
 
 
 class ConstantConfig(LearningRateConfig):
-    """The full rate after the warm-up."""
+    """A constant rate after the warm-up."""
 
 
 class DecayConfig(LearningRateConfig):
-    """What the falling learning rates have in common."""
+    """The common keys of decaying learning rates."""
 
     min_ratio: Fraction = 0.1
-    """The last step's share of the full rate; at 0 the last step changes nothing."""
+    """The fraction of the full rate in the last step. At 0 the last step changes nothing."""
 
     decay_steps: PositiveInt | None = None
     """Steps below the full rate; left out, all after the warm-up."""
 
 
 class LinearConfig(DecayConfig):
-    """Falls in a straight line from the full rate to `min_ratio` of it."""
+    """Linear decay from the full rate to `min_ratio` of it."""
 
 
 class CosineConfig(DecayConfig):
-    """Falls along half a cosine from the full rate to `min_ratio` of it (Loshchilov and Hutter, 2017)."""
+    """Cosine decay from the full rate to `min_ratio` of it (Loshchilov and Hutter, 2017)."""
 
 
 class WarmupStableDecayConfig(DecayConfig):
-    """Holds the full rate and falls over the last `decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
+    """A constant rate, then a decay over the last `decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
 
     decay_steps: PositiveInt | None = None
     """Steps of the fall at the end of the run; left out, a tenth of the run."""
 
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """How it falls; `sqrt` is steep first (Hägele et al., 2024, 1-sqrt)."""
+    """The shape of the decay. `sqrt` decays fastest at first (Hägele et al., 2024, 1-sqrt)."""
 
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})

@@ -58,9 +58,9 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Fact
     if config.warmup_steps + decay_steps > num_steps:
         raise PlanError(
             "learning-rate-steps",
-            f"warm-up and decay do not fit into the run: {config.warmup_steps} + {decay_steps} > {num_steps} steps",
+            f"warm-up and decay are longer than the run: {config.warmup_steps} + {decay_steps} > {num_steps} steps",
             path=("learning_rate", "decay_steps" if config.decay_steps else "warmup_steps"),
-            hint="shorten one of them, or raise `run.steps`",
+            hint="use fewer `warmup_steps` or `decay_steps`, or more `run.steps`",
         )
     last_full = num_steps - 1 - decay_steps
     return _decay_factor(SHAPES[config.shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
@@ -109,11 +109,15 @@ def learning_rate_factor(plan: Plan) -> Factor:
         except (TypeError, ValueError):
             value = math.nan
         if not 0 <= value < math.inf:
-            raise _rate_error(plan, f"`{name}` gives {share!r} at step {step}, which is no share of the rate")
+            raise _rate_error(
+                plan, f"`{name}` must return a finite factor of at least 0, but returned {share!r} at step {step}"
+            )
         return value
 
     if not callable(factor):
-        raise _rate_error(plan, f"`{name}` gave a {type(factor).__name__}, not a function from the step to a share of the rate")
+        raise _rate_error(
+            plan, f"`{name}` must return a function from the step to a factor of `lr`, but returned a {type(factor).__name__}"
+        )
     return checked
 
 

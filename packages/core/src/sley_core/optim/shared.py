@@ -128,8 +128,10 @@ def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
     current = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
     for key in extra_states(optimizer):
         if ("state", "", key) not in current:
-            message = f"a checkpoint cannot hold the state {key!r} of {type(optimizer).__name__}, whose key is no parameter"
-            hint = "keep numbers, strings and small tensors there, and large tensors under the parameters"
+            message = (
+                f"a checkpoint cannot contain the state {key!r} of {type(optimizer).__name__}, whose key is not a parameter"
+            )
+            hint = "store only numbers, strings and small tensors there, and large tensors under the parameters"
             raise RunError("optimizer-state", message, hint=hint)
     return changed_values(begun, current)
 

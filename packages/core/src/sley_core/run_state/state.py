@@ -158,7 +158,7 @@ class TrainingState:
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
         restoring = Restoring(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
-        restoring.notes += (f"the plan has changed since: {change}" for change in changes)
+        restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
         if any(change.path[0] == "learning_rate" or change.path in RATES for change in changes):
             # The old plan may no longer be loadable, for example because a file is missing.
             with suppress(SleyError):

@@ -22,7 +22,9 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help=f"The file to write; by default {NAME} in the folder of a single run, or here."
+            "--out",
+            metavar="FILE",
+            help=f"The file to write; by default {NAME} in the run folder, or in the current folder for several runs.",
         ),
     ] = None,
 ) -> None:

@@ -76,7 +76,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
         except (OSError, ValueError, KeyError) as error:
             reason = f"its files cannot be read: {error}" if (folder / PLAN).exists() else f"it has no `{PLAN}`"
             message = f"`{folder}` is not the folder of a run: {reason}"
-            raise UsageError("no-run", message, hint="pass the folder: `runs/NAME`") from error
+            raise UsageError("no-run", message, hint="pass the folder, such as `runs/NAME`") from error
         runs.append(run)
     names = Counter(run.label for run in runs)
     return [run if names[run.label] == 1 else replace(run, label=str(run.folder)) for run in runs]
@@ -143,7 +143,7 @@ _CURVES = {
     "tokens_per_s": ("Speed", "sum over all ranks", "tokens/s"),
     "samples_per_s": ("Speed", "sum over all ranks", "samples/s"),
     "tflops": ("TFLOP/s", "per device, for the model's forward and backward", "TFLOP/s"),
-    "mfu": ("MFU", "model FLOPs utilisation: the share of the devices' peak", "of 1"),
+    "mfu": ("MFU", "model FLOPs utilization: the share of the devices' peak", "of 1"),
     "memory_mb": ("Memory", "peak so far on rank 0: tensors on a GPU, the whole process on a CPU", "MiB"),
     "data_wait_s": ("Waiting for data", "on rank 0 in each step", "s"),
 }
@@ -220,7 +220,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _size_error(message: str) -> UsageError:
-    return UsageError("report-size", message, hint="name fewer runs")
+    return UsageError("report-size", message, hint="pass fewer runs")
 
 
 def _chart_names(runs: Sequence[RecordedRun]) -> list[str]:

@@ -71,11 +71,11 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
         return Judgement((), (), f"rank {missing[0]} has recorded nothing: {MISSING_RECORD_REASONS}")
     newest = max(record.start.time for record in records)
     if stale_ranks := [record.start.rank for record in records if newest - record.start.time > SAME_START_S]:
-        return Judgement((), (), f"rank {stale_ranks[0]} has recorded nothing since the run was started again")
+        return Judgement((), (), f"rank {stale_ranks[0]} has recorded nothing since the run was restarted")
     blocks = build_blocks(records)
     steps = sum(block.num_steps for block in blocks)
     if steps < MIN_STEPS:
-        return Judgement((), tuple(blocks), f"{steps} steps are too few, {MIN_STEPS} are needed")
+        return Judgement((), tuple(blocks), f"{steps} steps are too few; at least {MIN_STEPS} are needed")
     # The first block includes one-time work: compiling, opening files, first allocations.
     settled = blocks[1:] if len(blocks) > NUM_PARTS else blocks
     causes = _find_causes(settled)

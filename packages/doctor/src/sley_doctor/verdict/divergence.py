@@ -157,10 +157,13 @@ def _describe_mismatch(
     odd, usual = odd_exchanges[number], usual_exchanges[number]
     exchanges = (usual, odd)
     if _has_same_description(odd, usual):
-        description = f"rank {odd_rank} has {odd.num_bytes} bytes for the {odd}, where rank {usual_rank} has {usual.num_bytes}"
+        description = f"rank {odd_rank} has {odd.num_bytes} bytes for the {odd}, but rank {usual_rank} has {usual.num_bytes}"
         return Divergence("size", names, exchanges, description)
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    differ = f"rank {odd_rank} makes the {odd} where rank {usual_rank} makes the {usual}, the {number}{ending} of that queue"
+    differ = (
+        f"rank {odd_rank} starts the {odd}, but rank {usual_rank} starts the {usual}, as the "
+        f"{number}{ending} exchange of that queue"
+    )
     next_usual, next_odd = usual_exchanges.get(number + 1), odd_exchanges.get(number + 1)
     if next_usual is not None and is_same_exchange(next_usual, odd):
         description = f"{differ}: rank {odd_rank} has skipped that" if is_clear else f"{differ}: one rank has skipped it"

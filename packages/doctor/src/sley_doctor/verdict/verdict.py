@@ -96,13 +96,13 @@ def describe_state(state: RunState, now: float) -> str:
         seconds = max(0.0, now - state.time)
         ago = f", {seconds:.0f} s ago" if seconds < 120 else f", {seconds / 60:.0f} min ago"
         ago = f", {seconds / 3600:.0f} h ago" if seconds >= 7200 else ago
-    progress = f"all ranks finished step {state.step}{ago}" if state.step else "no step was taken"
-    no_summary = "the last attempt has written no summary, and no process on this host holds the run's lock"
+    progress = f"all ranks finished step {state.step}{ago}" if state.step else "no step was finished"
+    no_summary = "the last attempt wrote no summary, and no process on this host holds the run's lock"
     match state.state:
         case "running":
             return f"the run is still running; {progress}"
         case "killed":
-            beyond = f", and none finished step {state.step + 1}" if state.step else ""
+            beyond = f", but none finished step {state.step + 1}" if state.step else ""
             return f"{no_summary}: it was killed; {progress}{beyond}"
         case "unknown":
             hint = "repeat this command in a minute, or on the host of rank 0"
@@ -208,7 +208,7 @@ def _stopped_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | 
     """Returns the verdict for a rank that did not answer its launcher; None if there is none."""
     for rank, state in sorted(launch.silent.items()) if launch is not None else ():
         if rank not in by_rank:
-            cause = f"rank {rank} did not answer{f': {state}' if state else ''}"
+            cause = f"rank {rank} did not respond{f': {state}' if state else ''}"
             return _verdict_from_peers(rank, cause, "stopped", _STOPPED if state else _UNKNOWN, by_rank)
     return None
 
@@ -246,7 +246,7 @@ def _missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
             continue
         for rank in find_late_ranks(report.wait, by_rank):
             if rank not in by_rank:
-                cause = f"rank {rank} has left no report: it was killed, or stopped, or its machine is gone"
+                cause = f"rank {rank} left no report: it was killed or stopped, or its machine is down"
                 return _verdict_from_peers(rank, cause, "missing", _UNKNOWN, by_rank)
     return None
 

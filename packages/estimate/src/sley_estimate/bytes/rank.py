@@ -199,7 +199,7 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
         location = "; ".join(getattr(error, "__notes__", [])) or "in a step"
         raise RunError(
             "estimate-layer",
-            f"the step cannot run without the values of its tensors: `{error.func}` reads them, {location}",
+            f"the step reads values of tensors, which the estimate does not have: `{error.func}`, {location}",
             hint="compute the output of a layer only from the shapes of its input and from the batch",
         ) from error
 

@@ -104,7 +104,7 @@ def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[d
     left_out = []
     for variant in unmeasured_variants(plan):
         if reason := bench.try_variant(variant, VARIANT_REPETITIONS, until_s):
-            left_out.append(f"`{variant.policy}` on micro-batches of {variant.micro_size}: {reason}")
+            left_out.append(f"`{variant.policy}` with micro-batches of {variant.micro_size}: {reason}")
     return bench.tables, left_out
 
 
@@ -168,7 +168,7 @@ class VariantBench:
         except _TimeIsUpError:
             return "the time budget was used up"
         except (MemoryError, torch.OutOfMemoryError):
-            return "its layers do not fit into memory"
+            return "its layers do not fit in memory"
         except SleyError as error:
             return error.diagnostics[0].message
         return None
@@ -235,7 +235,7 @@ class VariantBench:
 
 
 class MissingRankError(Exception):
-    """Raised for an operation of an imitated group that needs its other members, which do not exist."""
+    """Raised for an operation of the simulated group that needs its other members, which do not exist."""
 
 
 class EchoTransport(Transport):
@@ -312,7 +312,7 @@ class _SingleRankChannels(dict[str, Any]):
         self.what = what
 
     def __missing__(self, channel: str) -> Any:
-        raise MissingRankError(f"asks for the {self.what} of the channel `{channel}`, which an imitated group does not have")
+        raise MissingRankError(f"asks for the {self.what} of the channel `{channel}`, which the simulated group does not have")
 
 
 def echo_group(axis: str, echo: EchoTransport, size: int) -> Group:

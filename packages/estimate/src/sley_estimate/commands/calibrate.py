@@ -18,13 +18,15 @@ from train_cli.options import SetOption
 
 TIMEOUT_S = 60.0  # the time limit of every wait between ranks
 
-OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
+OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, in TOML.")]
 PlanOption = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="PLAN", help="Also time each distinct layer of this plan's model under every policy."),
+    typer.Option(
+        "--plan", metavar="PLAN", help="Also measure each distinct layer of this plan's model under every activation policy."
+    ),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and time their exchanges.")
+    int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and measure their communication.")
 ]
 
 
@@ -74,7 +76,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
     if result is not None:
         machine, left_out = result
         for variant in left_out:
-            console.say(f"not timed: {variant}")
+            console.say(f"not measured: {variant}")
         Path(out).write_text(machine_text(machine), "utf-8")
         console.say(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
     return EXIT_OK
@@ -88,5 +90,5 @@ def _describe_contents(machine: MachineFile) -> str:
         parts.append(f"{len(machine.layers)} layers")
         policies = dict.fromkeys(str(layer.activations) for layer in machine.layers)
         sizes = sorted({layer.micro_size for layer in machine.layers if layer.micro_size is not None})
-        parts.append(f"under {', '.join(policies)}, on micro-batches of {', '.join(map(str, sizes))}")
+        parts.append(f"under {', '.join(policies)}, with micro-batches of {', '.join(map(str, sizes))}")
     return ", ".join(parts)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sley_estimate.step.estimate import PlanSeconds
 
 GIB = 1 << 30
-COUNTED = "only a rank's tensors count; its process needs more: libraries, the CUDA context, free memory in allocators"
+COUNTED = "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 
 UNITS = {
     "TiB": 1 << 40,
@@ -60,8 +60,8 @@ UNITS = {
 """Bytes of the units of a size. `B` is last, since all units end with it."""
 
 SOURCES: dict[Source, str] = {
-    "measured": "timed on this machine",
-    "in proportion": "computed in proportion to variants of them that were timed on this machine",
+    "measured": "measured on this machine",
+    "in proportion": "scaled from variants of them that were measured on this machine",
     "counted": "computed from their operators",
 }
 
@@ -86,12 +86,12 @@ def estimate(
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", metavar="SIZE", help="Memory of a device, such as 80GiB. The exit code is 1 if a stage needs more."
+            "--memory", metavar="SIZE", help="The memory of a device, such as 80GiB. The exit code is 1 if a stage needs more."
         ),
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option("--machine", metavar="FILE", help="Machine file of `calibrate`, to estimate the seconds of a step too."),
+        typer.Option("--machine", metavar="FILE", help="The machine file of `calibrate`, to also estimate the step time."),
     ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
@@ -146,7 +146,9 @@ def parse_size(text: str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * factor)
     raise UsageError(
-        "memory-size", f"`--memory {text}` is not a size", hint="use 80GiB, or a number of TiB, MiB, KiB, TB, GB, MB, KB or B"
+        "memory-size",
+        f"`--memory {text}` is not a size",
+        hint="use 80GiB, or another number with TiB, MiB, KiB, TB, GB, MB, KB or B",
     )
 
 
@@ -165,10 +167,10 @@ def bytes_lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> It
     verdict = f"the maximum is {format_bytes(largest.peak)}, on stage {largest.stage}"
     if limit is not None:
         free_bytes = limit - largest.peak
-        verdict += f": fits into {format_bytes(limit)}, {format_bytes(free_bytes)} are left" if free_bytes >= 0 else ""
         verdict += (
-            f": does not fit into {format_bytes(limit)}, {format_bytes(-free_bytes)} are missing" if free_bytes < 0 else ""
+            f", which fits into {format_bytes(limit)} with {format_bytes(free_bytes)} to spare" if free_bytes >= 0 else ""
         )
+        verdict += f", which exceeds {format_bytes(limit)} by {format_bytes(-free_bytes)}" if free_bytes < 0 else ""
     yield verdict
     yield COUNTED
 
@@ -262,20 +264,18 @@ def compare_with_run(stages: Sequence[RankBytes], step: PlanSeconds | None, fold
     summary["estimated"] = {"memory_bytes": states, "peak_bytes": peak, "step_seconds": seconds}
     write_json(path, summary)
     between_steps = sum(summary["memory_bytes"].values())
-    result = [
-        f"  memory         {format_bytes(between_steps)} between steps; {format_bytes(sum(states.values()))} were estimated"
-    ]
+    result = [f"  memory         {format_bytes(between_steps)} between steps (estimated: {format_bytes(sum(states.values()))})"]
     if summary["device"].startswith("cuda"):
         measured = summary["memory_mb"] * 2**20
         error = _format_error(peak, measured)
-        result.append(f"                 {format_bytes(int(measured))} at most; {format_bytes(peak)} were estimated{error}")
+        result.append(f"                 {format_bytes(int(measured))} at the peak (estimated: {format_bytes(peak)}{error})")
     else:
         result.append(
-            f"                 {format_bytes(peak)} at most, as estimated; a CPU does not measure the peak of tensors"
+            f"                 {format_bytes(peak)} at the peak (estimated); the peak of tensors cannot be measured on a CPU"
         )
     if seconds is not None:
         step_s = summary["seconds"] / summary["steps"]
-        result.append(f"  a step         {step_s:.4g} s; {seconds:.4g} s were estimated{_format_error(seconds, step_s)}")
+        result.append(f"  a step         {step_s:.4g} s (estimated: {seconds:.4g} s{_format_error(seconds, step_s)})")
     return result
 
 

@@ -37,25 +37,25 @@ def search(
     ] = None,
     overrides: SetOption = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a device, such as 80GiB; no limit by default.")
+        str | None, typer.Option("--memory", metavar="SIZE", help="The memory of a device, such as 80GiB; no limit by default.")
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="The number of layouts to show.")] = 5,
     keep_axes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--keep", metavar="AXIS", help=f"Axis that keeps its value in the plan; may be repeated: {', '.join(AXES)}."
-        ),
+        typer.Option("--keep", metavar="AXIS", help=f"An axis to keep as in the plan; can be repeated: {', '.join(AXES)}."),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify/--rough", help="Whether `estimate` verifies the shown layouts.")] = True,
     budget: Annotated[
         float,
-        typer.Option("--budget", min=0, metavar="SECONDS", help="Seconds in which `estimate` may start to verify layouts."),
+        typer.Option(
+            "--budget", min=0, metavar="SECONDS", help="The time in seconds after which `estimate` verifies no further layouts."
+        ),
     ] = BUDGET_S,
     explain: Annotated[
         bool, typer.Option("--explain", help="Compare the fastest layout with the unchanged plan, part by part.")
     ] = False,
     write: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="Write the plan in the fastest layout here.")
+        Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a plan to this file.")
     ] = None,
 ) -> None:
     """Find the fastest layouts of a plan that fit, with the installed plugins. Needs no device."""
@@ -63,7 +63,7 @@ def search(
         hint = "use `train-cli calibrate --out machine.toml --plan PLAN`, then pass `--machine machine.toml`"
         raise UsageError("search-machine", "a search needs a machine file", hint=hint)
     if explain and not verify:
-        raise UsageError("explain-needs-steps", "`--explain` compares estimates, but `--rough` makes none")
+        raise UsageError("explain-needs-steps", "`--explain` compares estimates, but with `--rough` there are none")
     from sley_core.plan.check import check_data
     from sley_estimate.search.find import estimate_forked, search_layouts
     from sley_estimate.search.layouts import Layouts, list_choices
@@ -114,7 +114,7 @@ def search(
 def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields text lines about the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
     too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
-    steps = f": the best {result.num_exact:,} by a formula ran their own steps" if result.num_exact else ""
+    steps = f"; the best {result.num_exact:,} of the formula were verified" if result.num_exact else ""
     yield f"{result.num_layouts:,} layouts considered{steps}{too_large}"
     if result.not_begun:
         yield f"  {result.not_begun:,} more did not, since the time budget was used up: use a larger `--budget` to include them"
@@ -179,7 +179,7 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
     estimate = best.estimate
     method = "rough" if not hasattr(estimate, "sources") else "verified by estimate"
     size = format_bytes(int(estimate.num_bytes))
-    head = f"# {world} ranks: {estimate.seconds:.4g} s per step, {size} on the fullest rank, {method}\n"
+    head = f"# {world} ranks: {estimate.seconds:.4g} s per step, {size} at the peak of a rank, {method}\n"
     layout = best.layout
     choices = {
         "[activations]": layout.activations,
@@ -190,7 +190,7 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
         "[[offload]]": layout.offload,
     }
     comments = {header: f"search: {choice}" for header, choice in choices.items() if choice is not None}
-    comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows"
+    comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows from them"
     comments["[batch]"] = f"search: micro_size = {layout.micro_size}"
     texts = []
     for text in sections(layout.plan(plan, world).tables):

@@ -161,7 +161,7 @@ def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> fl
         if operator.flops:
             table: MatmulTable | None = getattr(device.matmul, operator.dtype)
             if table is None:
-                missing = f"`[device.matmul.{operator.dtype}]`, and a layer multiplies {operator.dtype}"
+                missing = f"`[device.matmul.{operator.dtype}]`, but a layer multiplies in {operator.dtype}"
                 hint = "use `train-cli calibrate` to measure every dtype of the device"
                 raise PlanError("machine-matmul", f"the machine `{device.name}` has no {missing}", hint=hint)
             seconds = max(seconds, (operator.flops + table.half_flops) / table.flops_per_s)

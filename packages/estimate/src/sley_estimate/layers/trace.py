@@ -142,11 +142,11 @@ def _record_layer(
     except (SleyError, AssertionError):
         raise
     except Exception as error:
-        message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot be counted without memory: "
+        message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot run on meta to count its operators: "
         message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         if recorder.last:
             message += f" (the last operator was {recorder.last})"
-        hint = "use `train-cli calibrate --plan plan.toml --out machine.toml` to time it"
+        hint = "use `train-cli calibrate --plan plan.toml --out machine.toml` to measure the layer"
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.operators("recompute"):
         for tensor in value[1] if value else ():

@@ -403,7 +403,7 @@ def count_states(plan: Plan) -> int:
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
     except Exception as error:
-        message = f"`{plan.optimizer.name}` cannot step one small weight: {type(error).__name__}: {error}"
+        message = f"`{plan.optimizer.name}` cannot update one small weight: {type(error).__name__}: {error}"
         raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
     states = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
     return sum(1 for value in states if value.shape == weight.shape)

@@ -190,7 +190,7 @@ def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> flo
     if machine.device.kind == "cpu":
         return operators_s(operators, machine.device)
     if machine.host is None or machine.host.memory_bandwidth is None:
-        raise _missing_host_error("[host] memory_bandwidth", "the optimizer steps on the host")
+        raise _missing_host_error("[host] memory_bandwidth", "the optimizer runs on the host")
     return sum(operator.num_bytes for operator in operators) / machine.host.memory_bandwidth
 
 

@@ -229,7 +229,7 @@ class CanonicalReduction(Reduction):
         """
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:
-            message = f"each rank writes its own {', '.join(per_rank_buffers)}, from the samples that it has"
+            message = f"each rank updates its own {', '.join(per_rank_buffers)} from its own samples"
             hint = f"{FAST}, or modules without such buffers"
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
         if faults:
@@ -324,10 +324,10 @@ class CanonicalAccumulator(Accumulator):
         if leaf in self._closed:
             raise RunError(
                 "canonical-again",
-                f"the gradient of {self.param.name!r} comes in pieces from micro-batch {leaf.micro}, others between them: "
-                "their sum has no fixed order",
-                hint='use [parallel] reduction = "fast"; or torch.utils.checkpoint with `use_reentrant=False`, and of a weight '
-                'communicator `unit = "layer"` and `fused = true`',
+                f"the gradient of {self.param.name!r} receives several contributions from micro-batch "
+                f"{leaf.micro}, interleaved with others, so their sum has no fixed order",
+                hint='set [parallel] reduction = "fast", or use torch.utils.checkpoint with `use_reentrant=False`, '
+                'and `unit = "layer"` and `fused = true` in [weights]',
             )
         self._leaf, self._is_fresh = leaf, True
 
@@ -345,8 +345,9 @@ class CanonicalAccumulator(Accumulator):
         if self.has_products:
             raise RunError(
                 "canonical-autograd",
-                f"the parameter {self.param.name!r} of a linear or an embedding is used in another way too, or has a hook, is "
-                "used under autocast or differentiated twice: the order in which its gradients are added is then the layout's",
+                f"the parameter {self.param.name!r} of a linear or an embedding is also used in another way, has "
+                "a hook, is used under autocast, or is differentiated twice, so the order of its gradient sum "
+                "depends on the layout",
                 hint=FAST,
             )
         self.begin_contribution()
@@ -420,7 +421,7 @@ def sum_uses(sums: list[Tensor]) -> Tensor:
     return first
 
 
-FAST = 'use [parallel] reduction = "fast"'
+FAST = 'set [parallel] reduction = "fast"'
 Use = tuple[str, nn.Module, int]
 """A use of a parameter: its name there, the module that holds it, and that module's stage."""
 
@@ -442,10 +443,10 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
         odd = next((use for use in every if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
         if odd is not None:
             kind = type(odd[1]).__name__
-            message = f"{name!r} is {odd[0]!r} too, in a {kind}: autograd adds the gradients of both, or ranks do"
-            hint = f"{FAST}, or tie the weights of plain nn.Linear and nn.Embedding"
+            message = f"{name!r} is also {odd[0]!r} in a {kind}, so autograd or the ranks sum both gradients in their own order"
+            hint = f"{FAST}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
         elif len({use[2] for use in every}) > 1 and len(by_layer) > 2:
             count = len(by_layer)
-            message = f"{count} layers hold {name!r}, on several stages, which add its gradients in an order of their own"
-            yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or `pp = 1`")
+            message = f"{count} layers on several stages share {name!r}, and the stages sum its gradients in their own order"
+            yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or set `pp = 1`")

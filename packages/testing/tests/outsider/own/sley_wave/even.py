@@ -14,6 +14,6 @@ def build(config: EvenConfig) -> Callable[[Sequence[float], int], tuple[int, ...
 
 def even(costs: Sequence[float], num_positions: int) -> tuple[int, ...]:
     if len(costs) < num_positions:
-        message = f"{len(costs)} layers cannot be cut into {num_positions} parts"
+        message = f"{len(costs)} layers cannot be split into {num_positions} parts"
         raise PlanError("partition-empty", message, path=("parallel", "pp"))
     return tuple(len(costs) * at // num_positions for at in range(num_positions + 1))
