@@ -22,7 +22,7 @@ from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
-from sley_testing.plans import Tables, small_plan
+from sley_testing.plans import Tables, changed, small_plan
 from train_cli.saved import load_run_plan
 
 transformers = pytest.importorskip("transformers")
@@ -32,10 +32,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True, "head_dim": 8},
     "gemma": {"head_dim": 8},  # norms that add 1
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "gpt_neox": {},  # other names in files than in the model
     "mixtral": {"num_local_experts": 4},
-    "gpt2": {},  # Conv1D, learned positions
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": {},  # other names in files than in the model
+    "gpt2": {},  # Conv1D, learned positions
 }
 CHECKPOINT = "checkpoints/step-00000002"
 LORA = {"use": "hf.lora", "rank": 2}
@@ -60,13 +60,13 @@ def save_model(folder: Path, family: str, **changes: Any) -> Path:
 def trained(texts: Path, folder: Path) -> Trained:
     """`trained(tables)`: the folder of a run of two steps, as `train-cli run` leaves it; `trained.logits`: its logits."""
 
-    def train(tables: Tables, name: str = "run") -> Path:
-        train.logits = trained_runs.train(tables, texts, folder / name, save)  # type: ignore[attr-defined]
+    def train(tables: Tables, name: str = "run", resume: str | None = None) -> Path:
+        train.logits = trained_runs.train(tables, texts, folder / name, save, resume)  # type: ignore[attr-defined]
         return folder / name
 
     def save(run: Run, to: Path) -> None:
         run.save_weights(to / "weights", max_file_bytes=20000)
-        run.save_checkpoint(to / CHECKPOINT)
+        run.save_checkpoint(to / "checkpoints" / f"step-{run.num_steps_done:08}")
 
     return train
 
@@ -78,28 +78,46 @@ def exported_model(folder: Path) -> Any:
     return model.eval()
 
 
-def exported(cli: Any, run: Path, out: Path) -> str:
-    result = cli("export", run, "--format", "huggingface", "--out", out)
+def exported(cli: Any, run: Path, out: Path, *options: str) -> str:
+    result = cli("export", run, "--format", "huggingface", "--out", out, *options)
     assert result.code == 0, result.err
     return str(result.err)
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+EXPORTS: dict[str, tuple[str, Tables, list[str]]] = {
+    "untied": ("llama", {}, []),
+    "tied": ("qwen3", {}, []),
+    "bf16, norms that add 1": ("gemma", {"precision__compute": "bf16"}, []),
+    "experts": ("qwen3_moe", {}, []),
+    "adapters": ("llama", {"adapters": LORA}, ["--merge"]),
+    "extended": ("llama", {}, []),
+    "other names in files": ("gpt_neox", {}, []),
+    "bf16, experts": ("mixtral", {"precision__compute": "bf16"}, []),
+    "olmoe": ("olmoe", {}, []),
+    "gpt2": ("gpt2", {}, []),
+}
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("case", EXPORTS)
 def test_an_exported_run_computes_the_same_logits_after_both_have_moved(
-    cli: Any, trained: Trained, folder: Path, family: str, compute: str
+    cli: Any, trained: Trained, folder: Path, case: str
 ) -> None:
-    start = save_model(folder / "start", family, dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
-    run = trained(plan({"use": "hf.decoder", "weights": str(start)}, precision__compute=compute))
+    family, changes, options = EXPORTS[case]
+    dtype = getattr(torch, {"bf16": "bfloat16"}.get(changes.get("precision__compute", ""), "float32"))
+    start = save_model(folder / "start", family, dtype=dtype)
+    tables = plan({"use": "hf.decoder", "weights": str(start)}, **changes)
+    run = trained(tables)
+    if case == "extended":
+        run = trained(changed(tables, run__steps=4), resume=str(run / CHECKPOINT))
     shutil.rmtree(start)
     run = Path(shutil.move(run, folder / "moved run"))
-    message = exported(cli, run, folder / "hf")
+    message = exported(cli, run, folder / "hf", *options)
+    assert f"the weights of step {4 if case == 'extended' else 2}" in message
     assert "transformers computes the run's logits" in message
     model = exported_model(Path(shutil.move(folder / "hf", folder / "moved")))
-    assert model.dtype == getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[compute])
-    assert (model.config.model_type, model.generation_config.eos_token_id) == (family, 255)
-    tolerance = {"fp32": 1e-5, "bf16": 3e-2}[compute]
+    assert (model.dtype, model.config.model_type, model.generation_config.eos_token_id) == (dtype, family, 255)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
     with torch.no_grad():
         logits = model(TOKENS).logits.float()
     torch.testing.assert_close(logits, trained.logits, rtol=tolerance, atol=tolerance * float(logits.abs().max()))  # type: ignore[attr-defined]

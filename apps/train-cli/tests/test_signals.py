@@ -36,7 +36,7 @@ def summary(folder: Path) -> dict[str, Any]:
     ("dp", "number", "code"),
     [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (1, signal.SIGHUP, 129), (2, signal.SIGHUP, 129)],
 )
-def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, number: int, code: int) -> None:
+def test_the_step_is_finished(start: Start, cli: Any, plan: Path, folder: Path, dp: int, number: int, code: int) -> None:
     program = start("run", plan, *LONG, "--set", f"parallel.dp={dp}")
     program.wait_for("step 3/")
     os.kill(program.process.pid, number)
@@ -50,6 +50,9 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert "  weights        runs/small/weights\n" in result.err
     assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
     assert [row["step"] for row in rows(folder / "runs" / "small")] == list(range(1, steps + 1))
+    exported = cli("export", "runs/small", "--format", "huggingface", "--out", folder / "out")
+    assert f"the weights of step {steps} in" in exported.err
+    assert "transformers computes the run's logits" in exported.err
 
 
 @pytest.mark.campaign  # test_stopping.py has the same of a process without torch

@@ -44,12 +44,17 @@ def save_model(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
-def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], None]) -> Tensor:
-    """Takes two steps in the new run folder `to`, and returns the logits of `TOKENS`. save: saves the weights of the run."""
-    to.mkdir()
+def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], None], resume: str | None = None) -> Tensor:
+    """Takes two steps in the run folder `to`, and returns the logits of `TOKENS`.
+
+    save: saves the weights of the run. resume: the path of a checkpoint of the run.
+    """
+    to.mkdir(exist_ok=True)
     plan = plan_from_dict(tables, texts)
     copy_run_files(plan, to)
-    with assemble(plan, World.alone("cpu")) as run:
+    with assemble(plan, World.alone("cpu"), folder=to) as run:
+        if resume is not None:
+            run.load_checkpoint(resume)
         run.step()
         run.step()
         save(run, to)
