@@ -70,10 +70,10 @@ class LeagueRow:
 
 
 def _describe_layout(tables: Tables) -> str:
-    """Returns text like "dp 2 x wp 2, pp.one_f_one_b, dp.bucketed", or the number of micro-batches of a single rank."""
+    """Returns text like "dp 2 x wp 2, pp.one_f_one_b, dp.bucketed", or the number of microbatches of a single rank."""
     parallel, batch = tables.get("parallel", {}), tables["batch"]
     sizes = [f"{axis} {parallel[axis]}" for axis in ("dp", "sp", "wp", "pp") if parallel.get(axis, 1) > 1]
-    axes = " x ".join(sizes) or f"{batch['global_size'] // batch['micro_size']} micro-batches"
+    axes = " x ".join(sizes) or f"{batch['global_size'] // batch['micro_size']} microbatches"
     records = [tables[key] for key in ("pipeline", "activations") if key in tables]
     records += [*tables.get("gradient_handlers", []), *tables.get("offload", [])]
     return ", ".join([axes, *(record["use"] for record in records)])
@@ -130,10 +130,10 @@ _SLOW = small(precision={"compute": "bf16"}, optimizer__lr=3e-5)
 """A step is smaller than half the spacing of bf16 numbers, so that only master weights keep it."""
 
 ROWS: tuple[LeagueRow, ...] = (
-    # A loss sum is divided by the number of all labels, never by the number of labels on a rank or in a micro-batch.
+    # A loss sum is divided by the number of all labels, never by the number of labels on a rank or in a microbatch.
     LeagueRow(
         name="accumulation",
-        silent_error="each micro-batch is divided by its own number of labels, so labels in short ones have more weight",
+        silent_error="each microbatch is divided by its own number of labels, so labels in short ones have more weight",
         issues=("transformers PR #34191", "transformers #35203", "torchtune PR #1917", "Lightning PR #21386"),
         tables=small(data=samples(num_labels=[16, 3, 9, 1, 12, 2, 7, 5])),
         layouts=({"parallel": {"dp": 1}},),
@@ -262,7 +262,7 @@ ROWS: tuple[LeagueRow, ...] = (
     # Offloaded memory is reloaded unchanged.
     LeagueRow(
         name="offload",
-        silent_error="with offload, only the last micro-batch's gradient is kept, or outdated weights are reloaded",
+        silent_error="with offload, only the last microbatch's gradient is kept, or outdated weights are reloaded",
         issues=("DeepSpeed #7981", "DeepSpeed #7967", "DeepSpeed PR #8186"),
         tables=small(gradient_handlers=[BUCKETS]),
         layouts=(

@@ -151,28 +151,29 @@ def page() -> str:
 
 <!-- Written by `python apps/train-cli/tests/own/parity_table.py`; do not edit. -->
 
-Tests compare {len(table)} layouts with the one-process run of the same plan, and with a plain PyTorch loop that shares no code
-with the engine. They compare the loss, gradient norm, held-out loss, every gradient of the first step, and every weight after
-three steps, on every rank, within the [tolerances](internals.md#parity). Replicas must be bit-identical. A row of the table
-has one value of each factor. Any two values that a plan allows together, {covered} pairs, occur together in some row. CI runs
-{NUM_IN_CI} rows with {100 * in_ci // covered} % of the pairs; `nox -s campaign` runs all of them, and 100 newly drawn
-rows. The model is a small Llama. One row has 8 ranks, and the others have 2 or 4.
+Tests compare {len(table)} layouts with a one-process run of the same plan, and with a plain PyTorch loop that shares no code
+with the engine. On every rank, they compare the loss, the gradient norm, the held-out loss, every gradient of the first step,
+and every weight after three steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Each layout
+combines one value of each factor, so that any two compatible values occur together in at least one layout ({covered} pairs).
+CI runs {NUM_IN_CI} layouts with {100 * in_ci // covered} % of the pairs; `nox -s campaign` runs all of them, and 100 random
+ones. The model is a small Llama. One layout has 8 ranks, and the others have 2 or 4.
 
 | Factor | Values |
 |---|---|
 {table_lines}
 
-In addition, a campaign trains 2,000 random models, whose layers use patterns of users' code, in random layouts. Tests also
-check that canonical sums are bit-identical to one process, and that a run that resumes in another layout computes the same
-numbers as a run that was never stopped.
+The campaign also trains 2,000 random models in random layouts; their layers use patterns from users' code. Other tests check
+that canonical sums are bit-identical to one process, and that a run that resumes in another layout matches an uninterrupted
+run.
 
-## The league of silent errors
+## Known silent errors
 
-Tests train a small plan for each well-known silent error, in a layout where other programs compute wrong numbers without an
-error. They compare every loss, norm, gradient and final weight with one process of the same plan and, except for dropout and
-bf16, with a plain PyTorch loop that computes its own sums and processes one document at a time. The relative error is at most
-{LIMIT:g}, or {ROWS[-1].limit:g} in bf16, where a weight may be rounded to its neighbour. Each row can fail: a test injects the
-error into the ranks, and the row must differ. An arrow means that a run is resumed from a checkpoint in another layout.
+Tests train a small plan for each well-known silent error, in a layout in which other programs produce wrong results without an
+error. They compare every loss, norm, gradient and final weight with one process. Except for dropout and bf16, they also compare
+with a plain PyTorch loop that computes its own sums and processes one document at a time. The relative error is at most
+{LIMIT:g}. In bf16 it is at most {ROWS[-1].limit:g}, because a weight may be rounded to its neighbour. To prove that a row can
+fail, a test injects the error into the ranks, and the comparison must report it. An arrow means that a run resumes in another
+layout.
 
 | Layout | Silent error in other programs | Seen in |
 |---|---|---|
