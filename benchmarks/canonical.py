@@ -1,6 +1,6 @@
 """What one hash for all layouts costs: `reduction = "canonical"` against "fast", on two gloo ranks of one thread each.
 
-Whole steps at k = 1, 4 and 8 micro-batches per rank, with `dp.bucketed` and `dp.sharded`; and, of one rank alone, what it
+Whole steps at k = 1, 4 and 8 microbatches per rank, with `dp.bucketed` and `dp.sharded`; and, of one rank alone, what it
 holds besides its gradients at most. There is no target: it is an option, and this is its price.
 """
 
@@ -49,7 +49,7 @@ def memory(reducer: str, micros: int, reduction: str) -> float:
 
 def main() -> None:
     known = parser(__doc__ or "", rounds=30)
-    known.add_argument("--micros", nargs="+", type=int, choices=MICROS, default=MICROS, help="micro-batches per rank")
+    known.add_argument("--micros", nargs="+", type=int, choices=MICROS, default=MICROS, help="microbatches per rank")
     known.add_argument("--reducers", nargs="+", choices=REDUCERS, default=REDUCERS)
     options = known.parse_args()
     ranks = Ranks(RANKS, timeout_s=3000)

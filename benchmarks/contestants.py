@@ -35,7 +35,7 @@ class Contestant(Protocol):
 
 
 def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] | None, **tables: Any) -> dict[str, Any]:
-    """A plan of `shape` (layers, hidden, heads, sequence), one sample per micro-batch; None is core's default handlers.
+    """A plan of `shape` (layers, hidden, heads, sequence), one sample per microbatch; None is core's default handlers.
 
     tables: those that are not the usual ones, and `device`.
     """

@@ -3,7 +3,7 @@
     python benchmarks/data.py [--mb 1000]
 
 The text is random pieces of the standard library as JSON lines, the tokenizer a byte-level BPE of 8,192 tokens trained on a
-part of it. Each start is a process of its own: seconds from the opening of the data set to a sample, and peak memory above
+part of it. Each start is a process of its own: seconds from the opening of the dataset to a sample, and peak memory above
 imports; of several, those of the slowest and of the largest.
 """
 

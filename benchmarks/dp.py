@@ -140,8 +140,8 @@ def report_memory(ranks: Ranks, whole: bool, micros: int, options: argparse.Name
 def main() -> None:
     known = parser(__doc__ or "", rounds=40)
     known.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="which parts to measure (all)")
-    known.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=TOKENS, help="per micro-batch")
-    known.add_argument("--micros", nargs="+", type=int, choices=MICROS, default=MICROS, help="micro-batches per step")
+    known.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=TOKENS, help="per microbatch")
+    known.add_argument("--micros", nargs="+", type=int, choices=MICROS, default=MICROS, help="microbatches per step")
     options = known.parse_args()
     ranks = Ranks(RANKS, timeout_s=3000)
     for part, whole in (("backward", False), ("step", True)):

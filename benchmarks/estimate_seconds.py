@@ -1,6 +1,6 @@
 """Estimated steps against real ones: a decoder that really computes, in 24 layouts of two ranks on two cores.
 
-    calibrate   what two ranks exchange, and the layers, on both at once: in each round once per size of a micro-batch,
+    calibrate   what two ranks exchange, and the layers, on both at once: in each round once per size of a microbatch,
                 policy and axis that cuts layers
     estimate    each layout, from that machine alone; the median of the rounds
     run         each layout, all of them interleaved; the median of its steps
@@ -36,7 +36,7 @@ MEAN, WORST = 0.07, 0.15
 
 @dataclass(frozen=True)
 class Layout:
-    """Two ranks along `axis`. micro: samples of a micro-batch. more: tables of the plan.."""
+    """Two ranks along `axis`. micro: samples of a microbatch. more: tables of the plan.."""
 
     axis: str
     micro: int
@@ -93,7 +93,7 @@ REDUCED = {"gradient_handlers": [{"use": "dp.bucketed"}]}
 
 
 def layouts() -> Iterator[Layout]:
-    """Every axis, reducer, schedule and policy, with few and with many micro-batches; the last four copy to the host."""
+    """Every axis, reducer, schedule and policy, with few and with many microbatches; the last four copy to the host."""
     for reducer in ("dp.bucketed", "dp.sharded"):
         for micro, policy in ((1, "core.keep"), (4, "core.keep"), (2, "core.recompute")):
             yield Layout("dp", micro, policy, {"gradient_handlers": [{"use": reducer}]})

@@ -1,6 +1,6 @@
 """Sharded weights on two and four gloo ranks, one thread each: `isp.communicator` against torch's FSDP2 and DDP.
 
-Forward, backward and reduction of one micro-batch. Targets, ours / FSDP2: time <= 0.65 at 128 tokens per rank, <= 0.82 at
+Forward, backward and reduction of one microbatch. Targets, ours / FSDP2: time <= 0.65 at 128 tokens per rank, <= 0.82 at
 512; at all sizes at least 60 % of FSDP2's time above the line without communication removed; live bytes <= FSDP2's.
 """
 
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "isp, everything ahead": {"ahead": 8, "reductions": 64},
 }
 ONCE = {"isp, reduced per step": {"reduce": "step"}, "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False}}
-"""With several micro-batches only."""
+"""With several microbatches only."""
 
 
 def tables(tokens: int, options: dict[str, Any], micros: int = 1) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser(__doc__ or "", rounds=40)
     options.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     options.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
-    options.add_argument("--micros", type=int, default=1, help="micro-batches per step and rank")
+    options.add_argument("--micros", type=int, default=1, help="microbatches per step and rank")
     options.add_argument("--names", nargs="*", default=[], help="only these contestants; those of the targets are needed")
     options.add_argument("--only", choices=("times", "memory"), default=None)
     chosen = options.parse_args()

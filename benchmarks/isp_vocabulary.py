@@ -1,6 +1,6 @@
 """A large vocabulary on two gloo ranks, one thread each: table and head gathered, or shared by the ranks of `wp`.
 
-Forward, backward and reduction of one micro-batch of a small decoder, whose table and head are most of it.
+Forward, backward and reduction of one microbatch of a small decoder, whose table and head are most of it.
 """
 
 from __future__ import annotations

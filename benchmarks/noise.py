@@ -9,7 +9,7 @@ from sley_core.data.dataset import DataInfo, Field
 
 
 class Noise:
-    """Random ids as tokens, bytes if not told: a data set that weighs nothing, so that memory is the contestants' own."""
+    """Random ids as tokens, bytes if not told: a dataset that weighs nothing, so that memory is the contestants' own."""
 
     def __init__(self, sequence: int, vocabulary: int = 256) -> None:
         integers = Field("int64", sequence_dim=1)

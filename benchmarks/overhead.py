@@ -26,7 +26,7 @@ CPU = {"layers": 4, "hidden": 128, "heads": 4, "sequence": 64, "samples": 4, "co
 CUDA = {"layers": 8, "hidden": 1024, "heads": 8, "sequence": 1024, "samples": 8, "compute": "fp32"}
 TARGET = 1.02
 SAME_STEPS, SAME = 5, 1e-5
-"""In how many steps both loops must have the same loss, and how close, relative: one sums micro-batches in fp32."""
+"""In how many steps both loops must have the same loss, and how close, relative: one sums microbatches in fp32."""
 
 
 def plan(size: dict[str, Any], device: str, micros: int) -> dict[str, object]:
@@ -41,7 +41,7 @@ def plan(size: dict[str, Any], device: str, micros: int) -> dict[str, object]:
 
 
 class PlainLoop:
-    """Accumulates over micro-batches, clips, steps, reads the loss."""
+    """Accumulates over microbatches, clips, steps, reads the loss."""
 
     def __init__(self, run: Run, micros: int) -> None:
         run.store.close()
@@ -96,7 +96,7 @@ def main() -> None:
             "noise": round(noise, 4),
             f"sley <= {TARGET}": rows[-1].meets(TARGET, noise),
         }
-        title = f"overhead, {micros} micro-batches of {size['samples'] // micros} x {size['sequence']} tokens"
+        title = f"overhead, {micros} microbatches of {size['samples'] // micros} x {size['sequence']} tokens"
         report(title, rows, facts, options.json)
         for run in runs:
             run.close()

@@ -204,7 +204,7 @@ def report_times(name: str, stages: int, rounds: int, path: Path | None) -> None
         f"sley <= {target} x torch": by_name["sley"].meets(target, noise),
         f"sley <= {PERFECT_TARGET} x perfect": ours.meets(PERFECT_TARGET, noise),
     }
-    report(f"{name}, {stages} stages, {MICROS} micro-batches of {SHAPE['sequence']} tokens", rows, facts, path)
+    report(f"{name}, {stages} stages, {MICROS} microbatches of {SHAPE['sequence']} tokens", rows, facts, path)
 
 
 def report_memory(name: str, stages: int, path: Path | None) -> None:

@@ -1,6 +1,6 @@
 """What rules for gathering weights ahead cost, by counting: those of InternEvo's generations (rules.py) beside ours.
 
-One micro-batch of a decoder is replayed on a simulated rank, forward and backward, its first blocks recomputed: no torch, no
+One microbatch of a decoder is replayed on a simulated rank, forward and backward, its first blocks recomputed: no torch, no
 processes, the same figures everywhere. Before that, `check` holds the replay of the reference's rules to known counts.
 """
 
@@ -34,7 +34,7 @@ REFERENCES: dict[str, Callable[..., Reference]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Counts of one micro-batch.
+    """Counts of one microbatch.
 
     gathers: of a block's linear, at most. demands: gathers that nobody foresaw: linears, or ours' units. blocking: gathers of
     table and head that are awaited at once. resident, left: whole weights at most, and afterwards. gradients: of full
@@ -86,7 +86,7 @@ def backward(rules: Rules, num_blocks: int, num_recomputed: int) -> None:
 
 
 def rules_of(name: str, device: Device, num_blocks: int, num_recomputed: int) -> Rules:
-    """Those of `name`, before a micro-batch on `device`; ours have learned two."""
+    """Those of `name`, before a microbatch on `device`; ours have learned two."""
     if name in REFERENCES:
         return REFERENCES[name](device, num_blocks, num_recomputed)
     ours = Ours(num_blocks, name.removeprefix("sley, "))

@@ -74,7 +74,7 @@ class Device:
 
 
 class Rules(Protocol):
-    """What is told of a micro-batch. demands, blocking: counted."""
+    """What is told of a microbatch. demands, blocking: counted."""
 
     device: Device
     blocking: int
@@ -214,7 +214,7 @@ class Ours:
         self.demands = 0
 
     def begin(self, device: Device) -> None:
-        """A step of one micro-batch, on `device`."""
+        """A step of one microbatch, on `device`."""
         self.device = device
         self.demands = 0
         self.machine.begin(["forward", "backward"])

@@ -239,7 +239,7 @@ def main() -> None:
                 f"sley <= {TARGET} x simulator": ours.meets(TARGET, noise),
                 "sley <= 1.0 x torch": next(row for row in rows if row.name == "sley").meets(1.0, noise),
             }
-            report(f"{name}, {stages} stages, {MICROS} micro-batches", rows, facts, options.json)
+            report(f"{name}, {stages} stages, {MICROS} microbatches", rows, facts, options.json)
 
 
 if __name__ == "__main__":

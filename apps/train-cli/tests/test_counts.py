@@ -72,7 +72,7 @@ def test_all_that_exchange_count_the_bytes_that_they_send(ranks: Callable[..., A
         assert counts["bf16"]["dp.bucketed"][SENT] == pytest.approx(bucketed / 4, rel=0.01)
         assert 0 < counts["low rank"]["powersgd.reducer"][SENT] < each / 3
         assert counts["stages"]["pp.shared_modules"][SENT] == found["stages"][2] > 0
-        messages = 4 * 2 * 24 * 16 * 8  # micro-batches of samples of tokens of width 16 in fp64
+        messages = 4 * 2 * 24 * 16 * 8  # microbatches of samples of tokens of width 16 in fp64
         assert messages < counts["stages"]["pp.link"][SENT] < messages + 4 * 4096  # with heads
         isp = counts["weights"]["isp.communicator"]
         assert isp[SENT] == isp["gathered_bytes_per_step"] + isp["reduced_bytes_per_step"] > 0

@@ -150,7 +150,7 @@ def is_found(fault: Fault, told: Verdict, hit: str, number: int) -> bool:
 
 
 def _is_one(hit: str, name: str) -> bool:
-    """A message has other words at either end: what it carries, of which micro-batch, over which boundary."""
+    """A message has other words at either end: what it carries, of which microbatch, over which boundary."""
     return name.startswith(hit) or (" sends to " in hit and _message(hit) == _message(name))
 
 
@@ -158,7 +158,7 @@ def _message(what: str) -> tuple[str, ...]:
     words = what.replace(",", "").split()
     stages = sorted(word for before, word in pairwise(words) if before == "stage")
     flow = next((word for word in words if word in ("forward", "backward")), "")
-    micro = next((word for before, word in pairwise(words) if before == "micro-batch"), "")
+    micro = next((word for before, word in pairwise(words) if before == "microbatch"), "")
     return (*stages, flow, micro)
 
 

@@ -56,7 +56,7 @@ SQUARE = {
 
 @dataclass(frozen=True)
 class Step:
-    """lengths: of each micro-batch of the global batch; listed: whether they are given one by one.
+    """lengths: of each microbatch of the global batch; listed: whether they are given one by one.
 
     Before it, by patterns of names: freeze, thaw: parameters that stop or start being trained; halve: those that are written.
     evaluates: after it.
@@ -299,7 +299,7 @@ def valid(seed: int, folder: Path, world: int | None = None) -> Case:
 
 
 def micros_of(case: Case, number: int) -> list[Tensors]:
-    """The micro-batches of a step's global batch, in order."""
+    """The microbatches of a step's global batch, in order."""
     r = random.Random(f"{case.seed} {number}")
     size = case.tables["batch"]["micro_size"]
     return [batch([r.randrange(10**5) for _ in range(size)], length) for length in case.steps[number].lengths]
@@ -336,7 +336,7 @@ def see(case: Case, folder: Path) -> Seen:
 
 
 def own_batch(case: Case, number: int, run: Run) -> Any:
-    """This rank's samples, in a list of micro-batches or as one batch."""
+    """This rank's samples, in a list of microbatches or as one batch."""
     micros = micros_of(case, number)
     count = len(micros) // run.topology.dp
     own = micros[run.groups["dp"].coord * count :][:count]

@@ -79,7 +79,7 @@ def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..
     )
     result = cli("run", plan, "--dry-run")
     assert result.code == 1
-    assert "in layer `1` (Linear) in micro-batch 0" in result.err
+    assert "in layer `1` (Linear) in microbatch 0" in result.err
 
 
 @pytest.mark.parametrize("text", ["100", "0KiB", "KiB", "-1KiB", "1kib", "1 PiB"])
@@ -98,7 +98,7 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert (result.code, result.out) == (0, "")
     layers = load_machine(folder / "machine.toml").layers
     assert f"machine.toml has the device, {len(layers)} layers, under core.keep, core.recompute" in result.err
-    assert result.err.strip().endswith(", with micro-batches of 1, 4")
+    assert result.err.strip().endswith(", with microbatches of 1, 4")
     assert [layer.name for layer in layers[:3]] == ["embed", "blocks.0", "head"]
     drawn = "show", plan, "--timeline", "--machine", "machine.toml", "--set", "parallel.dp=1"
     shown = cli(*drawn)

@@ -133,7 +133,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     [{"parallel": {"dp": 2, "wp": 2}}, {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}],
 )
 def test_states_that_come_into_full_pools_count_with_them(ranks: Any, texts: Path, layout: Tables) -> None:
-    """Optimizer states are there twice when they first leave, side by side, behind a step of several micro-batches."""
+    """Optimizer states are there twice when they first leave, side by side, behind a step of several microbatches."""
     tables = changed(
         PLAN,
         model={"factory": "estimated_layers:layers", "options": {"depth": 6}},
@@ -232,7 +232,7 @@ OF_SHARDS: dict[str, Patch] = {"tie": without_ties, "padding": without_padding}
 OF_STAGES: dict[str, Patch] = {
     "message": without("pools"),
     "transient": without_transients,
-    "held micro-batch": without_one_micro_batch,
+    "held microbatch": without_one_micro_batch,
     "scratch of an operator": without_scratch,
 }
 
@@ -279,7 +279,7 @@ MANY = changed(
     pipeline={"use": "pp.one_f_one_b"},
     partition={"use": "pp.explicit", "layers": [1, 2, 1]},
 )
-"""Of three kinds: each stage holds another number of micro-batches. Of two, none would be looked at in another process."""
+"""Of three kinds: each stage holds another number of microbatches. Of two, none would be looked at in another process."""
 
 
 def kinds(tables: Tables, folder: Path) -> list[int]:

@@ -38,7 +38,7 @@ GLOBAL = {MANY: 16, FEW: 8}
 
 
 Layout = tuple[int, int, int, str, str, str]
-"""Stages, replicas, samples per micro-batch, schedule, partition, policy."""
+"""Stages, replicas, samples per microbatch, schedule, partition, policy."""
 Shares = tuple[int, ...]
 
 
@@ -145,7 +145,7 @@ def measured(plan: dict[str, Any]) -> MachineFile | None:
 
 
 class Calibrated:
-    """Machines as they are measured on eight ranks, once for each size of a micro-batch and each policy."""
+    """Machines as they are measured on eight ranks, once for each size of a microbatch and each policy."""
 
     def __init__(self, ranks: Callable[..., Any]) -> None:
         self.ranks = ranks

@@ -61,7 +61,7 @@ SMALLER = 16
 """Of widths; sequences are as much shorter."""
 
 FEWER = 4
-"""Samples of a micro-batch of a small one."""
+"""Samples of a microbatch of a small one."""
 
 KEEP, RECOMPUTE, HALF = {}, {"use": "core.recompute"}, {"use": "core.recompute", "fraction": 0.5}
 SELECTIVE, HOST = {"use": "memory.selective"}, {"use": "memory.host"}
@@ -72,7 +72,7 @@ PACKED = {"documents": "pack"}
 
 
 class Kind(NamedTuple):
-    """One plan. micro: samples of a micro-batch. count: micro-batches of a step. more: what tables of it have besides."""
+    """One plan. micro: samples of a microbatch. count: microbatches of a step. more: what tables of it have besides."""
 
     compute: str
     shape: Shape
@@ -85,7 +85,7 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "wide": Kind("bf16", WIDE, 4, 1, KEEP),
-    "wide, four micro-batches": Kind("bf16", WIDE, 4, 4, KEEP),
+    "wide, four microbatches": Kind("bf16", WIDE, 4, 4, KEEP),
     "wide, recomputed": Kind("bf16", WIDE, 8, 2, RECOMPUTE),
     "wide, selective": Kind("bf16", WIDE, 8, 2, SELECTIVE),
     "wide, activations on the host": Kind("bf16", WIDE, 4, 2, HOST),

@@ -90,7 +90,7 @@ def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layou
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["dp3 sharded", "pp2", "wp2", "dp2 each"])
 def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: Path, layout: str):
-    """Six micro-batches: a rank of two has three, which are two sums of the tree, and hands over both."""
+    """Six microbatches: a rank of two has three, which are two sums of the tree, and hands over both."""
     six = changed(CANONICAL, batch__global_size=6)
     tables = changed(six, parallel__dp=3, **SHARDED) if layout == "dp3 sharded" else layout_of(layout, six)
     found = ranks(num_ranks(tables), 180)(train_bits, tables, 2, folder=texts)

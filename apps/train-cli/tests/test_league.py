@@ -53,7 +53,7 @@ def trained(row: LeagueRow, folder: Path, *, alone: bool = False, faulty: bool =
 
 
 def plain_loop(plan: Plan, num_steps: int, first: Tensors) -> Recorded:
-    """Takes the same steps in a plain loop that shares no code with the engine. Each micro-batch is one document, so that no
+    """Takes the same steps in a plain loop that shares no code with the engine. Each microbatch is one document, so that no
     token can attend to another document.
     """
     options, config = plan.data.config.options, plan.optimizer.config

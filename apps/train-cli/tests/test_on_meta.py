@@ -1,4 +1,4 @@
-"""The micro-batch without values, by which layers are looked at, has the fields, shapes and types of the run's."""
+"""The microbatch without values, by which layers are looked at, has the fields, shapes and types of the run's."""
 
 from __future__ import annotations
 

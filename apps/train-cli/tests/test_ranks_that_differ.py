@@ -26,7 +26,7 @@ OWN = Path(__file__).parent / "own"
 NUM_STEPS = 3
 LIMIT_S = 10.0
 TOTAL = 4
-"""Samples of a global batch, in micro-batches of one."""
+"""Samples of a global batch, in microbatches of one."""
 
 PLAN: dict[str, Any] = {
     "run": {"name": "differing", "steps": NUM_STEPS, "device": "cpu", "seed": 7},
@@ -56,7 +56,7 @@ LAYOUTS: dict[str, Tables] = {
     "slices": {"parallel": {"sp": 2, "dp": 1}, "sequence": {"use": "isp.all_to_all", "positions": False}},
 }
 FROZEN = ("frozen by the factory", "frozen later", "layer frozen")
-KINDS = (*FROZEN, "first value", "micro-batches", "longer", "samples", "fields", "dtype", "order", "expert", "attention")
+KINDS = (*FROZEN, "first value", "microbatches", "longer", "samples", "fields", "dtype", "order", "expert", "attention")
 
 
 class Case(NamedTuple):
@@ -104,7 +104,7 @@ def is_right(kind: str, layout: str) -> bool:
     """Whether that is no difference: replicas may have other numbers of samples, of other lengths; experts are the data's."""
     split, staged = layout == "slices", "stages" in layout
     match kind:
-        case "micro-batches":
+        case "microbatches":
             return layout in ("each", "bucketed", "powersgd")
         case "longer" | "dtype":
             return not split and not staged
@@ -114,10 +114,10 @@ def is_right(kind: str, layout: str) -> bool:
 
 
 def own_batch(case: Case, coord: int, num_dp: int, step: int, is_odd: bool) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of one rank. The odd one's are longer, more, or others, from `case.step` on."""
+    """The microbatches of one rank. The odd one's are longer, more, or others, from `case.step` on."""
     kind = case.kind if is_odd and step >= case.step else ""
     first = 100 * step + 10 * coord + (5 if kind == "samples" else 0)
-    num = TOTAL // num_dp * (2 if kind == "micro-batches" else 1)
+    num = TOTAL // num_dp * (2 if kind == "microbatches" else 1)
     samples = [sample(at, 12 if kind == "longer" else 8) for at in range(first, first + num)]
     batch = [{name: value[None] for name, value in one.items()} for one in samples]
     for micro in batch:

@@ -75,7 +75,7 @@ def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list
 def test_each_bucket_is_reduced_once_in_the_last_gradient_action(
     ranks: Callable[..., Any], texts: Path, schedule: str, last: set[str]
 ) -> None:
-    """As many collectives as buckets, whatever the micro-batches; of a split backward, none before its last W."""
+    """As many collectives as buckets, whatever the microbatches; of a split backward, none before its last W."""
     for buckets, reduced, began in ranks(4)(reductions, TIED | piped(schedule, BUCKETED, TIES, dp=2), texts):
         assert len(buckets) > 1
         assert reduced == buckets
@@ -203,7 +203,7 @@ def weights_of(plans: list[Tables], folder: Path) -> list[dict[str, torch.Tensor
 def test_schedules_change_no_bit(ranks: Any, texts: Path) -> None:
     """Interleaved and with deferred weight gradients: the weights of 1F1B, with buckets smaller than a layer.
 
-    All of them run the backwards of a chunk in the order of micro-batches, and every sum over ranks joins two. Clipping is
+    All of them run the backwards of a chunk in the order of microbatches, and every sum over ranks joins two. Clipping is
     left out: the norm adds up a stage's weights first, and a stage has others of them with two chunks.
     """
     unclipped = changed(PLAN, optimizer__clip_norm=None)

@@ -86,6 +86,6 @@ def test_stages_of_a_pipeline_stand_one_below_the_other(cli: Cli, plan: Path) ->
     drawn = cli("show", plan, "--timeline", changes=stages).out
     assert "stage 0  F0-F1-F2-" in drawn
     assert "stage 1: idle" in drawn
-    assert "2 stages, 3 micro-batches; F, I and W take" in drawn
-    assert "holds at most 3 micro-batches" in drawn
+    assert "2 stages, 3 microbatches; F, I and W take" in drawn
+    assert "holds at most 3 microbatches" in drawn
     assert "no-pipeline" in cli("show", plan, "--timeline").err

@@ -41,7 +41,7 @@ LAYOUTS = {
     "pp 2 x dp 2": (4, 4, "parallel = { pp = 2, dp = 2 }\n" + PIPE + BUCKETS),
     "wp 2": (2, 4, 'parallel = { dp = 2, wp = 2 }\nweights = { use = "isp.communicator" }\n'),
 }
-"""Ranks, the global batch, which gives each rank two micro-batches, and tables."""
+"""Ranks, the global batch, which gives each rank two microbatches, and tables."""
 
 PIPELINES = frozenset({"pp 2", "pp 2 x dp 2"})
 """Of two stages, with two blocks each."""

@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def table(tmp_path: Path, tokenizer: Path) -> Any:
-    """A function that writes rows to a file, and returns the table of a data set of it."""
+    """A function that writes rows to a file, and returns the table of a dataset of it."""
 
     def make(rows: list[Any], **more: Any) -> ChatConfig:
         (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")

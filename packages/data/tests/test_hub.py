@@ -1,4 +1,4 @@
-"""Files of a data set on a hub: downloaded once on a host, then read without a server."""
+"""Files of a dataset on a hub: downloaded once on a host, then read without a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(problems or [text.decode() for _, text in read_documents(files, config.mod
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does about one data set. requests: the paths that were asked for."""
+    """Answers as the hub does about one dataset. requests: the paths that were asked for."""
 
     requests: list[str]
 

@@ -56,7 +56,7 @@ def resolved(table: str, folder: Path) -> Any:
 
 def ids(table: dict[str, Any], sizes: Sequence[int], dp: int = 1, after: Sequence[int] = ()) -> list[list[int]]:
     """The ids of each global batch, of these sizes, as `dp` ranks read them. after: interrupted after these batches; another
-    data set, of a process that goes on, reads the next ones. A change of size is an interruption too.
+    dataset, of a process that goes on, reads the next ones. A change of size is an interruption too.
     """
     parts = [list(rows(table, sizes, dp, rank, after)) for rank in range(dp)]
     return [[one for part in batch for one in part] for batch in zip(*parts, strict=True)]

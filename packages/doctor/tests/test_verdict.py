@@ -92,12 +92,12 @@ def test_a_rank_in_another_group_is_named() -> None:
 
 def message(number: int, micro: int, operation: str, **more: Any) -> ExchangeRecord:
     verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("receives from", "1 {} stage 0")
-    what = f"what stage {stages.format(verb)}, forward, its output of micro-batch {micro} (chunk 0)"
+    what = f"what stage {stages.format(verb)}, forward, its output of microbatch {micro} (chunk 0)"
     return exchange(number, what, axis="pp", operation=operation, queue="pp up 0>1", **more)
 
 
 def test_both_ends_of_a_message_are_one() -> None:
-    """Their words differ; micro-batch, flow and bytes do not."""
+    """Their words differ; microbatch, flow and bytes do not."""
     sent = [message(number, number, "send", peer=1) for number in (1, 2)]
     taken = [message(number, number, "receive", peer=0) for number in (1, 2)]
     assert found(report(0, *sent), report(1, *taken, wait=taken[1])).kind == "said"
@@ -157,12 +157,12 @@ def test_nothing_is_made_up() -> None:
 
 
 def test_words() -> None:
-    assert in_words("F0.3") == "the forward of chunk 0 on micro-batch 3 (F0.3)"
-    assert in_words("W1.0 in the evaluation").startswith("the backward for weights of chunk 1 on micro-batch 0 in the")
+    assert in_words("F0.3") == "the forward of chunk 0 on microbatch 3 (F0.3)"
+    assert in_words("W1.0 in the evaluation").startswith("the backward for weights of chunk 1 on microbatch 0 in the")
     assert in_words("C1") == "the end of the gradients of chunk 1 (C1)"
     assert in_words("the update") == "the update"
     (line,) = list_evidence([report(0, A, wait=A, stage=1, message="x" * 500)])
-    assert line.startswith("rank 0 (stage 1): step 3, in the backward of chunk 0 on micro-batch 1 (B0.1), last layer called: ")
+    assert line.startswith("rank 0 (stage 1): step 3, in the backward of chunk 0 on microbatch 1 (B0.1), last layer called: ")
     assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line
     assert line.endswith("...")
 
@@ -174,10 +174,10 @@ def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> E
 
 def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
     """Three stages of two replicas. Rank 2 has left out the step's last message; rank 0 waits for it, and rank 1 for rank 0."""
-    last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of micro-batch 2")
-    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 receives from stage 1, forward, its output of micro-batch 3")
-    middle = crossing("receive", 5, "pp down 2>1", 4, "stage 1 receives from stage 2, backward, a gradient of micro-batch 3")
-    first = crossing("receive", 5, "pp down 1>0", 2, "stage 0 receives from stage 1, backward, a gradient of micro-batch 3")
+    last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of microbatch 2")
+    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 receives from stage 1, forward, its output of microbatch 3")
+    middle = crossing("receive", 5, "pp down 2>1", 4, "stage 1 receives from stage 2, backward, a gradient of microbatch 3")
+    first = crossing("receive", 5, "pp down 1>0", 2, "stage 0 receives from stage 1, backward, a gradient of microbatch 3")
     bucket = exchange(1, "the bucket of embed.weight")
     told = found(
         report(0, first, wait=first),

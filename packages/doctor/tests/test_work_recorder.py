@@ -103,7 +103,7 @@ def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("slow", ["forward", "backward"])
 @pytest.mark.parametrize("layer", ["embed", "blocks.1"])
 def test_what_takes_long_stands_at_its_action_and_layer(slow: str, layer: str, texts: Path, tmp_path: Path) -> None:
-    """Four micro-batches, each of which sleeps."""
+    """Four microbatches, each of which sleeps."""
     found = alone(small_plan(), texts, tmp_path, slow=slow, layer=layer, steps=3)
     place = {"forward": "F0", "backward": "B0"}[slow]
     settled = found.windows[1:]  # the first backward of a process has much to do

@@ -165,7 +165,7 @@ def assert_equal_sequences(by_rank):
 
 @pytest.mark.parametrize(("size", "num_micros"), [(2, 4), (4, 4), (2, 1)])
 def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size, num_micros):
-    """The first three of four micro-batches issue no collective."""
+    """The first three of four microbatches issue no collective."""
     tables = small(FOUR_BUCKETS, batch__global_size=num_micros * size)
     by_rank = ranks(size)(steps, tables, own, 3)
     assert_equal_sequences(by_rank)

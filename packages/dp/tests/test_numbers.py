@@ -217,7 +217,7 @@ class SlowTransport:
 
 
 def fail_in_backward(run, micro, layer):
-    """Runs a step that raises in the backward of micro-batch `micro` at `layer`, and resets the data."""
+    """Runs a step that raises in the backward of microbatch `micro` at `layer`, and resets the data."""
     micro_numbers = iter(range(micro + 1))
 
     def fail(gradient):
@@ -233,7 +233,7 @@ def fail_in_backward(run, micro, layer):
 
 
 def steps_with_failures(tables, folder, late):
-    """Returns the gradients of four steps, each after a step that fails in another micro-batch or layer."""
+    """Returns the gradients of four steps, each after a step that fails in another microbatch or layer."""
     results = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.caller.hooks.append(SlowTransport(resolve_name(late)))

@@ -152,7 +152,7 @@ def test_what_was_alive_at_the_peak_is_the_peak(texts):
 def test_a_layer_that_asks_for_values_is_named(texts, own_layers):
     tables = changed(PLAN, model={"factory": "asking_layers:layers"})
     with pytest.raises(
-        RunError, match=r"reads values of tensors.*_local_scalar_dense.* layer `asks` \(Asks\) in micro-batch 0"
+        RunError, match=r"reads values of tensors.*_local_scalar_dense.* layer `asks` \(Asks\) in microbatch 0"
     ) as caught:
         rank_bytes(plan_from_dict(tables, own_layers), 0, 1)
     assert caught.value.diagnostics[0].code == "estimate-layer"

@@ -150,7 +150,7 @@ def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
     with World.alone("cpu") as world, short_calibration():
         tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
     assert {table["micro_size"] for table in tables} == {1, 2}
-    assert "`core.keep` with micro-batches of 8: its layers do not fit in memory" in left_out
+    assert "`core.keep` with microbatches of 8: its layers do not fit in memory" in left_out
 
 
 @pytest.mark.parametrize("order", range(5))

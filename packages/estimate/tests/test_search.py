@@ -205,13 +205,13 @@ def test_the_budget_ends_the_steps_once_the_best_have_taken_theirs_and_one_fits(
 
 
 def test_layouts_that_differ_in_what_can_hardly_matter_come_behind_the_others() -> None:
-    """Two slices with micro-batches twice as large take as long; when to reduce cannot matter with one micro-batch."""
+    """Two slices with microbatches twice as large take as long; when to reduce cannot matter with one microbatch."""
     keep, default, by_step = (Choice("core.keep", {}), Choice("mine.shards", {}), Choice("mine.shards", {"reduce": "step"}))
 
     def layout(sp: int, micro_size: int, weights: Choice) -> Layout:
         return Layout(1, sp, 2, micro_size, None, keep, None, weights)
 
-    space = space_of(plan_of(), 2)  # 8 samples per step: two ranks take 4 micro-batches of one
+    space = space_of(plan_of(), 2)  # 8 samples per step: two ranks take 4 microbatches of one
     sliced, own, stepped = layout(2, 2, default), layout(1, 1, default), layout(1, 1, by_step)
     whole, also_whole = layout(1, 4, default), layout(1, 4, by_step)
     best = [

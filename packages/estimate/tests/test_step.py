@@ -145,7 +145,7 @@ WIDE = LayerSeconds(4.0, 8.0, 4.0, 4.0, host_forward=2.0, host_backward=3.0)
 
 
 def stepped(layers: Sequence[LayerSeconds], micros: int = 1, behind: Sequence[Instruction] = ()) -> StepSeconds:
-    """A step of one stage: all forwards and backwards of a micro-batch, one after the other."""
+    """A step of one stage: all forwards and backwards of a microbatch, one after the other."""
     actions = [Action(kind, 0, micro) for micro in range(micros) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     return plain_step(lower([actions], loop(1), micros), loop(1), [layers], [], {0: behind})
 
@@ -191,7 +191,7 @@ def test_a_step_has_the_host_of_its_layers_and_of_its_engine(host: float) -> Non
     num_parameters = len({id(one) for layer in build_first_draft(plan, 1).model.layers for one in layer.module.parameters()})
     engine_s = EngineTable(**ENGINE).seconds(num_parameters, num_micros)
     layers_s = sum(one.seconds.forward + one.seconds.backward for one in found.layers) * num_micros
-    # in what was recorded, the first micro-batch has fewer operators than those after it
+    # in what was recorded, the first microbatch has fewer operators than those after it
     assert found.step.host_s == (pytest.approx(host * layers_s + engine_s, rel=0.02),)
     assert (found.step.seconds > found.step.devices_s) == (host > 1)
 

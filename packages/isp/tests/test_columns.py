@@ -26,7 +26,7 @@ CLASSES = {"head": "vocabulary"}
 SPLIT = {"dp": 1, "sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
 RECOMPUTED = {"activations": {"use": "core.recompute", "fraction": 1.0}}
 ROWS, WIDTH, TOKENS = 257, 16, 48
-"""Of the table and the head; and tokens of a rank's micro-batch, of which there are two per step."""
+"""Of the table and the head; and tokens of a rank's microbatch, of which there are two per step."""
 
 
 def classifier(**options: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_a_head_with_a_bias_and_ranks_without_a_class(parities):
 
 
 def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
-    """Returns micro-batches of two samples with different lengths on ranks. target: `labels` or `y`."""
+    """Returns microbatches of two samples with different lengths on ranks. target: `labels` or `y`."""
     found = []
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -136,7 +136,7 @@ def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
     ("changes", "weights", "target"), [({"factory": "tables"}, HIDDEN, "y"), (classifier(), CLASSES, "labels")]
 )
 def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, target):
-    """Gathers pad short micro-batches, and the gradient of the padding row stays zero."""
+    """Gathers pad short microbatches, and the gradient of the padding row stays zero."""
     given = batches(3, target)
     reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=given)
     layouts = ranks(2)(record, sharded(2, weights=weights, **changes), 3, folder=texts, batches=given)
@@ -192,7 +192,7 @@ def record_step(tables: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.parametrize("attaches", ATTACHES)
 def test_no_table_and_no_logits_exist_in_full(ranks, sharded, texts, tied, attaches):
     """No rank has all 257 logits of a token, only the 129 of a slice for the tokens of both ranks. By hand the head is a
-    plain linear. A table needs two all-to-alls of vectors and a gather of ids per micro-batch.
+    plain linear. A table needs two all-to-alls of vectors and a gather of ids per microbatch.
     """
     changes = {"model__tie_embeddings": tied, "data__documents": "cut", "parallel": {"cross_memory_attach": attaches}}
     reference = record_step(sharded(1, 1, **changes), texts)

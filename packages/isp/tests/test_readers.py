@@ -23,7 +23,7 @@ from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.runs import running
 
 APART = {"batch__micro_size": 1, "run__seed": 1, "limits": {"collective_timeout_s": 20.0}}
-"""A seed under which the first micro-batches of two ranks take different branches."""
+"""A seed under which the first microbatches of two ranks take different branches."""
 
 
 def first_steps(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, str, bool]]:

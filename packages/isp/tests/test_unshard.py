@@ -215,7 +215,7 @@ def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
 
 
 def test_a_step_allocates_nothing_as_large_as_a_shard(ranks, sharded, texts):
-    """Four micro-batches allocate no placeholder, no product outside of the buffers, and no second sum."""
+    """Four microbatches allocate no placeholder, no product outside of the buffers, and no second sum."""
     plan = sharded(2, factory="experts", options={"number": 3, "width": 50}, **SHORT)
     assert ranks(2, 60)(allocated, plan, texts) == [[], []]
 
@@ -294,7 +294,7 @@ def test_a_model_called_by_hand(ranks, sharded, texts):
 
 
 BATCH = {"batch": {"global_size": 12, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}}
-"""Three micro-batches on each of two ranks."""
+"""Three microbatches on each of two ranks."""
 
 
 def count_reductions(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -319,7 +319,7 @@ def count_reductions(plans: list[dict[str, Any]], folder: Path) -> list[dict[str
 
 
 def test_each_gradient_is_reduced_once(ranks, sharded, texts):
-    """Each gradient is reduced once per micro-batch or step, also that of a tied weight."""
+    """Each gradient is reduced once per microbatch or step, also that of a tied weight."""
     cases = [(reduce, tied) for reduce in ("micro_batch", "step") for tied in (False, True)]
     plans = [sharded(2, weights={"reduce": reduce}, model__tie_embeddings=tied, **BATCH) for reduce, tied in cases]
     for found in ranks(2)(count_reductions, plans, texts):
@@ -362,8 +362,8 @@ def test_no_option_changes_a_bit(ranks, sharded, texts):
 
 
 def uneven(plans: list[dict[str, Any]], folder: Path, fails: bool = False) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Returns losses and weights after steps of one, four and two micro-batches on each of two ranks. fails: before the
-    last step, a step fails in its second forward, while gradients of the first micro-batch are in flight.
+    """Returns losses and weights after steps of one, four and two microbatches on each of two ranks. fails: before the
+    last step, a step fails in its second forward, while gradients of the first microbatch are in flight.
     """
     found = []
     for tables in plans:

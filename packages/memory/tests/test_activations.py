@@ -172,7 +172,7 @@ def test_a_storage_moves_once(own: Path, texts: Path) -> None:
 
 def test_host_memory_is_used_again(as_kept: Any) -> None:
     counts = as_kept(HOST, model=MODEL, batch__global_size=16)
-    assert counts["host_allocations"] < counts["moved_storages"] / 12, "24 micro-batches share one's buffers"
+    assert counts["host_allocations"] < counts["moved_storages"] / 12, "24 microbatches share one's buffers"
     assert counts["host_bytes"] <= 1.02 * counts["max_away_bytes"] + 4096 * counts["host_allocations"]
 
 
@@ -271,7 +271,7 @@ def test_what_is_kept_is_let_go_with_the_graph(own: Path, texts: Path) -> None:
             run.step()
             tally = run.caller.policy.stats
             assert tally.num_bytes == 0
-        # Three blocks, one micro-batch in flight: the output, fp64 [2, 2, 24, 8], and a number of each row.
+        # Three blocks, one microbatch in flight: the output, fp64 [2, 2, 24, 8], and a number of each row.
         assert tally.max_bytes == 3 * (8 * 2 * 2 * 24 * 8 + 8 * 2 * 2 * 24)
 
 

@@ -35,7 +35,7 @@ ALONE = {
             "groups": [{"match": "blocks.0.*", "lr": 0.01}, {"match": "embed.*", "freeze": True}],
         },
     },
-    "four micro-batches": {"batch__micro_size": 1, "batch__global_size": 4, "precision__compute": "bf16"},
+    "four microbatches": {"batch__micro_size": 1, "batch__global_size": 4, "precision__compute": "bf16"},
 }
 
 

@@ -59,7 +59,7 @@ def test_hooks_of_a_program_fire_once_per_backward():
             run.step()
             assert sorted(seen) == wanted
             seen.clear()
-        assert {name: wanted.count(name) for name in wanted} == dict.fromkeys(wanted, 2), "two micro-batches"
+        assert {name: wanted.count(name) for name in wanted} == dict.fromkeys(wanted, 2), "two microbatches"
         assert {"forward", "backward", "gradient", "accumulated"} <= {*wanted}
         assert all(not module._forward_pre_hooks for layer in run.layers for module in layer.module.modules())
 

@@ -153,7 +153,7 @@ def on_gpu(**changes: Any) -> dict[str, Any]:
     return small_plan(run__device="cuda", **changes)
 
 
-@pytest.mark.parametrize("changes", [{"precision__compute": "bf16"}, {"batch__micro_size": 2}], ids=["bf16", "micro-batches"])
+@pytest.mark.parametrize("changes", [{"precision__compute": "bf16"}, {"batch__micro_size": 2}], ids=["bf16", "microbatches"])
 def test_one_rank(changes: dict[str, Any], texts: Path) -> None:
     assert_same(*three_ways(on_gpu(**changes), texts))
 

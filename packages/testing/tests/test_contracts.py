@@ -101,7 +101,7 @@ SAMPLED: dict[str, list[tuple[Any, ...]]] = {
         ("Reverse", NUMBERS, "step 0: the gradient of second.* is not the sum over the reduce group", 1),
         ("Twice", NUMBERS, "step 0: the gradient of second.often.weight is not the sum over the reduce group", 1),
         ("Coarse", NUMBERS, "relative error .* after 1 steps; its record allows 0.0156", 1),
-        ("Chatty", ORDER, "a step of one micro-batch has .* collectives, a step of three has "),
+        ("Chatty", ORDER, "a step of one microbatch has .* collectives, a step of three has "),
         ("Types", ORDER, r"the order on control\[0,1\] is not the same on all ranks"),
         ("Noisy", BITS, "a second run gives different bits: rank 0, step 0: the gradients of "),
         ("Apart", BITS, "step 0: replicas have different gradients of "),
@@ -184,7 +184,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     ],
     "loss": [
         ("Mean", "loss_is_sum_over_samples", "a mean is not a sum"),
-        ("Calls", "weight_is_sum_over_samples", "the weight of a batch is 1, but its micro-batches of 1 weigh 6"),
+        ("Calls", "weight_is_sum_over_samples", "the weight of a batch is 1, but its microbatches of 1 weigh 6"),
         ("Narrow", "sum_is_at_least_fp32", "the loss of a torch.bfloat16 output is torch.bfloat16", torch.bfloat16),
         ("Twice", "gradient_matches_finite_differences", "the gradient is not the derivative of the loss"),
         ("Keeps", "call_keeps_no_state", "the loss keeps the model's output"),

@@ -94,7 +94,7 @@ def host_notes(model: Model, ranks_per_host: int) -> list[str]:
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch of the plan's data on meta, as for the first rank of `sp`: {field: [micro_size, ...]}.
+    """Returns a microbatch of the plan's data on meta, as for the first rank of `sp`: {field: [micro_size, ...]}.
 
     A dataset of a record whose sequences have one length is not read: `cu_seqlens` has one document, and other fields without
     a sequence dim are omitted. For other datasets the first sample is read. Raises ValueError for a stream of the latter kind,
@@ -131,7 +131,7 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a micro-batch of full sequences on the host, as described at `meta_micro_batch`."""
+    """Returns a microbatch of full sequences on the host, as described at `meta_micro_batch`."""
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
@@ -164,7 +164,7 @@ _CERTAIN_IN_LOSS = (RuntimeError, ValueError, IndexError)
 def check_layers(
     plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype, *, calls_all: bool
 ) -> str | None:
-    """Calls the layers and the loss on a micro-batch on meta. calls_all: if False, calls only the layers up to the last stage
+    """Calls the layers and the loss on a microbatch on meta. calls_all: if False, calls only the layers up to the last stage
     boundary.
 
     model: a model on meta, which must not be used again. dtype: the dtype of its parameters. Returns a note on what was not

@@ -43,7 +43,7 @@ def read_only_plan(plan: Plan) -> Plan:
 def one_process_plan(plan: Plan) -> Plan:
     """Returns a plan that computes the same values in one process, without parallel axes, reducers and offload.
 
-    It keeps all that determines the values: batches, micro-batches, seed, precision, `reduction` and transforms.
+    It keeps all that determines the values: batches, microbatches, seed, precision, `reduction` and transforms.
     """
     tables = _without(plan, (*_WRITES, *_LAYOUT))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}

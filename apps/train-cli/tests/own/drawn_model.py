@@ -411,7 +411,7 @@ def batch(keys: list[int], length: int) -> dict[str, Tensor]:
 
 
 class Rows:
-    """The data set of the plans; steps get batches of their own, evaluations read theirs here."""
+    """The dataset of the plans; steps get batches of their own, evaluations read theirs here."""
 
     info = DataInfo(FIELDS, VOCABULARY, LENGTH)
 

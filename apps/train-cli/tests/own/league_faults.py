@@ -50,7 +50,7 @@ def wrong(place: str, *rows: str) -> Callable[[Callable[..., Any]], Callable[...
 
 @wrong("sley_core.losses.cross_entropy:CrossEntropy.loss", "accumulation")
 def mean_of_micro_batches(original: Any, self: Any, output: Any, batch: Any) -> Any:
-    """Each of eight micro-batches counts alike, whichever of the 55 labels are its own."""
+    """Each of eight microbatches counts alike, whichever of the 55 labels are its own."""
     return original(self, output, batch) / self.weight(batch) * 55 / 8
 
 
@@ -113,7 +113,7 @@ def sums_ties_twice(original: Any, self: Any, step: Any) -> None:
 
 @wrong("sley_core.engine.direct:WeightQueue.run", "split-backward-dp", "split-backward-wp")
 def drops_last_weight_gradients(original: Any, self: Any, place: tuple[int, int]) -> None:
-    """What the last micro-batch adds comes too late to be summed."""
+    """What the last microbatch adds comes too late to be summed."""
     if place[1] == 3:
         self._queued[place] = []
     original(self, place)

@@ -1,6 +1,6 @@
 """Builds a run from a plan, in one order on every rank.
 
-draft: data set, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> first
+draft: dataset, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> first
 values ──> parameter registry ──> `Parts` ──> plugins attached, optimizer, executor ──> feed ──> run
 """
 

@@ -225,7 +225,7 @@ def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Componen
 class Samples:
     """Holds the data of a run.
 
-    splitter: splits samples into micro-batches. reads: the names of the fields that layers read. feed: yields the next samples;
+    splitter: splits samples into microbatches. reads: the names of the fields that layers read. feed: yields the next samples;
     None in a fake world. evaluated: the feeds of `[evaluation]` by set name; the held-out split has the name "". metrics: the
     metrics of evaluations.
     """

@@ -53,7 +53,7 @@ def build_evaluation_feeds(plan: Plan, parts: Parts, info: DataInfo, build_feed:
         info_by_set[f"samples of the set {name}:"] = str(num_samples)
         if hasattr(dataset, "data_digest"):
             info_by_set[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
-        # With a fixed order of sums, the position of every micro-batch must not depend on `dp`.
+        # With a fixed order of sums, the position of every microbatch must not depend on `dp`.
         is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
         batch_size = size if is_fixed else evaluation_batch_size(num_samples, size, unit)
         feed = build_feed(dataset, batch_size, shuffle=evaluation_set.data.config.shuffle)

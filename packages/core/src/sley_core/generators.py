@@ -1,6 +1,6 @@
 """Seeds the random generators of this process for each use: those of torch, `random` and numpy, and those in modules.
 
-A use is a layer's forward of a micro-batch, or a read of a sample. Its seed does not depend on the layout, so the same numbers
+A use is a layer's forward of a microbatch, or a read of a sample. Its seed does not depend on the layout, so the same numbers
 are drawn on every rank and in recomputation. `GENERATOR_LOCK` excludes uses in other threads.
 """
 
@@ -247,7 +247,7 @@ def _check_seedable(generator: Any, owner: str, table: str) -> Any:
                 raise TypeError(f"it draws by {type(bit_generator).__name__}")
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
         type_name = type(generator).__name__
-        message = f"{owner} has a {type_name}, which cannot be seeded for each micro-batch: {error}"
+        message = f"{owner} has a {type_name}, which cannot be seeded for each microbatch: {error}"
         hint = "use torch's default generator, `random`, numpy or a `torch.Generator`"
         raise PlanError("model-random", message, path=(table,), hint=hint) from None
     return generator

@@ -144,7 +144,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
         @hookimpl
         def sley_check_plan(plan, topology):
             if plan.batch.micro_size % 2:
-                yield Problem(("batch", "micro_size"), "the micro-batch size must be even", hint="use 2")
+                yield Problem(("batch", "micro_size"), "the microbatch size must be even", hint="use 2")
     """
 
 

@@ -36,7 +36,7 @@ class StageLink(Protocol):
                        └────────────────────────────────────────────────────┘
 
     A `key` is a tuple that determines the shapes at a boundary; its first item is the phase. Both ends use equal keys for the
-    same micro-batch. `testing/link_contract.py` tests these rules; a link's own tests inherit from it.
+    same microbatch. `testing/link_contract.py` tests these rules; a link's own tests inherit from it.
     """
 
     def prepare(self, parts: Parts) -> None:
@@ -45,7 +45,7 @@ class StageLink(Protocol):
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """Starts the exchanges of one list of actions; called at the start of a step or an evaluation.
 
-        keys: the key of each micro-batch. peers: the neighbouring stages, which begin the same list. If a peer begins a
+        keys: the key of each microbatch. peers: the neighbouring stages, which begin the same list. If a peer begins a
         different list, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
 
@@ -219,11 +219,11 @@ class Loss(Protocol):
 
     A step's gradient is the sum of d(loss)/dw over all samples, divided once by the weight of the global batch. The run rejects
     three kinds of losses. The weight must not depend on the output, because it is needed before the first backward. The weight
-    of a batch must be the sum of its micro-batches' weights. The loss must not have parameters; put them into the last layer.
+    of a batch must be the sum of its microbatches' weights. The loss must not have parameters; put them into the last layer.
 
     An optional attribute `fields` names the batch fields that the loss reads; only these are moved to the device. An optional
     method `attach(parts)` is called once, as for a handler, and may add numbers to metrics rows. Evaluations call `loss`
-    without gradients. If a micro-batch mixes several data sources, a shallow copy of the loss is called for each source.
+    without gradients. If a microbatch mixes several data sources, a shallow copy of the loss is called for each source.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
@@ -281,7 +281,7 @@ class ActivationPolicy(Protocol):
     ) -> Any:
         """Returns `layer(*args, **fields)`; the policy chooses which tensors autograd saves.
 
-        micro: the step, chunk, micro-batch and phase of the call.
+        micro: the step, chunk, microbatch and phase of the call.
         """
         ...
 

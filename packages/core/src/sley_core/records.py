@@ -211,7 +211,7 @@ class WeightCommunicatorRecord(Record):
     """`build(config) -> WeightCommunicator`.
 
     fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradient
-        of each micro-batch in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`.
+        of each microbatch in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`.
     """
 
     fixed_order: bool = False

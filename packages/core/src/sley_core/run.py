@@ -139,8 +139,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Takes one optimizer step and returns its row, the same on every rank.
 
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}, or a list of
-        micro-batches whose sequence lengths may differ, but not between stages. By default the next samples of the plan. The
-        number of micro-batches need not be that of the plan, but must be the same on all ranks.
+        microbatches whose sequence lengths may differ, but not between stages. By default the next samples of the plan. The
+        number of microbatches need not be that of the plan, but must be the same on all ranks.
 
         return_outputs: returns the row and the model's outputs in this step's forward, copied and without a graph, in the form
         of `predict`, with `join` as there; the same on all ranks.
@@ -197,7 +197,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         nothing. Modules are in evaluation mode.
 
         batch: as in `step`; fields that no layer reads, such as labels, may be missing. The result has the form of the batch:
-        for {field: tensor} one output, whose tensors are joined along the dim of samples; for a list of micro-batches a list.
+        for {field: tensor} one output, whose tensors are joined along the dim of samples; for a list of microbatches a list.
         Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`) get the output of their slice, or
         with `join` that of whole sequences; classes that ranks share are joined.
 

@@ -48,7 +48,7 @@ def test_every_chunk_has_its_own_mark_after_its_last_weight_gradient():
 
 
 def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
-    """Two stages, one micro-batch at a time; the gradient is on its way before its chunk is marked."""
+    """Two stages, one microbatch at a time; the gradient is on its way before its chunk is marked."""
     lists = [sequential(2), words("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1")]
     first, second = lower(lists, loop(2), 2)
     assert texts(first) == [
@@ -74,7 +74,7 @@ def test_what_passes_between_chunks_of_one_stage_is_not_sent():
         (ALONE, "B0.0 F0.0", "B0.0 (number 1 of stage 0's list) comes before its F0.0"),
         (ALONE, "F0.0 F0.0 B0.0", "F0.0 (number 2 of stage 0's list) is repeated"),
         (ALONE, "F0.0 B0.0 W0.0", "W0.0 (number 3 of stage 0's list) comes before its I0.0"),
-        (ALONE, "F0.0 F0.1 B0.0", "F0.1 (number 2 of stage 0's list) is outside 1 chunks and 1 micro-batches"),
+        (ALONE, "F0.0 F0.1 B0.0", "F0.1 (number 2 of stage 0's list) is outside 1 chunks and 1 microbatches"),
         (ALONE, "F0.0 C0.0 B0.0", "C0.0 (number 2 of stage 0's list) is not a compute action"),
         (ALONE, "F0.0 I0.0 B0.0", "B0.0 (number 3 of stage 0's list) makes the backward whole and split"),
         (ALONE, "F0.0", "B0.0 is missing from stage 0's list"),

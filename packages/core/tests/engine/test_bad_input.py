@@ -122,7 +122,7 @@ def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone,
         before = {param.name: param.parameter.detach().clone() for param in run.registry}
         for ask in (run.step, run.evaluate, run.train):
             with pytest.raises(
-                RunError, match=r'the \d micro-batches must add up to that of the batch, 1, but.*\n.*reduction="sum"'
+                RunError, match=r'the \d microbatches must add up to that of the batch, 1, but.*\n.*reduction="sum"'
             ) as caught:
                 ask()
             assert caught.value.diagnostics[0].code == "loss-not-additive"
@@ -135,7 +135,7 @@ def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own
     import own_models
 
     batches = [own_data.batch(5 * step, 4) for step in range(3)]
-    batches[1]["labels"][2] = -100  # a micro-batch of which nothing counts
+    batches[1]["labels"][2] = -100  # a microbatch of which nothing counts
     found = record(by_factory(small, "Sum"), 3, folder=own, batches=batches)
     by_hand = partial(torch.optim.SGD, lr=0.1)
     assert_by_hand(found, own_models.plain(own_data.Rows.info), batches, by_hand, micro_size=1)

@@ -1,4 +1,4 @@
-"""Sums of one order: the tree over all micro-batches, the norm that has one value, and what is refused by name."""
+"""Sums of one order: the tree over all microbatches, the norm that has one value, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_a_backward_by_hand_between_two_steps_is_summed(texts):
 
 
 def unequal(tables, folder):
-    """What a step says in which rank 1 has one micro-batch more than rank 0, and whether the run goes on."""
+    """What a step says in which rank 1 has one microbatch more than rank 0, and whether the run goes on."""
     with running(tables, folder) as run:
         own = run.feed.next()
         micros = [{name: value[at : at + 2] for name, value in own.items()} for at in (0, 2)]

@@ -13,7 +13,7 @@ EVERY_2 = {"every": 2, "steps": 3}
 
 
 def test_it_is_the_mean_over_the_first_held_out_samples(alone, small):
-    """The sum over all labels that count by their number: twice the same, and that of one large micro-batch."""
+    """The sum over all labels that count by their number: twice the same, and that of one large microbatch."""
     found = []
     for micro_size in (1, 4):
         with alone(small(evaluation=EVERY_2, batch__micro_size=micro_size)) as run:
@@ -115,7 +115,7 @@ def test_outputs_in_containers(alone, small, outputs):
             with pytest.raises(RunError, match="cannot be sent to another stage or returned"):
                 run.predict(batch)
         elif outputs == "scalar":
-            with pytest.raises(RunError, match=r"outputs-apart.* does not have the 1 samples of its micro-batch along dim 0"):
+            with pytest.raises(RunError, match=r"outputs-apart.* does not have the 1 samples of its microbatch along dim 0"):
                 run.predict(batch)
             assert [each[1].shape for each in run.predict(halved(batch))] == [()] * 4
         else:

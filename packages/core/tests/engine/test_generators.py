@@ -1,4 +1,4 @@
-"""Whatever a layer or a data set draws from, it draws the same in every layout, again in recomputation, and after a resume."""
+"""Whatever a layer or a dataset draws from, it draws the same in every layout, again in recomputation, and after a resume."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_layer_does_not_wait_for_a_stuck_data_set_for_ever(alone, tables, monk
 
 
 def masks(run, num_steps):
-    """By (step, layer, micro-batch) the mask that was drawn."""
+    """By (step, layer, microbatch) the mask that was drawn."""
     found = {}
     for step in range(num_steps):
         run.step()

@@ -89,7 +89,7 @@ def test_what_a_hook_raises_says_whose_it_is(watched, monkeypatch):
 
 
 def test_recomputation_is_reported_layer_by_layer(watched):
-    """Half of four blocks run again, last first, within the backward of their micro-batch."""
+    """Half of four blocks run again, last first, within the backward of their microbatch."""
     with watched(activations={"use": "core.recompute", "fraction": 0.5}) as run:
         run.step()
         seen = [one for one in Spy.latest.seen if one[0].endswith("_backward") or one[1].layer]

@@ -1,4 +1,4 @@
-"""Whatever form samples are given in, a step sees micro-batches; what is no such thing is refused by name."""
+"""Whatever form samples are given in, a step sees microbatches; what is no such thing is refused by name."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_named(given: Any, code: str, match: str) -> None:
 
 
 SIZES = (2, 8, 4)
-"""Samples of each step's global batch; on two ranks with micro-batches of one that is 1, 4 and 2 micro-batches."""
+"""Samples of each step's global batch; on two ranks with microbatches of one that is 1, 4 and 2 microbatches."""
 
 
 def own_steps(tables, folder, sizes):
@@ -137,7 +137,7 @@ def test_steps_of_1_4_and_2_micro_batches(ranks, own, small, recompute):
         assert_close_gradients(wanted, found, 1e-10)
     assert [row["tokens"] for row in layouts[0].rows] == [12 * size for size in SIZES]
     assert sent[0] == sent[1]
-    assert sent[0][0] == sent[0][1] == sent[0][2], "more micro-batches cost no more communication"
+    assert sent[0][0] == sent[0][1] == sent[0][2], "more microbatches cost no more communication"
 
 
 def test_micro_batches_that_are_shorter_than_one_another_are_the_batch_of_which_the_rest_is_padding(own, small):

@@ -44,7 +44,7 @@ def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
     counters.clear()
     tables["model"]["compile"] = True
     compiled = record(tables, 3, folder=own)
-    # Three layers, whatever the number of micro-batches and steps.
+    # Three layers, whatever the number of microbatches and steps.
     assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
     assert_close_gradients(plain.weights, compiled.weights, 1e-5)

@@ -39,7 +39,7 @@ class Harness:
         self.during.append(self.state.action is not None)
 
     def step(self, losses: Sequence[Callable[[], Tensor]], fail_at: int | None = None) -> dict[str, Tensor]:
-        """One optimizer step over `losses`, functions that give each micro-batch's loss."""
+        """One optimizer step over `losses`, functions that give each microbatch's loss."""
         self.ready, self.during = [], []
         (steps,) = lower([sequential(len(losses))], loop(1), len(losses))
         actions = select_actions(steps)

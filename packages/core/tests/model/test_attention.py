@@ -165,7 +165,7 @@ def test_nothing_from_inference_mode_reaches_a_graph() -> None:
 
 
 def test_what_is_cached_for_a_moved_field_ends_with_it_though_the_batch_stays() -> None:
-    """On a CPU too, where a micro-batch is where it was."""
+    """On a CPU too, where a microbatch is where it was."""
     batch = torch.arange(6)
     moved = Device.pick("cpu").move(batch)
     table = weakref.ref(once_per_field(moved, "double", Counted(moved)))

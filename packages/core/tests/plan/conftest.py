@@ -98,7 +98,7 @@ class Handlers:
 
 
 class Pools:
-    """A plugin that only the fields of other tables name, and whose check fails for micro-batches of four."""
+    """A plugin that only the fields of other tables name, and whose check fails for microbatches of four."""
 
     @hookimpl
     def sley_records(self) -> list[Record]:

@@ -2,7 +2,7 @@
 
     ~/.cache/sley/data/DIGEST/           the digest of files, tokenizer and settings
         00000.tokens                     the tokens of about 32 MiB of text
-        00000.stats                      JSON about them, if the data set has any
+        00000.stats                      JSON about them, if the dataset has any
         00000.lengths                    the number of tokens of each document; written last
         complete.json                    written when all parts are complete
 

@@ -32,7 +32,7 @@ def _default_held_out(values: dict[str, Any]) -> float:
 
 
 class DocumentsConfig(DataConfig):
-    """The table of a data set of documents with a held-out share."""
+    """The table of a dataset of documents with a held-out share."""
 
     _sibling_tables: tuple[Any, ...] = PrivateAttr(())
 
@@ -205,7 +205,7 @@ class TokensConfig(DataConfig):
 
 
 class SourceTable(PartTable):
-    """A mixture source: a data set of any type, with its own keys."""
+    """A mixture source: a dataset of any type, with its own keys."""
 
     kind: ClassVar = "datasets"
     shared: ClassVar = ("sequence",)
@@ -223,7 +223,7 @@ class SourceTable(PartTable):
 
 
 class MixtureConfig(DataConfig):
-    """A data set of several sources. Each sample is from one source; any 1,000 samples have the plan's shares, within 1 %.
+    """A dataset of several sources. Each sample is from one source; any 1,000 samples have the plan's shares, within 1 %.
     The order of the samples depends only on the seed, not on the layout, `global_size`, or the step of a resume.
     """
 

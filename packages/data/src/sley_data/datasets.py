@@ -1,4 +1,4 @@
-"""The data sets `data.text`, `data.chat` and `data.tokens`: samples of equal length, loaded when they are first needed."""
+"""The datasets `data.text`, `data.chat` and `data.tokens`: samples of equal length, loaded when they are first needed."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _saved_dataset_files(folder: Path) -> list[File]:
         state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        message = f"`{folder / _SAVED_STATE}` does not name the files of the data set: {error!r}"
+        message = f"`{folder / _SAVED_STATE}` does not name the files of the dataset: {error!r}"
         raise _BadPathError("data-missing", message) from None
     return [replace(_plain_file(folder / name), name=f"{folder.name}/{name}") for name in names]
 

@@ -1,4 +1,4 @@
-"""The data set `data.mixture`: the samples of several data sets in one order, which depends only on the seed."""
+"""The dataset `data.mixture`: the samples of several datasets in one order, which depends only on the seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Source:
 
 
 class Mixture:
-    """The samples of several data sets, each with the field `source`, in the order of `interleave.MixtureOrder`.
+    """The samples of several datasets, each with the field `source`, in the order of `interleave.MixtureOrder`.
 
     Raises PlanError "mixture-sources" if the samples of the sources differ in form, and PlanError or RunError
     "data-exhausted" if a source with `exhausted = "refuse"` has too few samples.
@@ -56,7 +56,7 @@ class Mixture:
             dataset = open_dataset(component_of(self._config, number), replace(self._context, seed=seed, num_samples=None))
         if is_stream(dataset) or hasattr(dataset, "collate"):
             reason = "is a stream" if is_stream(dataset) else "has its own `collate`"
-            hint = "use a data set with a length, whose samples can be stacked"
+            hint = "use a dataset with a length, whose samples can be stacked"
             raise PlanError(
                 "mixture-sources", f"the source `{table.name}` {reason}", path=("data", "sources", number), hint=hint
             )

@@ -38,7 +38,7 @@ def _may_hold_out(source: SourceTable) -> bool:
 
 
 def component_of(config: MixtureConfig, number: int) -> Component:
-    """Returns the data set of a source, which excludes the held-out documents of the other sources."""
+    """Returns the dataset of a source, which excludes the held-out documents of the other sources."""
     component = config.sources[number].component
     if not isinstance(component.config, DocumentsConfig):
         return component
@@ -47,7 +47,7 @@ def component_of(config: MixtureConfig, number: int) -> Component:
 
 
 def source_path(number: int, path: KeyPath) -> KeyPath:
-    """Returns the path in the plan of a key of `[data]` that the data set of a source names."""
+    """Returns the path in the plan of a key of `[data]` that the dataset of a source names."""
     return ("data", "sources", number, *path[1:]) if path[:1] == ("data",) else path
 
 

@@ -218,7 +218,7 @@ class TokenRows:
     """The samples of a split of `data.text` or `data.tokens` as lists of numbers (see `DatasetRecord.rows`)."""
 
     def __init__(self, config: TextConfig | TokensConfig, context: DataContext) -> None:
-        """Loads the data. Raises the same PlanError as the data sets."""
+        """Loads the data. Raises the same PlanError as the datasets."""
         self._config = config
         if isinstance(config, TokensConfig):
             self._stream = token_stream(config, context.split)
@@ -251,7 +251,7 @@ class TokenRows:
         }
 
     def row(self, index: int) -> dict[str, list[int]]:
-        """Returns sample `index` of the data set."""
+        """Returns sample `index` of the dataset."""
         sequence = self._config.sequence
         if self._config.documents == "pad":
             return self._padded_row(index)

@@ -1,4 +1,4 @@
-"""A data set whose samples name themselves: for mixtures."""
+"""A dataset whose samples name themselves: for mixtures."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def batch(*indices: int) -> dict[str, Tensor]:
 
 
 class Points:
-    """A data set of `num_samples` samples."""
+    """A dataset of `num_samples` samples."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64"), "flag": Field("float64")})
 

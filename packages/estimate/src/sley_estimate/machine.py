@@ -150,19 +150,19 @@ class EngineTable(Table):
     """Seconds per trained parameter of a rank and step."""
 
     micro_s: Latency
-    """Seconds of a micro-batch."""
+    """Seconds of a microbatch."""
 
     gradient_s: Latency
-    """Seconds per trained parameter and micro-batch."""
+    """Seconds per trained parameter and microbatch."""
 
     def seconds(self, num_trained: int, num_micros: int) -> float:
-        """Returns the seconds of a step with `num_trained` trained parameters and `num_micros` micro-batches."""
+        """Returns the seconds of a step with `num_trained` trained parameters and `num_micros` microbatches."""
         micro_batch_s = self.micro_s + self.gradient_s * num_trained
         return self.step_s + self.parameter_s * num_trained + micro_batch_s * num_micros
 
 
 class LayerTable(Table):
-    """Measured seconds of one distinct layer under one activation policy and micro-batch size."""
+    """Measured seconds of one distinct layer under one activation policy and microbatch size."""
 
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$"), ValueDescription("16 hexadecimal digits")]
     """Digest of the layer's class, parameters and inputs."""
@@ -197,7 +197,7 @@ class LayerTable(Table):
     """The activation policy of the measurement. A layer that policies do not affect is listed once."""
 
     micro_size: Annotated[int, Field(ge=1)] | None = None
-    """Samples of the micro-batch."""
+    """Samples of the microbatch."""
 
     sp: Annotated[int, Field(ge=1)] = 1
     """The number of ranks that share a sequence."""

@@ -31,7 +31,7 @@ class CommunicatorConfig(Table):
     """
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
-    """The time when weight gradients are reduced: after every micro-batch, or once per step.
+    """The time when weight gradients are reduced: after every microbatch, or once per step.
 
     Once per step saves exchanges but needs more memory, since every sharded weight has a full-size gradient in
     `precision.gradients` from its first backward to its last.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TokenGather:
-    """Gathers tensors of tokens over `group`, whose ranks must run the same micro-batches in the same order."""
+    """Gathers tensors of tokens over `group`, whose ranks must run the same microbatches in the same order."""
 
     def __init__(self, group: Group, device: Device, counters: Counters) -> None:
         self.group = group

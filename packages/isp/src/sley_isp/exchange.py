@@ -10,7 +10,7 @@ the tensors are side by side. w is the number of elements of a position for one 
     by positions   [b, s, ..., h/n, d]  ──>  buffer [n, b, s/n, w]    row i: the positions of slice i
 
 After the all-to-all, row i comes from rank i. So a buffer packed by heads is unpacked by positions, and one packed by positions
-is unpacked by heads. All ranks of a group run the same layers of the same micro-batch, so their exchanges have the same order.
+is unpacked by heads. All ranks of a group run the same layers of the same microbatch, so their exchanges have the same order.
 A label and a checksum identify each exchange, and ranks that differ in them all raise an error.
 """
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 CANONICAL = {
-    "reduce": ("micro_batch", "sums micro-batches before it sums ranks"),
+    "reduce": ("micro_batch", "sums microbatches before it sums ranks"),
     "head": ("gather", "sums over slices of the vocabulary, whose matrix products have different shapes"),
     "embedding": ("gather", "sums the tokens of all ranks at once"),
 }

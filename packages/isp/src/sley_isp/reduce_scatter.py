@@ -4,7 +4,7 @@ lease ──> products written ──> sent and received ──> local rows summ
           `add`                in the background     `advance`             `finish`, at the limit of reductions in flight
                                                                            or at the end of a pass
 
-A bucket holds the gradients of one parameter group. With one reduction per micro-batch, it is sent when the backward continues
+A bucket holds the gradients of one parameter group. With one reduction per microbatch, it is sent when the backward continues
 with another group. With one reduction per step, it is sent after the last action that can add to it, which saves exchanges but
 needs memory for all full gradients.
 """
@@ -67,7 +67,7 @@ class Reduction:
     """Holds the reduction of a bucket that is in flight.
 
     rows: this rank's rows of each gradient, which hold the sum once `works` are done. If the order of sums is fixed, they are
-    instead the rows of each rank, [size, ...], for the micro-batches `micros`.
+    instead the rows of each rank, [size, ...], for the microbatches `micros`.
     """
 
     bucket: Bucket

@@ -70,7 +70,7 @@ def _head_error(message: str, hint: str) -> PlanError:
 class VocabularyHead:
     """Replaces the forward of the linear of `module`.
 
-    All ranks of `wp` run the same micro-batches in the same order, and so make the same exchanges.
+    All ranks of `wp` run the same microbatches in the same order, and so make the same exchanges.
     """
 
     def __init__(self, module: ShardedModule, token_gather: TokenGather, parts: Parts, pool: MemoryPool) -> None:

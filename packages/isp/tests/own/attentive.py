@@ -17,7 +17,7 @@ HEADS = 4
 
 
 class Unplaced(nn.Module):
-    """A data set of tokens without positions."""
+    """A dataset of tokens without positions."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Drawn(Sum):
 
 
 class Contrastive:
-    """Separates the samples of a micro-batch by the means of their sequences. Every sample has the weight 1.
+    """Separates the samples of a microbatch by the means of their sequences. Every sample has the weight 1.
     draws: the scale of the random noise that it adds.
     """
 

@@ -25,7 +25,7 @@ Layers = list[tuple[str, nn.Module]]
 
 
 class Points:
-    """A data set of four tokens per sample, with a target for each."""
+    """A dataset of four tokens per sample, with a target for each."""
 
     info = DataInfo({"tokens": Field("int64"), "y": Field("float64")}, vocab_size=VOCABULARY)
 
@@ -52,7 +52,7 @@ class Squares:
 
 
 class Labelled:
-    """A data set of five tokens per sample. Some labels are ignored, and all labels of the third sample."""
+    """A dataset of five tokens per sample. Some labels are ignored, and all labels of the third sample."""
 
     info = DataInfo({"tokens": Field("int64", ids="token"), "labels": Field("int64", ids="label")}, vocab_size=CLASSES)
 

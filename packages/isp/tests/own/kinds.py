@@ -23,7 +23,7 @@ REFUSED = {
 
 
 class Rows:
-    """A data set of four tokens per sample. Some labels are ignored, by torch's index or others."""
+    """A dataset of four tokens per sample. Some labels are ignored, by torch's index or others."""
 
     info = DataInfo({"tokens": Field("int64", ids="token"), "labels": Field("int64", ids="label")}, vocab_size=CLASSES)
 

@@ -372,7 +372,7 @@ class HostActivations(ActivationPolicy):
 
     def _pack(self, tensor: Tensor, call: LayerCall, field_addresses: set[int]) -> Handle | KeptTensor | Tensor:
         """Returns the object that autograd keeps in place of `tensor`, and adds its storage to `call` if it is offloaded.
-        field_addresses: the addresses of the micro-batch's fields, which stay.
+        field_addresses: the addresses of the microbatch's fields, which stay.
         """
         if not self._is_movable(tensor, field_addresses):
             return _wrap_kept(tensor, call.layer)

@@ -99,7 +99,7 @@ class KeptAttention:
 
 
 class AttentionStats:
-    """Counts kept and recomputed attentions and their bytes, over all micro-batches in flight. budget_bytes: the limit of kept
+    """Counts kept and recomputed attentions and their bytes, over all microbatches in flight. budget_bytes: the limit of kept
     bytes; None for no limit.
     """
 

@@ -121,7 +121,7 @@ def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> Non
 
 
 class Loses:
-    """Makes a run lose gradients between its micro-batches, as an offload does that keeps one of them."""
+    """Makes a run lose gradients between its microbatches, as an offload does that keeps one of them."""
 
     def __init__(self, run: Run, micro: int, lose: Callable[[Tensor, Tensor], None]) -> None:
         self._store = run.store
@@ -136,7 +136,7 @@ class Loses:
         return lambda *_: None
 
     def before_backward(self, micro: MicroStep, _gradient: object) -> None:
-        """Keeps what was summed before one micro-batch."""
+        """Keeps what was summed before one microbatch."""
         if micro.micro == self._micro:
             self._kept = [self._store.gradient(param).clone() for param in self._store.params]
 
@@ -147,7 +147,7 @@ class Loses:
 
 LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
     "all but the last backward (DeepSpeed's pull request 7981)": (3, lambda gradient, kept: gradient.sub_(kept)),
-    "all but the first micro-batch (7967)": (1, lambda gradient, kept: gradient.copy_(kept)),
+    "all but the first microbatch (7967)": (1, lambda gradient, kept: gradient.copy_(kept)),
 }
 
 

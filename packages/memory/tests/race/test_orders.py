@@ -10,7 +10,7 @@ import pytest
 
 from sley_testing.plans import Tables, changed, small_plan
 
-PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two micro-batches, masters
+PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two microbatches, masters
 EVERYTHING = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]}
 SHARED_COPIES = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004, "shared": True}]}
 GROUPS = [{"match": "*.attention.*", "lr": 1e-3}]

@@ -30,7 +30,7 @@ def sample(index: int) -> dict[str, Tensor]:
 
 
 class Rows:
-    """A data set of samples, with the same samples for evaluation."""
+    """A dataset of samples, with the same samples for evaluation."""
 
     info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
 

@@ -230,7 +230,7 @@ class GradientHandlerContract:
             assert not differing_names, f"step {step}: replicas have different gradients of {differing_names}"
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks_of_two: Ranks) -> None:
-        """Expects the same collectives on every rank, and as many with three micro-batches as with one."""
+        """Expects the same collectives on every rank, and as many with three microbatches as with one."""
         baseline, accumulated = (
             ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._splits())
             for num_micro_batches in (1, 3)
@@ -241,7 +241,7 @@ class GradientHandlerContract:
         for baseline_calls, accumulated_calls in zip(baseline[0].calls, accumulated[0].calls, strict=True):
             baseline_ops, accumulated_ops = [call.op for call in baseline_calls], [call.op for call in accumulated_calls]
             assert baseline_ops == accumulated_ops, (
-                f"a step of one micro-batch has {len(baseline_ops)} collectives, a step of three has {len(accumulated_ops)}"
+                f"a step of one microbatch has {len(baseline_ops)} collectives, a step of three has {len(accumulated_ops)}"
             )
 
     def test_failed_backward_leaves_no_state(self, ranks_of_two: Ranks) -> None:

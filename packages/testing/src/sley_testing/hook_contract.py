@@ -3,7 +3,7 @@
     class TestWatch(SchedulerHookContract):
         hook = {"use": "watch.outputs"}
 
-Two ranks train a small decoder in several micro-batches, recompute half of its layers, and evaluate it. The results are
+Two ranks train a small decoder in several microbatches, recompute half of its layers, and evaluate it. The results are
 compared with the same run without the hook.
 """
 

@@ -49,7 +49,7 @@ ROUTES = {
 
 
 def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]], keeps_tensors: bool, seed: int) -> None:
-    """Executes walks on this rank; every second walk is followed by its forwards only. walks: the micro-batch lengths of each
+    """Executes walks on this rank; every second walk is followed by its forwards only. walks: the microbatch lengths of each
     walk. keeps_tensors: whether to keep received tensors. Raises AssertionError if a received or kept tensor is wrong.
     """
     placement = Placement(route)
@@ -165,7 +165,7 @@ class Walker:
         self._stored_tensors: list[tuple[Any, Tensor]] = []
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
-        """Executes this stage's list. lengths: the length of each micro-batch, which sets the shapes of its messages. Raises
+        """Executes this stage's list. lengths: the length of each microbatch, which sets the shapes of its messages. Raises
         AssertionError if a received message differs from the sent one.
         """
         self._number += 1
@@ -235,7 +235,7 @@ class Walker:
         self._crossing.give(flow, action.chunk, action.micro, (description, tensors))
 
     def _store(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
-        """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd micro-batches."""
+        """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd microbatches."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
             tensors[0].fill_(7)

@@ -7,7 +7,7 @@
             return torch.randn(4, 6, dtype=torch.float64), {"y": torch.randn(4, 6)}
 
 A layout may split a batch anywhere, so a loss is a sum and its weight counts the summed terms. The tests run in this process.
-They compare batches with their micro-batches, gradients with finite differences, and half precision with fp64.
+They compare batches with their microbatches, gradients with finite differences, and half precision with fp64.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LossContract:
         return None
 
     def test_weight_is_sum_over_samples(self) -> None:
-        """Expects a host number that equals the sum over micro-batches."""
+        """Expects a host number that equals the sum over microbatches."""
         loss, (_, batch) = self._loss(), self.batch()
         total = loss.weight(batch)
         assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"
@@ -55,12 +55,12 @@ class LossContract:
         for size in self._sizes():
             weights = [loss.weight(part) for part in _split_batch(batch, size)]
             assert sum(weights) == pytest.approx(total, rel=EXACT), (
-                f"the weight of a batch is {total:g}, but its micro-batches of {size} weigh {sum(weights):g}: "
+                f"the weight of a batch is {total:g}, but its microbatches of {size} weigh {sum(weights):g}: "
                 "the weight must count the terms of the loss"
             )
 
     def test_loss_is_sum_over_samples(self) -> None:
-        """Expects a scalar loss. Loss and gradients of a batch must equal the sums over its micro-batches."""
+        """Expects a scalar loss. Loss and gradients of a batch must equal the sums over its microbatches."""
         output, batch = self.batch()
         expected, gradient = self._loss_and_gradient(output, batch)
         for size in self._sizes():
@@ -70,11 +70,10 @@ class LossContract:
             ]
             total = sum(loss for loss, _ in results)
             assert total == pytest.approx(expected, rel=EXACT, abs=EXACT), (
-                f"the loss of a batch is {expected:.9g}, but its micro-batches of {size} sum to {total:.9g}: "
-                "a mean is not a sum"
+                f"the loss of a batch is {expected:.9g}, but its microbatches of {size} sum to {total:.9g}: a mean is not a sum"
             )
             error = _error(torch.cat([part_gradient for _, part_gradient in results]), gradient)
-            assert error <= EXACT, f"the relative error of the gradients of micro-batches of {size} is {error:.3g}"
+            assert error <= EXACT, f"the relative error of the gradients of microbatches of {size} is {error:.3g}"
 
     def test_gradient_matches_finite_differences(self) -> None:
         """Runs `gradcheck` in fp64."""
@@ -155,7 +154,7 @@ class LossContract:
         return loss
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the micro-batch sizes to test."""
+        """Returns the microbatch sizes to test."""
         samples = len(self.batch()[0])
         assert samples >= 4, f"`batch` must have an even number of samples, at least four, but has {samples}"
         assert samples % 2 == 0, f"`batch` must have an even number of samples, at least four, but has {samples}"
@@ -173,7 +172,7 @@ class LossContract:
 
 
 def _split_batch(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
-    """Returns the micro-batches of `size` samples."""
+    """Returns the microbatches of `size` samples."""
     samples = len(next(iter(batch.values())))
     return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, samples, size)]
 

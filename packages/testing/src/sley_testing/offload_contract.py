@@ -32,7 +32,7 @@ from sley_testing.runs import fail_once, weights
 Bits = dict[tuple[str, str], Tensor]
 
 NUM_STEPS = 2
-PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two micro-batches
+PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two microbatches
 
 
 class OffloadManagerContract:

@@ -2,7 +2,7 @@
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 loop.load(initial_weights)                       # the run's initial weights, by name
-step = loop.step(micro_batches)                  # the micro-batches of the global batch, in order
+step = loop.step(micro_batches)                  # the microbatches of the global batch, in order
 assert_step(step, run.step(local_batch), gradients(run), weights(run))
 
 This module does not import Sley's engine, so that an engine bug cannot be on both sides of a comparison.
@@ -56,7 +56,7 @@ class NamedParameter(NamedTuple):
 
 
 class NothingToTrainError(Exception):
-    """Means that the loss of a micro-batch depends on no trained parameter."""
+    """Means that the loss of a microbatch depends on no trained parameter."""
 
 
 class PlainLoop:
@@ -65,7 +65,7 @@ class PlainLoop:
     layers: the result of a model factory, with real parameters. Each module of a tied parameter registers the parameter. loss:
     an object with `weight(batch)` and the sum `loss(output, batch)`, as in a plan. optimizer: a function that returns a torch
     optimizer for the list of all (name, parameter); see `decay_groups`. clip_norm, clip_kind: the arguments of
-    torch.nn.utils.clip_grad_norm_. A trained parameter that no micro-batch uses gets a zero gradient, as in a run: momentum
+    torch.nn.utils.clip_grad_norm_. A trained parameter that no microbatch uses gets a zero gradient, as in a run: momentum
     and decay continue. For a trained parameter of a narrow dtype (bf16), the optimizer steps an fp32 copy, in which its
     gradients are also summed.
     """
@@ -100,8 +100,8 @@ class PlainLoop:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micro_batches: Sequence[Batch]) -> PlainStep:
-        """Takes one optimizer step on the micro-batches of a global batch, and returns its results. Raises NothingToTrainError
-        if the loss of a micro-batch has no gradient.
+        """Takes one optimizer step on the microbatches of a global batch, and returns its results. Raises NothingToTrainError
+        if the loss of a microbatch has no gradient.
         """
         total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
         self.optimizer.zero_grad(set_to_none=True)
@@ -127,7 +127,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
-        """Returns the mean loss of these micro-batches."""
+        """Returns the mean loss of these microbatches."""
         total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
         loss = sum(self.loss.loss(self.forward(micro_batch), micro_batch).item() for micro_batch in micro_batches)
         return loss / total if total > 0 else 0.0
@@ -147,7 +147,7 @@ class PlainLoop:
         self.optimizer.step()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulates the gradients of one micro-batch."""
+        """Accumulates the gradients of one microbatch."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         for name, parameter in self.parameters.items():
             master = self.stepped[name]

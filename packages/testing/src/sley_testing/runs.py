@@ -94,7 +94,7 @@ def record(
         recorded.first = weights(run)
         for number in range(num_steps):
             local_batch = None if batches is None else batches[number]
-            if isinstance(local_batch, Mapping):  # this rank's rows, or those of its micro-batches
+            if isinstance(local_batch, Mapping):  # this rank's rows, or those of its microbatches
                 local_batch = {name: value[run.rows] for name, value in local_batch.items()}
             elif local_batch is not None:
                 size = plan.batch.micro_size

@@ -6,7 +6,7 @@
         def max_micro_batches(self, stage, stages, micros):
             return 4 * min(stages, micros)
 
-Most tests start no process. They draw numbers of stages and micro-batches at random, and generate, lower and simulate action
+Most tests start no process. They draw numbers of stages and microbatches at random, and generate, lower and simulate action
 lists with random durations. Then a small decoder is trained on two stages and compared with one process.
 """
 
@@ -39,7 +39,7 @@ class ScheduleContract:
     """Tests a pipeline schedule: inherit, set `pipeline` to its table, write `max_micro_batches`, and pytest does the rest.
 
     tables: further tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros: the
-    supported numbers of stages and micro-batches. num_draws: the number of random sizes to test.
+    supported numbers of stages and microbatches. num_draws: the number of random sizes to test.
     """
 
     pipeline: ClassVar[Table]
@@ -49,11 +49,11 @@ class ScheduleContract:
     num_draws: ClassVar[int] = 24
 
     def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        """Returns the maximum number of micro-batches that `stage` holds at a time, each counted once per chunk. A stage holds
-        a micro-batch from its forward until all its gradients, including weight gradients, are complete.
+        """Returns the maximum number of microbatches that `stage` holds at a time, each counted once per chunk. A stage holds
+        a microbatch from its forward until all its gradients, including weight gradients, are complete.
         """
         raise NotImplementedError(
-            "implement `max_micro_batches`: the number of held micro-batches, which determines activation memory"
+            "implement `max_micro_batches`: the number of held microbatches, which determines activation memory"
         )
 
     def test_lists_complete_at_any_size(self) -> None:
@@ -80,7 +80,7 @@ class ScheduleContract:
                 _assert_once_in_order(actions, schedule.chunks, micros, f"stage {stage} of {stages}")
 
     def test_peak_equals_max_micro_batches(self) -> None:
-        """Expects at most `max_micro_batches` micro-batches at every size, and exactly as many at one size."""
+        """Expects at most `max_micro_batches` microbatches at every size, and exactly as many at one size."""
         is_reached = False
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
@@ -89,7 +89,7 @@ class ScheduleContract:
             peaks = simulate(lowered, placement, Costs.even(placement.num_positions)).peaks
             for stage, peak in enumerate(peaks):
                 limit = self.max_micro_batches(stage, stages, micros)
-                label = f"stage {stage} of {stages}, {micros} micro-batches"
+                label = f"stage {stage} of {stages}, {micros} microbatches"
                 assert peak.pairs <= limit, f"{label}: holds {peak.pairs}, but `max_micro_batches` is {limit}"
                 is_reached |= peak.pairs == limit
         assert is_reached, "`max_micro_batches` is larger than the peak of every stage at every size"
@@ -101,19 +101,19 @@ class ScheduleContract:
             first = schedule.lists(stages, micros)
             is_equal = first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros)
             assert is_equal, (
-                f"{stages} stages, {micros} micro-batches: two calls return different lists, so ranks would not agree"
+                f"{stages} stages, {micros} microbatches: two calls return different lists, so ranks would not agree"
             )
 
     @pytest.mark.parametrize("num_micro_batches", [1, 5])
     def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micro_batches: int) -> None:
         """Compares losses, norms, gradients, weights and the held-out loss with one process."""
         if 2 not in self.stages or num_micro_batches not in self.micros:
-            pytest.skip(f"the schedule has no lists for 2 stages and {num_micro_batches} micro-batches")
+            pytest.skip(f"the schedule has no lists for 2 stages and {num_micro_batches} microbatches")
         plan = _decoder(2 * self._schedule().chunks, num_micro_batches)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
-        """Yields numbers of stages and micro-batches with a random generator: first the smallest, then random sizes."""
+        """Yields numbers of stages and microbatches with a random generator: first the smallest, then random sizes."""
         yield min(self.stages), min(self.micros), Random(0)
         for seed in range(1, self.num_draws):
             generator = Random(seed)
@@ -158,17 +158,17 @@ def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_micro_batches: int, label: str) -> None:
-    """Asserts that each chunk has exactly F, B or F, I, W in this order for each micro-batch."""
+    """Asserts that each chunk has exactly F, B or F, I, W in this order for each microbatch."""
     sequences: dict[tuple[int, int], str] = {}
     for action in actions:
         key = action.chunk, action.micro
         sequences[key] = sequences.get(key, "") + action.kind.value
     expected = {(chunk, micro_batch) for chunk in range(chunks) for micro_batch in range(num_micro_batches)}
     assert sequences.keys() == expected, (
-        f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, micro-batch) missing or too many"
+        f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, microbatch) missing or too many"
     )
     wrong_sequences = {key: sequence for key, sequence in sequences.items() if sequence not in ("FB", "FIW")}
     counted = Counter(wrong_sequences.values()).most_common(3)
     assert not wrong_sequences, (
-        f"{label}: actions of a micro-batch are {counted}, not FB or FIW, for example at {min(wrong_sequences, default=None)}"
+        f"{label}: actions of a microbatch are {counted}, not FB or FIW, for example at {min(wrong_sequences, default=None)}"
     )

@@ -37,7 +37,7 @@ Table = dict[str, Any]
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
-SAMPLES = 2  # per micro-batch
+SAMPLES = 2  # per microbatch
 
 
 @dataclass
@@ -143,7 +143,7 @@ class WeightCommunicatorContract:
             (4, 2, 1, {}),
             (4, 4, 1, {"activations": {"use": "core.recompute", "fraction": 0.5}}),
         ],
-        ids=["shards", "micro-batches and recomputation", "copies of shards", "four shards"],
+        ids=["shards", "microbatches and recomputation", "copies of shards", "four shards"],
     )
     def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int, changes: Table

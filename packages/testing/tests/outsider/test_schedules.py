@@ -43,7 +43,7 @@ class TestTwoWaves(ScheduleContract):
 
 
 class OneByOne(ScheduleContract):
-    """The claim of a schedule that ends each micro-batch before the next one begins."""
+    """The claim of a schedule that ends each microbatch before the next one begins."""
 
     def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return 1

@@ -80,7 +80,7 @@ class Fresh(Naive):
 
 
 class Own(Naive):
-    """Is another data set on every rank."""
+    """Is another dataset on every rank."""
 
     made = count()
 

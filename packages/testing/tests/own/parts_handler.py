@@ -92,7 +92,7 @@ class Twice(Late):
 
 
 class Chatty(Late):
-    """Exchanges something for each micro-batch."""
+    """Exchanges something for each microbatch."""
 
     def finish_step(self, step) -> None:
         for _ in range(step.num_micros):

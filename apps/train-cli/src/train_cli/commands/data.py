@@ -30,7 +30,7 @@ data = typer.Typer(no_args_is_help=True, help="Show the data as a plan's model r
 _COLORS = {"trained": "\x1b[1;32m", "context": "", "padding": "\x1b[2m"}
 _PLAIN = {"trained": ("[", "]"), "context": ("", ""), "padding": ("", "")}
 _MAX_COUNTED = 10_000
-"""The number of samples that are counted for a data set that does not count them itself."""
+"""The number of samples that are counted for a dataset that does not count them itself."""
 
 
 @data.callback()
@@ -126,7 +126,7 @@ def export(
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
-    """Opens a data set, which may import torch."""
+    """Opens a dataset, which may import torch."""
     from sley_core.data.factory import open_dataset
 
     return open_dataset(data, context)
@@ -169,14 +169,14 @@ def _count_samples(rows: DataRows) -> dict[str, Any]:
 
 
 class _DatasetRows:
-    """The samples of any data set of token ids: `DataRows`. Raises UsageError "no-tokens" for other data and for streams."""
+    """The samples of any dataset of token ids: `DataRows`. Raises UsageError "no-tokens" for other data and for streams."""
 
     counts = None
 
     def __init__(self, data: Component, context: DataContext) -> None:
         dataset = _open_dataset(data, context)
         if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
-            hint = "use a data set with a length whose samples have `tokens` and `labels`"
+            hint = "use a dataset with a length whose samples have `tokens` and `labels`"
             raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
         self._dataset = cast("Dataset", dataset)
         self.sources: Sequence[str] = getattr(dataset, "sources", ())

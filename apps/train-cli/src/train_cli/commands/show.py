@@ -94,12 +94,12 @@ def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
     except PlanError as error:
         raise plan.add_places(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
-    sizes = f"{_count_text(topology.pp, 'stage')}, {_count_text(num_micro_batches, 'micro-batch', 'es')}"
+    sizes = f"{_count_text(topology.pp, 'stage')}, {_count_text(num_micro_batches, 'microbatch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, peak in enumerate(simulation.peaks):
         idle = simulation.timeline.idle(stage)
-        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_count_text(peak.pairs, 'micro-batch', 'es')} of a chunk"
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_count_text(peak.pairs, 'microbatch', 'es')} of a chunk"
 
 
 def _count_text(number: int, word: str, plural: str = "s") -> str:

@@ -1,6 +1,6 @@
 """A step as data: actions, the placement of chunks on stages, and schedules, which generate lists of actions. Imports no torch.
 
-A schedule generator writes compute actions only, `F0.3` for the forward of chunk 0 on micro-batch 3. `lower` adds the rest:
+A schedule generator writes compute actions only, `F0.3` for the forward of chunk 0 on microbatch 3. `lower` adds the rest:
 transfers between stages, and marks for finished chunks. The executor, the simulator and the drawing all read the same lowered
 lists.
 
@@ -33,7 +33,7 @@ from sley_core.errors import PlanError
 class Kind(StrEnum):
     """The type of an action.
 
-    FORWARD, BACKWARD: of one chunk on one micro-batch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
+    FORWARD, BACKWARD: of one chunk on one microbatch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
     backward (arXiv 2401.10241). CHUNK_DONE is written by `lower`: all gradients of this chunk are complete now.
     """
 
@@ -56,7 +56,7 @@ SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """One line of a rank's list: `kind` on model chunk `chunk` and micro-batch `micro`, counted from 0 per rank."""
+    """One line of a rank's list: `kind` on model chunk `chunk` and microbatch `micro`, counted from 0 per rank."""
 
     kind: Kind
     chunk: int
@@ -110,7 +110,7 @@ Lowered = tuple[Step, ...]
 
 
 def sequential(num_micros: int) -> list[Action]:
-    """Returns the actions without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one micro-batch is in flight at a time."""
+    """Returns the actions without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one microbatch is in flight at a time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, 0, micro) for micro in range(num_micros) for kind in kinds]
 
@@ -134,17 +134,17 @@ _ACTIONS = {
 
 
 def in_words(entry: str) -> str:
-    """Returns a readable text for an action: `F0.3` is the forward of chunk 0 on micro-batch 3."""
+    """Returns a readable text for an action: `F0.3` is the forward of chunk 0 on microbatch 3."""
     match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
     if match is None:
         return entry
     kind, chunk, micro, more = match.groups()
-    on = "" if micro is None else f" on micro-batch {micro}"
+    on = "" if micro is None else f" on microbatch {micro}"
     return f"{_ACTIONS[kind]} of chunk {chunk}{on}{more} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
 
 
 class Delivery(NamedTuple):
-    """Names a value that crosses a boundary: its flow, the position of the receiving chunk, and its micro-batch."""
+    """Names a value that crosses a boundary: its flow, the position of the receiving chunk, and its microbatch."""
 
     flow: Flow
     position: int

@@ -3,7 +3,7 @@
     stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
     stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
-Every stage is a row, time goes to the right. An action begins with its letter and its micro-batch, as far as there is room, and
+Every stage is a row, time goes to the right. An action begins with its letter and its microbatch, as far as there is room, and
 fills its time; dots are time in which no action runs. With two chunks, small letters are the second one's. With more, each
 chunk has a row of its own, blank while the stage works on another chunk. A step of too many actions for the width loses its
 middle, so that how it starts and how it ends can be read.
@@ -50,7 +50,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def label(action: Action) -> str:
-    """Returns letter and micro-batch, `F3`; the letter is lower case for every chunk but the first."""
+    """Returns letter and microbatch, `F3`; the letter is lower case for every chunk but the first."""
     letter = action.kind.value if action.chunk == 0 else action.kind.value.lower()
     return f"{letter}{action.micro}"
 

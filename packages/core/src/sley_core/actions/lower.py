@@ -50,7 +50,7 @@ NEEDS = {
     Kind.INPUT_GRADIENT: Kind.FORWARD,
     Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
 }
-"""The action of the same chunk and micro-batch that must come first."""
+"""The action of the same chunk and microbatch that must come first."""
 
 EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
 """A backward is whole or split."""
@@ -58,7 +58,7 @@ EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWA
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
     """Raises PlanError "schedule-wrong" unless each list has every action of a step once, after the actions of the same chunk
-    and micro-batch that it needs.
+    and microbatch that it needs.
     """
     if len(lists) != placement.stages:
         message = f"the schedule must have {placement.stages} action lists, one per stage, but has {len(lists)}"
@@ -83,7 +83,7 @@ def _find_fault(action: Action, seen: set[Action], chunks: int, micros: int, tra
     if kind not in NEEDS:
         return "is not a compute action"
     if not (0 <= chunk < chunks and 0 <= micro < micros):
-        return f"is outside {chunks} chunks and {micros} micro-batches"
+        return f"is outside {chunks} chunks and {micros} microbatches"
     if action in seen:
         return "is repeated"
     if kind.makes_gradients and not training:
@@ -217,7 +217,7 @@ def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transf
 def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[Lowered]:
     """Returns one lowered list per stage. Pure: every rank computes all of them and gets the same result.
 
-    lists: each stage's compute actions over its chunks and `micros` micro-batches. training: whether every forward must have a
+    lists: each stage's compute actions over its chunks and `micros` microbatches. training: whether every forward must have a
     full or split backward; if False, no forward may have one.
 
     An action is followed by the send of its result, then by posts, then by CHUNK_DONE if it was its chunk's last

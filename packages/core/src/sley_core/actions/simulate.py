@@ -6,14 +6,14 @@ result does not depend on the order in which stages are visited.
 
 The most that a stage holds at once is counted from its list alone, since a stage does one thing at a time.
 
-What a micro-batch leaves behind in one chunk, and until when:
+What a microbatch leaves behind in one chunk, and until when:
 
     F ───────── graph ─────────> B                    outputs and saved tensors, from the end of F to the end of B
     F ── graph ──> I ── queue ──> W                   a split backward: the graph goes at the end of I, what I has queued
                                                       for the weight gradients (inputs, output gradients) at the end of W
     post ── buffer ──> F, B or I                      what is received, from its post to the end of the action that takes it
 
-A pair (chunk, micro-batch) that has a graph or a queue is *held*. What is received belongs to the graph from the end of F on.
+A pair (chunk, microbatch) that has a graph or a queue is *held*. What is received belongs to the graph from the end of F on.
 Outputs on their way to another stage are not counted: they are gone when the transfer is.
 """
 
@@ -131,7 +131,7 @@ class Machine:
 class Peaks:
     """Holds the peak counts and bytes of one stage. Each peak may be at a different time.
 
-    pairs: (chunk, micro-batch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph. receives:
+    pairs: (chunk, microbatch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph. receives:
     buffers of receives. num_bytes: graphs, queues and buffers together.
     """
 
@@ -242,7 +242,7 @@ class Costs:
     """Holds costs by position: entry i of every tuple belongs to position i of the model (see `Placement`).
 
     seconds: of each kind of action. link_s: of a transfer between position i and i + 1, in either direction. graph_bytes:
-    memory that a forward keeps for the backward of its micro-batch. queued_bytes: memory, of saved inputs and output gradients,
+    memory that a forward keeps for the backward of its microbatch. queued_bytes: memory, of saved inputs and output gradients,
     that an input-gradient action keeps for the weight-gradient action. boundary_bytes: size of the value that crosses between i
     and i + 1.
     """

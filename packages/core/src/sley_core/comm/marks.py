@@ -32,7 +32,7 @@ _DTYPES = {
 HINT = (
     "ranks that share weights must run the same modules in the same order. Does a forward depend on "
     "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
-    "micro-batch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
+    "microbatch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
     "from your own generator with the same seed on all ranks"
 )
 

@@ -1,4 +1,4 @@
-"""Collates samples into batches, checks batches, and splits them into micro-batches and sequence slices.
+"""Collates samples into batches, checks batches, and splits them into microbatches and sequence slices.
 
     samples of one dp coordinate     [b, s]
                                  ┌─────┼─────┐        split along each field's `sequence_dim`; a field without one is
@@ -31,7 +31,7 @@ def narrow_batch(
     num_parts: int,
     dim: Literal["batch", "sequence"] = "batch",
 ) -> Batch:
-    """Returns part `index` of `num_parts` equal parts of a batch: a micro-batch for dim "batch", a slice for "sequence".
+    """Returns part `index` of `num_parts` equal parts of a batch: a microbatch for dim "batch", a slice for "sequence".
 
     The result has views in the order of `fields`. A field without the dim is complete in every part. Raises RunError if the
     batch has missing or undeclared fields or does not divide.
@@ -53,7 +53,7 @@ def narrow_batch(
 
 
 def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
-    """Returns the number of micro-batches of `micro_size` samples in `batch`, at least one.
+    """Returns the number of microbatches of `micro_size` samples in `batch`, at least one.
 
     Raises RunError if the batch has missing or undeclared fields, if fields have different numbers of samples, or if that
     number is not a multiple of `micro_size`.
@@ -67,7 +67,7 @@ def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field],
     num_micros, remainder = divmod(sizes[first], micro_size)
     if remainder or not num_micros:
         message = f"{sizes[first]} samples of this rank are no multiple of [batch] micro_size = {micro_size}"
-        raise RunError("batch-size", message, hint="use one or more micro-batches of equal size")
+        raise RunError("batch-size", message, hint="use one or more microbatches of equal size")
     return num_micros
 
 

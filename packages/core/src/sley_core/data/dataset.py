@@ -1,7 +1,7 @@
 """The interface of datasets, and the declaration of a batch's fields. Imports no torch.
 
 A sample is a dict of tensors: one row of a batch, without the batch dim. Samples are stacked along each field's `batch_dim`.
-Data parallelism, micro-batches and sequence parallelism split a batch only by its declared `Field`s.
+Data parallelism, microbatches and sequence parallelism split a batch only by its declared `Field`s.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Accumulator:
         )
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Prepares for a contribution from a use of the parameter in `layer`, of the global micro-batch `micro` (left out: the
+        """Prepares for a contribution from a use of the parameter in `layer`, of the global microbatch `micro` (left out: the
         running one). Only a fixed order of sums depends on them.
         """
 

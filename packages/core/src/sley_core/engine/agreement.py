@@ -3,7 +3,7 @@
     begin ──> first action of the step ──> check ──> everything else
       └── one small sum over all ranks, on the hosts, beside that action; loss weight and counts of the batch are in it
 
-Ranks must agree on which parameters are frozen, on the number of micro-batches and on the batch: they decide which gradients
+Ranks must agree on which parameters are frozen, on the number of microbatches and on the batch: they decide which gradients
 are summed with which, how many messages are sent, and how long they are. A mismatch would give wrong numbers, end the process
 (gloo), or hang.
 
@@ -50,7 +50,7 @@ _HINTS = {
     NEXT: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
     TRAINED: "freeze and unfreeze the same parameters on all ranks, between two steps",
     MICROS: "ranks of one pipeline, and ranks that share weights or sequences, must run the same number of "
-    "micro-batches; with canonical sums, all ranks must",
+    "microbatches; with canonical sums, all ranks must",
     BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all "
     "ranks that share a sequence",
 }
@@ -180,7 +180,7 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     if fact == NEXT:
         return f"rank {odd} starts {mine}, but rank {other} starts {theirs}"
     if fact == MICROS:
-        return f"rank {odd} runs {mine} micro-batches in this step, but rank {other} runs {theirs}"
+        return f"rank {odd} runs {mine} microbatches in this step, but rank {other} runs {theirs}"
     if fact == BATCH:
         pairs = zip_longest(mine, theirs, fillvalue="none")
         here, there = next(((left, right) for left, right in pairs if left != right), ("", ""))

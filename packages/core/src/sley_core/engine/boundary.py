@@ -148,7 +148,7 @@ _FIRST = 4
 
 @dataclass(frozen=True)
 class Leaf:
-    """Describes one tensor: its dtype and shape, and flags that may vary between micro-batches. has_gradient: whether the
+    """Describes one tensor: its dtype and shape, and flags that may vary between microbatches. has_gradient: whether the
     receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor; only that leaf gets a gradient.
     overlaps: whether the tensor shared memory with another leaf before it was copied.
     """

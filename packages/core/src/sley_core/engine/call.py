@@ -145,7 +145,7 @@ class LayerCaller:
     """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
 
     slice_index: the slice of its sequences that this rank has; slices of one sample draw different random numbers.
-    step_progress: gets the name of each layer that is called. data_timeout_s: how long a layer waits for a data set that draws
+    step_progress: gets the name of each layer that is called. data_timeout_s: how long a layer waits for a dataset that draws
     from the same generators. writes: watches the writes of layers. probe: asks whether layers mix positions.
     """
 
@@ -232,7 +232,7 @@ class LayerCaller:
                     f"the forward of the layer {layer.name!r} creates a generator and keeps it, so its first random "
                     "numbers would depend on the layout",
                     path=("model",),
-                    hint="create the generator in the module's constructor; it is seeded again for each micro-batch",
+                    hint="create the generator in the module's constructor; it is seeded again for each microbatch",
                 )
         return output
 
@@ -274,7 +274,7 @@ def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
 
 
 def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
-    """Returns a text that identifies a layer call: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
+    """Returns a text that identifies a layer call: `layer `2` (Linear) of microbatch 0, given float32 [2, 16, 64]`."""
 
     def shape(value: Any) -> str:
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
@@ -283,7 +283,7 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
     descriptions = [shape(value) for value in args] + [f"{name} {shape(value)}" for name, value in fields.items()]
     kind = type(layer.module).__name__
-    return f"layer `{layer.name}` ({kind}) in micro-batch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
+    return f"layer `{layer.name}` ({kind}) in microbatch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:

@@ -1,6 +1,6 @@
-"""The numbers of an evaluation beside the loss: sums and counts of micro-batches, added up over ranks with the loss.
+"""The numbers of an evaluation beside the loss: sums and counts of microbatches, added up over ranks with the loss.
 
-output, batch ──metrics──> {name: (sum, count)} of a micro-batch ──> of this rank ──one exchange──> sum / count
+output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> of this rank ──one exchange──> sum / count
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Metrics:
 
 
 class Tally:
-    """Sums the counts of `metrics` over the micro-batches of one evaluation on this rank. problem: the fault of the results of
+    """Sums the counts of `metrics` over the microbatches of one evaluation on this rank. problem: the fault of the results of
     the user's function, "" without one; all ranks raise it after the exchange.
     """
 
@@ -68,7 +68,7 @@ class Tally:
         self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
 
     def begin(self, like: Tensor) -> None:
-        """Begins a batch. like: the batch's loss, float64, a scalar or one per micro-batch."""
+        """Begins a batch. like: the batch's loss, float64, a scalar or one per microbatch."""
         self._batches.append((torch.zeros_like(like), {}))
 
     def reads(self, field: str) -> bool:
@@ -76,7 +76,7 @@ class Tally:
         return self.metrics.own is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
 
     def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, counts: bool) -> None:
-        """Counts a micro-batch. output: of the model, whole logits. fields: on the device, the slices that this rank has.
+        """Counts a microbatch. output: of the model, whole logits. fields: on the device, the slices that this rank has.
         batch: the same on the host. counts: whether its samples count; if not, only exchanges are made.
         """
         metrics, results = self.metrics, dict[str, Any]()
@@ -104,7 +104,7 @@ class Tally:
         return [sums.get((name, at), zeros) for zeros, sums in self._batches]
 
     def _validate_results(self, results: Any) -> dict[str, Any]:
-        """Returns what the user's function gave for one micro-batch; {} with a `problem` if that is no numbers by name."""
+        """Returns what the user's function gave for one microbatch; {} with a `problem` if that is no numbers by name."""
         problem = ""
         if not isinstance(results, Mapping) or not results:
             problem = f"gives {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}"
@@ -115,7 +115,7 @@ class Tally:
         else:
             names = sorted(results)
             if self.names not in (None, names):
-                problem = f"gives {', '.join(self.names or [])} for one micro-batch, and {', '.join(names)} for another"
+                problem = f"gives {', '.join(self.names or [])} for one microbatch, and {', '.join(names)} for another"
             self.names = names
         self.problem = self.problem or problem
         return {} if problem else dict(results)
@@ -135,7 +135,7 @@ def merge_metric_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: 
         if own is not None:
             names = names or (rank, own)
     if problem or names is None:
-        hint = "it returns {name: (sum, count)}, the same names for every micro-batch: `{'exact': (num_right, num_samples)}`"
+        hint = "it returns {name: (sum, count)}, the same names for every microbatch: `{'exact': (num_right, num_samples)}`"
         raise RunError("metric-result", problem or "no sample was counted", path=("evaluation", "metric"), hint=hint)
     return names[1]
 

@@ -6,7 +6,7 @@
 
 Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so the storage of a sent output is
 freed once nothing else needs it. Received tensors may lie in the link's memory, which the link reuses once nothing refers to
-them. A micro-batch leaves the device after its last action.
+them. A microbatch leaves the device after its last action.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Executor:
 
     crossing: moves values into chunks and out of them. fields: the data's declaration. over_positions: checks the loss if ranks
     have slices of sequences. whole: gathers whole sequences for it. keeps_apart: whether losses are returned one per
-    micro-batch, [micro-batches], in place of their sum. sources: sums losses by source of the samples. has_loss: whether this
+    microbatch, [microbatches], in place of their sum. sources: sums losses by source of the samples. has_loss: whether this
     rank holds the model's last chunk. left_in_flight: whether a list is running or has failed, so that its messages and gathers
     may still be in flight until the next list begins.
     """
@@ -91,10 +91,10 @@ class Executor:
         outputs: dict[int, Any] | None = None,
     ) -> Tensor:
         """Runs a training list, with the exchanges in it; gradients go to `store`. Returns the sum of the loss over this rank's
-        samples, or one loss per micro-batch (`keeps_apart`): float64 on the device.
+        samples, or one loss per microbatch (`keeps_apart`): float64 on the device.
 
-        batch: this rank's micro-batches, on the host. weight: the divisor of every gradient; None on ranks without the loss.
-        outputs: gets a copy of the model's output of each micro-batch, on ranks with the loss.
+        batch: this rank's microbatches, on the host. weight: the divisor of every gradient; None on ranks without the loss.
+        outputs: gets a copy of the model's output of each microbatch, on ranks with the loss.
         """
         actions = select_actions(steps)
         total = self._begin(batch, Phase.TRAIN, actions, outputs)
@@ -136,7 +136,7 @@ class Executor:
         num_counted: int | None = None,
     ) -> Tensor:
         """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does, of the first
-        `num_counted` micro-batches. outputs: gets the model's output of each micro-batch, in place of its loss. tally: counts
+        `num_counted` microbatches. outputs: gets the model's output of each microbatch, in place of its loss. tally: counts
         more of the outputs than the loss.
         """
         total = self._begin(batch, Phase.EVALUATE, select_actions(steps), outputs)
@@ -167,7 +167,7 @@ class Executor:
         if self.weights is not None:
             self.weights.begin(actions, phase)
         self.caller.policy.begin(actions, phase)
-        # Everything that determines the shapes at the boundaries of each micro-batch.
+        # Everything that determines the shapes at the boundaries of each microbatch.
         has_link = self.crossing.link is not None
         keys = [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch] if has_link else []
         self.crossing.begin(keys)
@@ -232,22 +232,22 @@ class Executor:
             place += flight.loss.detach()
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
-        """Counts the metrics of a micro-batch before the loss, which may write in place."""
+        """Counts the metrics of a microbatch before the loss, which may write in place."""
         self.caller.acquire_generators("the metrics")
         try:
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
             tally.add(micro.micro, output, fields, batch, counts=counts)
         except Exception as error:
-            note_origin(error, f"the metrics on micro-batch {micro.micro}", tally.metrics.own)
+            note_origin(error, f"the metrics on microbatch {micro.micro}", tally.metrics.own)
             raise
         finally:
             GENERATOR_LOCK.release()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Returns the loss of one micro-batch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.
+        """Returns the loss of one microbatch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.
 
-        batch: all fields of the micro-batch, on the host.
+        batch: all fields of the microbatch, on the host.
         """
         call_hooks(self.hooks, "before_loss", micro, output)
         if self.whole is not None:
@@ -260,7 +260,7 @@ class Executor:
             if self.sources is not None and self.sources.weighs and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
         except Exception as error:
-            note_origin(error, f"the loss on micro-batch {micro.micro}", self.loss)
+            note_origin(error, f"the loss on microbatch {micro.micro}", self.loss)
             raise
         finally:
             GENERATOR_LOCK.release()
@@ -360,8 +360,8 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """Holds the values of one chunk and one micro-batch between forward and backward. inputs, description: the received tensors
-    and their description, None on the first chunk. loss: the sum over the micro-batch, on the last chunk. edges: the graph
+    """Holds the values of one chunk and one microbatch between forward and backward. inputs, description: the received tensors
+    and their description, None on the first chunk. loss: the sum over the microbatch, on the last chunk. edges: the graph
     edges of outputs with a gradient, on other chunks.
     """
 
@@ -403,9 +403,9 @@ class InFlight:
             if not self.loss.requires_grad:
                 raise RunError(
                     "no-gradient",
-                    "the loss of a micro-batch depends on no trained parameter",
+                    "the loss of a microbatch depends on no trained parameter",
                     hint="check whether a layer or the loss detaches its input, or whether all parameters that the "
-                    "micro-batch uses are frozen",
+                    "microbatch uses are frozen",
                 )
             if self.loss.ndim:
                 torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error
@@ -438,7 +438,7 @@ def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[
 
 Payload = tuple[Description, list[Tensor]]
 Spot = tuple[Flow, int, int]
-"""Flow, chunk of this stage, micro-batch."""
+"""Flow, chunk of this stage, microbatch."""
 
 
 class Crossing:
@@ -456,7 +456,7 @@ class Crossing:
         self._local: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a list of actions, and discards a failed one. keys: per micro-batch, all values that determine its shapes."""
+        """Starts a list of actions, and discards a failed one. keys: per microbatch, all values that determine its shapes."""
         if self._outgoing or self._local:
             self.abort("the step before did not end")
         self._keys = keys

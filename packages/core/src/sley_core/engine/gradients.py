@@ -210,7 +210,7 @@ class GradientStore:
         self.count_pass(param)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions by global micro-batch number, also of other ranks' micro-batches, for a fixed order of sums."""
+        """Adds contributions by global microbatch number, also of other ranks' microbatches, for a fixed order of sums."""
         for micro, gradient in gradients.items():
             self.put(param, gradient, layer, micro)
         self.count_pass(param)

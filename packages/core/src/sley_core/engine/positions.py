@@ -66,7 +66,7 @@ class WholeSequences:
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
         """Returns the output and the fields of whole sequences; blocks. All ranks of `sp` call it in the order of their list,
-        the same on all. batch: the fields that the loss reads, on the device. micro: all fields of the micro-batch. Raises
+        the same on all. batch: the fields that the loss reads, on the device. micro: all fields of the microbatch. Raises
         RunError "outputs-apart" for an output without the dim of positions.
         """
         fields = {}

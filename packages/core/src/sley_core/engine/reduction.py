@@ -1,4 +1,4 @@
-"""How a run adds up gradients of micro-batches and ranks, losses and norms: `[parallel] reduction`.
+"""How a run adds up gradients of microbatches and ranks, losses and norms: `[parallel] reduction`.
 
 A run has one `Reduction`, the store's. The class here is "fast": it adds in the order in which terms come. Its subclass in
 `engine.canonical` adds in one order, whatever the layout. No other code asks which of them a run has.
@@ -89,8 +89,8 @@ class Totals:
 class Reduction:
     """Adds terms in their order of arrival.
 
-    fixed_order: whether the order is the same in every layout. Then losses and their weights are kept by micro-batch, and code
-    that adds gradients names the layer and the micro-batch. micro_axes: the axes whose ranks run equally many micro-batches.
+    fixed_order: whether the order is the same in every layout. Then losses and their weights are kept by microbatch, and code
+    that adds gradients names the layer and the microbatch. micro_axes: the axes whose ranks run equally many microbatches.
     """
 
     fixed_order = False
@@ -105,7 +105,7 @@ class Reduction:
         """Raises PlanError for a model whose gradients have no such order. stages: the whole model, on meta."""
 
     def num_sums(self, param: Param) -> int:
-        """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of micro-batches."""
+        """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of microbatches."""
         return 1
 
     def accumulator(
@@ -124,7 +124,7 @@ class Reduction:
         """Frees the memory of `partial_sums`."""
 
     def concurrent_microbatches(self, group: Group) -> range | None:
-        """Returns the micro-batches that the ranks of `group` run now, if their gradients must be added one by one."""
+        """Returns the microbatches that the ranks of `group` run now, if their gradients must be added one by one."""
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
@@ -135,7 +135,7 @@ class Reduction:
         return Totals(self.groups, gradients, loss, kind)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the terms, to be added over ranks, of the loss weights of this rank's micro-batches."""
+        """Returns the terms, to be added over ranks, of the loss weights of this rank's microbatches."""
         return [sum(weights)]
 
     def weight_of(self, terms: Sequence[float]) -> float:

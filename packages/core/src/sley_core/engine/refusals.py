@@ -1,6 +1,6 @@
 """Models that a run refuses by name before its first step, because some layout would compute other numbers.
 
-Autograd calls hooks on parameters (`parameter.register_hook`) once per micro-batch, with the full gradient. If only parts of
+Autograd calls hooks on parameters (`parameter.register_hook`) once per microbatch, with the full gradient. If only parts of
 that gradient exist on any one rank, a hook that clips or masks by values would give other numbers.
 """
 

@@ -1,9 +1,9 @@
 """Keeps copies of a weight, buffer or batch field equal on the ranks that hold them: replicas that are apart stay apart.
 
-A value that a forward writes differs between replicas, which see other samples, and is written once per micro-batch and
-recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first micro-batch. Writes that
+A value that a forward writes differs between replicas, which see other samples, and is written once per microbatch and
+recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first microbatch. Writes that
 torch does not count (`.data`, numpy, running statistics) are found by hashes before and after a layer, in its first call and
-every `LOOK_EVERY` steps. In the first step all micro-batches are looked at.
+every `LOOK_EVERY` steps. In the first step all microbatches are looked at.
 
 `CopyComparison` compares values before the first step and every `LOOK_EVERY` steps, on every rank that holds a copy: parameters
 over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values differ if a

@@ -1,6 +1,6 @@
-"""Sums loss and loss weight by source of the samples, for data sets that have `sources`; costs nothing for others.
+"""Sums loss and loss weight by source of the samples, for datasets that have `sources`; costs nothing for others.
 
-    micro-batch of one source    its loss is that source's
+    microbatch of one source    its loss is that source's
     of several                   `loss` is called again for the samples of each, without gradients: training does not change
 
 The sums are added over ranks in the message of a step's totals, and in the order of the run's sums: with canonical ones they
@@ -83,7 +83,7 @@ class SourceSums:
 
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
-        """Adds the loss of a micro-batch. output: the model's. batch: the fields that the loss reads, on the device. sources:
+        """Adds the loss of a microbatch. output: the model's. batch: the fields that the loss reads, on the device. sources:
         of its samples, on the host. loss: of all of them. With `SplitLogits` a collective of the ranks that share them.
         """
         has_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
@@ -121,7 +121,7 @@ class SourceSums:
         tensors, structure = flatten(output)
         for tensor in tensors:
             if tensor.ndim <= dim or tensor.shape[dim] != len(rows):
-                message = f"an output of shape {list(tensor.shape)} does not have the {len(rows)} samples of its micro-batch"
+                message = f"an output of shape {list(tensor.shape)} does not have the {len(rows)} samples of its microbatch"
                 hint = (
                     "set `micro_size = 1`, or use sources of one type, so that the loss can be computed for the "
                     "samples of each source"

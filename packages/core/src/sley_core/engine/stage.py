@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 Generate = Callable[[int], Sequence[Sequence[Action]]]
-"""Returns every stage's compute actions for a given number of micro-batches."""
+"""Returns every stage's compute actions for a given number of microbatches."""
 
 
 class Lists:
@@ -89,7 +89,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its gradients.
     """
     number = topology.coordinates(rank).stage
-    if plan.pipeline is None:  # forward and backward of one micro-batch after the other
+    if plan.pipeline is None:  # forward and backward of one microbatch after the other
         lists = Lists(lambda micros: [sequential(micros)], loop(1), 0)
         return Stage(lists, [(0, model.layers)], [model.layers])
     assert plan.partition is not None, "a pipeline has a partition"

@@ -1,15 +1,15 @@
-"""The samples of a step as micro-batches, in whatever form a program gives them, and the model's outputs in that form.
+"""The samples of a step as microbatches, in whatever form a program gives them, and the model's outputs in that form.
 
-    a batch of n micro-batches ──┐  fields, sizes    ┌──────────┐  this rank's slice   ┌──────────┐
+    a batch of n microbatches ──┐  fields, sizes    ┌──────────┐  this rank's slice   ┌──────────┐
                                  ├─────────────────> │  whole   │ ───────────────────> │  micros  │ ──> n outputs
-    a list of n micro-batches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
+    a list of n microbatches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
 
-    a batch of n micro-batches <── one output, its tensors joined along the dim of samples
-    a list of n micro-batches  <── a list of n outputs; with `join` of whole sequences, gathered over `sp`
+    a batch of n microbatches <── one output, its tensors joined along the dim of samples
+    a list of n microbatches  <── a list of n outputs; with `join` of whole sequences, gathered over `sp`
 
 The loss weight of the global batch is known from the data alone, before the first backward. Dividing once by it makes gradients
-independent of micro-batches, dp, sp and padding; a mean of means does not. The loss's `weight` is called once for a batch that
-came in one piece; if sums are canonical, for each micro-batch.
+independent of microbatches, dp, sp and padding; a mean of means does not. The loss's `weight` is called once for a batch that
+came in one piece; if sums are canonical, for each microbatch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BatchWeight:
 
 
 class WeightAdditivity:
-    """Checks that the weight of a batch is the sum of its micro-batches' weights, once for each of its first shapes."""
+    """Checks that the weight of a batch is the sum of its microbatches' weights, once for each of its first shapes."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
@@ -58,7 +58,7 @@ class WeightAdditivity:
         self._known: set[tuple[object, ...]] = set()
 
     def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
-        """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does. Called on
+        """Raises RunError "loss-not-additive" for a loss that counts something once per microbatch, as a mean does. Called on
         every rank of a replica alike, whether or not the model's last chunk is there.
         """
         if num_micros == 1 or len(self._known) >= MOST_SHAPES:
@@ -72,7 +72,7 @@ class WeightAdditivity:
             weights = " + ".join(f"{part:g}" for part in parts[:4]) + (" + ..." if num_micros > 4 else "")
             raise RunError(
                 "loss-not-additive",
-                f"the loss weights of the {num_micros} micro-batches must add up to that of the batch, "
+                f"the loss weights of the {num_micros} microbatches must add up to that of the batch, "
                 f"{whole:g}, but their sum is {weights} = {sum(parts):g}",
                 path=("loss",),
                 hint="return a sum from the loss and not a mean, for example `F.cross_entropy(..., "
@@ -83,7 +83,7 @@ class WeightAdditivity:
 
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
-"""One batch, or a list of its micro-batches, whose sequences may then differ in length."""
+"""One batch, or a list of its microbatches, whose sequences may then differ in length."""
 
 
 class BatchCounts(NamedTuple):
@@ -108,9 +108,9 @@ NO_COUNTS = BatchCounts()
 class StepBatch:
     """This rank's samples of one step or one evaluation, on the host.
 
-    micros: {field: tensor} of each micro-batch, fields in the declared order, with this rank's slice of each sequence. whole:
+    micros: {field: tensor} of each microbatch, fields in the declared order, with this rank's slice of each sequence. whole:
     the same samples with whole sequences, in the pieces that were passed. weights: this rank's share of the loss weight of the
-    global batch, by piece, or by micro-batch if sums are canonical; empty without the model's last chunk. counts: of this
+    global batch, by piece, or by microbatch if sums are canonical; empty without the model's last chunk. counts: of this
     rank's samples. num_counted: how many of the micros count, all if None; the others run so that all ranks run as many.
     """
 
@@ -131,7 +131,7 @@ class BatchSplitter:
 
     info: the data's declaration of whole samples. slices: takes this rank's part of each sequence. loss: None for outputs
     alone. weighs: whether this rank has the model's last chunk, and calls the loss's `weight`; weighs_micros: for each
-    micro-batch; weighs_whole: of whole sequences, in place of this rank's slice.
+    microbatch; weighs_whole: of whole sequences, in place of this rank's slice.
     """
 
     info: DataInfo
@@ -150,17 +150,16 @@ class BatchSplitter:
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
         """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" for anything but a
-        batch or a list of them with the declared fields, "batch-size" if samples are not whole micro-batches,
+        batch or a list of them with the declared fields, "batch-size" if samples are not whole microbatches,
         "token-out-of-range", and the errors of `split_feed`.
         """
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
-        if whole is batch and set(counts) != {1}:  # it came in micro-batches
+        if whole is batch and set(counts) != {1}:  # it came in microbatches
             message = (
-                f"each micro-batch of a list must have [batch] micro_size = {self.micro_size} samples, but the "
-                f"list has {counts}"
+                f"each microbatch of a list must have [batch] micro_size = {self.micro_size} samples, but the list has {counts}"
             )
-            raise RunError("batch-size", message, hint="pass one or more micro-batches of that size")
+            raise RunError("batch-size", message, hint="pass one or more microbatches of that size")
         for piece in whole:
             check_tokens(piece, self.info)
         return self._split(whole, counts)
@@ -168,12 +167,12 @@ class BatchSplitter:
     def split_feed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
         """Cuts the samples of a feed, which has checked their tokens. num_samples: how many of them count, the first ones; all
         if None. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive" for a loss whose
-        weight is not the sum of its slices' or micro-batches' weights.
+        weight is not the sum of its slices' or microbatches' weights.
         """
         count, size = self._count(batch), self.micro_size
         if num_samples is None or num_samples >= count * size:
             return self._split([batch], [count])
-        # The last micro-batch that counts may be smaller; those after it keep their size, and weigh nothing.
+        # The last microbatch that counts may be smaller; those after it keep their size, and weigh nothing.
         num_counted = -(-max(0, num_samples) // size)
         pieces: list[Batch] = []
         for micro in range(count):
@@ -201,7 +200,7 @@ class BatchSplitter:
         return count_microbatches(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """Slices `whole`, checks weights, and cuts micro-batches. counts: the numbers of micro-batches of the pieces."""
+        """Slices `whole`, checks weights, and cuts microbatches. counts: the numbers of microbatches of the pieces."""
         own = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else own
         if self._additive is not None:
@@ -222,13 +221,13 @@ def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], co
 
 
 def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
-    """Returns `batch`. Raises RunError "batch-fields" unless it is a list of micro-batches."""
+    """Returns `batch`. Raises RunError "batch-fields" unless it is a list of microbatches."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
     kind = f"a {type(batch).__name__}"
     if isinstance(batch, list | tuple):
         kind += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
-    message = f"run.step expects a dict of tensors, or a list of such micro-batches, but got {kind}"
+    message = f"run.step expects a dict of tensors, or a list of such microbatches, but got {kind}"
     raise RunError("batch-fields", message, hint="pass one tensor for each field that the data declares")
 
 
@@ -258,10 +257,10 @@ class ModelOutputs:
                 if structure != taken[0][1] or not all(_has_dim(tensor, samples) for tensor in tensors):
                     shapes, (dim, length) = [list(tensor.shape) for tensor in tensors], samples
                     message = (
-                        f"an output of shapes {shapes} does not have the {length} samples of its micro-batch along dim {dim}"
+                        f"an output of shapes {shapes} does not have the {length} samples of its microbatch along dim {dim}"
                     )
                     raise RunError(
-                        "outputs-apart", message, hint="pass a list of micro-batches to get one output per micro-batch"
+                        "outputs-apart", message, hint="pass a list of microbatches to get one output per microbatch"
                     )
             places = zip(*(tensors for tensors, _ in taken), strict=True)
             outputs = [unflatten([torch.cat(every, samples[0]) for every in places], taken[0][1])]

@@ -1,4 +1,4 @@
-"""The running step, micro-batch and action of a rank, for store, handlers, communicators and offload."""
+"""The running step, microbatch and action of a rank, for store, handlers, communicators and offload."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepState:
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the global number of its
+    step: the optimizer step, from 0. num_micros: microbatches of this rank in this step. first_micro: the global number of its
     first one. after_first: called once, after the first action. done: chunks whose last gradient action is over. step_progress:
     the position for failure reports.
     """

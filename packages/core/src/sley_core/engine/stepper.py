@@ -83,7 +83,7 @@ class Stepper:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates. On CUDA it returns
         before the device is done; `read` of the result waits. After an exception the next call starts clean.
 
-        step: counts from 0. votes: this rank's. outputs: gets a copy of the model's output of each micro-batch, on ranks with
+        step: counts from 0. votes: this rank's. outputs: gets a copy of the model's output of each microbatch, on ranks with
         its last layer.
         """
         if self.is_closed:
@@ -190,7 +190,7 @@ class Stepper:
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
-        """Returns the model's output for each micro-batch; none without the last layer. All ranks call it."""
+        """Returns the model's output for each microbatch; none without the last layer. All ranks call it."""
         with self._evaluating() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}

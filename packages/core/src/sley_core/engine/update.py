@@ -101,7 +101,7 @@ class Update:
         """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks. All ranks call it: it
         all-reduces the totals. The learning rate counts only the steps that were taken.
 
-        loss: this rank's sum, float64 on the device: a scalar, or one per micro-batch if the order of sums is fixed. weight:
+        loss: this rank's sum, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed. weight:
         this rank's share of the batch's; both are 0 without the loss.
         """
         num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)

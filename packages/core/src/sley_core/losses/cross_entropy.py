@@ -54,7 +54,7 @@ class CrossEntropy(Loss):
         """Returns the sum of the cross-entropies, in nats, as an fp32 scalar (fp64 for fp64 logits).
 
         If all labels are ignored, the sum and its gradients are 0. Raises RunError "loss-output" if the output is not logits of
-        a fitting shape, and "label-out-of-range" if a label is not a class. On a CPU the labels of this micro-batch are
+        a fitting shape, and "label-out-of-range" if a label is not a class. On a CPU the labels of this microbatch are
         checked. On other devices that would synchronise, so the highest label seen by `weight` is checked.
         """
         labels = self._labels(batch)

@@ -27,7 +27,7 @@ def once_per_field(field: Tensor, what: Hashable, compute: Callable[[], T]) -> T
     """Returns `compute()`, or its cached result; `compute` must depend only on `field` and the key `what`.
 
     Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. An entry lives as long as the
-    tensor object, i.e. its micro-batch, and a write to the field invalidates it. `compute` runs without gradients. A compiled
+    tensor object, i.e. its microbatch, and a write to the field invalidates it. `compute` runs without gradients. A compiled
     layer computes inside its graph instead. In inference mode, whose tensors have no version and may not enter a graph later,
     every call computes.
     """

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 MAX_FORWARDS = 1_000_000
-"""The largest number of forwards (chunks x micro-batches) per step. Longer lists take minutes and gigabytes to check."""
+"""The largest number of forwards (chunks x microbatches) per step. Longer lists take minutes and gigabytes to check."""
 
 
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
@@ -124,7 +124,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
         schedule = plan.pipeline.build()
         placement = schedule.placement(topology.pp)
         if placement.num_positions * micros > MAX_FORWARDS:
-            num_forwards = f"{micros} micro-batches x {placement.num_positions} chunks"
+            num_forwards = f"{micros} microbatches x {placement.num_positions} chunks"
             message = f"a step must have at most {MAX_FORWARDS:,} forwards, but has {num_forwards}"
             hint = "increase `batch.micro_size`, or reduce `pp`"
             return [plan.diagnostic("schedule-too-long", message, ("batch", "micro_size"), hint)]
@@ -416,7 +416,7 @@ def _check_batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
         return
     smaller = size // unit * unit
     sizes = f"{smaller} or {smaller + unit}" if smaller else f"{unit}"
-    max_micro = min(size // dp, 1000) if size % dp == 0 else 0  # do not suggest larger micro-batches
+    max_micro = min(size // dp, 1000) if size % dp == 0 else 0  # do not suggest larger microbatches
     micros = [divisor for divisor in range(1, max_micro + 1) if size // dp % divisor == 0]
     micro_hint = f", or micro_size = {min(micros, key=lambda size: (abs(size - micro), size))}" if micros else ""
     message = f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {dp} x {micro} = {unit}"

@@ -182,7 +182,7 @@ class Plan:
         return available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_micros(self, topology: Topology) -> int:
-        """Returns the number of micro-batches per rank and step. `check_plan` rejects a batch that does not divide."""
+        """Returns the number of microbatches per rank and step. `check_plan` rejects a batch that does not divide."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:

@@ -157,7 +157,7 @@ class ParallelTable(Table):
     """The number of ranks that shard each weight."""
 
     reduction: Literal["fast", "canonical"] = "fast"
-    """The order in which gradients are summed. "fast" depends on the layout. "canonical" is one tree over all micro-batches,
+    """The order in which gradients are summed. "fast" depends on the layout. "canonical" is one tree over all microbatches,
     with the same bits in every layout with the same `micro_size`; it needs more memory and time.
     """
 
@@ -179,7 +179,7 @@ class Factory(Table):
 
 class MetricFactory(Factory):
     """Your own metric: a function that returns a function `(output, batch) -> {name: (sum, count)}`. An evaluation calls the
-    inner function for each micro-batch; the metric is the total sum divided by the total count.
+    inner function for each microbatch; the metric is the total sum divided by the total count.
     """
 
     sequence: Literal["whole", "slices"] = "whole"

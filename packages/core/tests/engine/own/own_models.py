@@ -88,7 +88,7 @@ def batch_norm(data: DataInfo, declared: bool = False) -> Model:
 
 
 class Branch(nn.Module):
-    """Uses `even` where the first token of the micro-batch is even, `odd` where it is odd, and `never` not at all."""
+    """Uses `even` where the first token of the microbatch is even, `odd` where it is odd, and `never` not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def max_norm(data: DataInfo) -> Named:
 
 
 class LateWrites(nn.Module):
-    """Writes its buffer from the third step of two micro-batches on, in the given way."""
+    """Writes its buffer from the third step of two microbatches on, in the given way."""
 
     count: Tensor
 

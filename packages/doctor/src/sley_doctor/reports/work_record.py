@@ -66,7 +66,7 @@ class Window:
     """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the
     epoch. seconds: the duration of a step.
 
-    work: seconds of work per step by location, without waits. `F0` is the forward of chunk 0 over all micro-batches; B0, I0,
+    work: seconds of work per step by location, without waits. `F0` is the forward of chunk 0 over all microbatches; B0, I0,
     W0, C0 likewise. layers: the same for `F0` and the like by layer, measured every few steps. waits: seconds per step by
     queue.
     """

@@ -50,7 +50,7 @@ _AXES = {
 }
 _REMEDIES = {
     "F": "check the layers of that rank, and its machine: other processes, clock, temperature",
-    DATA: "check the storage of its data and the data set's `__getitem__`: one thread reads one batch ahead",
+    DATA: "check the storage of its data and the dataset's `__getitem__`: one thread reads one batch ahead",
     UPDATE: "check the optimizer and its hooks on that rank",
     BETWEEN: "write metrics, evaluate and save less often, or make the step listeners faster",
     EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",

@@ -19,8 +19,8 @@ from sley_doctor.reports.fault_report import ExchangeRecord, FaultReport, WaitRe
 DivergenceType = Literal["size", "left out", "too many", "other", "group", "not started"]
 
 _MESSAGES = frozenset({"send", "receive"})
-_MESSAGE_PATTERN = re.compile(r"(announcement|what stage).* (forward|backward), .* of micro-batch (\d+)")
-"""Matches the description of a pipeline message: its type, its flow and its micro-batch."""
+_MESSAGE_PATTERN = re.compile(r"(announcement|what stage).* (forward|backward), .* of microbatch (\d+)")
+"""Matches the description of a pipeline message: its type, its flow and its microbatch."""
 
 _READ_QUEUE_PATTERN = re.compile(r" of \d+$")
 """Matches the end of a queue name in which a rank waits until other ranks have read its data."""
@@ -53,7 +53,7 @@ def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool
     """Returns whether both have the same description, or are the two ends of one message."""
     if not {first.operation, second.operation} <= _MESSAGES:
         return (first.operation, first.what) == (second.operation, second.what)
-    # Some messages, such as the first of a walk, name no flow and micro-batch at one end.
+    # Some messages, such as the first of a walk, name no flow and microbatch at one end.
     matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.what, second.what)]
     message_ids = {match.groups() for match in matches if match}
     return len(message_ids) <= 1

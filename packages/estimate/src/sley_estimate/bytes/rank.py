@@ -44,18 +44,18 @@ from train_cli.meta_model import micro_batch
 
 STEPS = 3
 """The first step creates the optimizer states, and buckets have their final order from the second step on. Both have as few
-micro-batches as the schedule allows. The first step is repeated with more if its peak is the highest: new states may exist
-twice while more micro-batches fill the pools.
+microbatches as the schedule allows. The first step is repeated with more if its peak is the highest: new states may exist
+twice while more microbatches fill the pools.
 """
 
 POOL_PARTS = ("pools", "messages")
-"""Parts that exist at the start of a step in a long run. First steps with few micro-batches do not fill them."""
+"""Parts that exist at the start of a step in a long run. First steps with few microbatches do not fill them."""
 
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
 BATCHES = 2  # the batch of the step, and the next batch of the feed
 
 MIN_MICRO_BATCHES = 3
-"""The first micro-batch, which allocates gradients, a middle one, and the last, which reduces them."""
+"""The first microbatch, which allocates gradients, a middle one, and the last, which reduces them."""
 
 MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
 """A link may have eight pending messages without a wait, while one is written, one is used and one is expected."""
@@ -67,7 +67,7 @@ class RankBytes:
 
     states: bytes by part between two steps. batch: the bytes of samples on the device. peak: the peak bytes, reached at
     `position`. alive: the peak by owner. curve: (entry, peak bytes) of the step with the peak, which is the first or a later
-    one. num_micro_batches: the number of simulated micro-batches. num_plan_micro_batches: the number of micro-batches in the
+    one. num_micro_batches: the number of simulated microbatches. num_plan_micro_batches: the number of microbatches in the
     plan; simulating all of them would not change the peak.
     """
 
@@ -114,16 +114,16 @@ def _run_steps(
     *,
     is_first_full: bool,
 ) -> tuple[RankBytes, bool]:
-    """Runs `STEPS` steps. Returns the bytes, and whether the first step had as many micro-batches as the last.
+    """Runs `STEPS` steps. Returns the bytes, and whether the first step had as many microbatches as the last.
 
-    is_first_full: runs the first step with as many micro-batches. Otherwise it has few, and pools count from its start, so that
+    is_first_full: runs the first step with as many microbatches. Otherwise it has few, and pools count from its start, so that
     the peak is not underestimated.
     """
     with fake_run(plan, rank, size, result_cache, draft) as (run, ledger, tensors):
         if recording is not None:
             recording.follow(run, tensors)
         num_plan_micro_batches = plan.num_micros(run.topology)
-        has_reduction_tree = run.store.reduction.fixed_order  # the tree of sums grows with the number of micro-batches
+        has_reduction_tree = run.store.reduction.fixed_order  # the tree of sums grows with the number of microbatches
         num_last = (
             num_plan_micro_batches
             if has_reduction_tree
@@ -225,7 +225,7 @@ def classify_allocation(allocation: Allocation) -> str:
 
 
 def min_equivalent_micro_batches(lists: Lists, num_micro_batches: int) -> int:
-    """Returns the smallest number of micro-batches with the same peaks of this stage's list as `num_micro_batches`: of pending
+    """Returns the smallest number of microbatches with the same peaks of this stage's list as `num_micro_batches`: of pending
     pairs, graphs and receives, and in total. Returns at least 3, or 12 between stages, and `num_micro_batches` if no
     smaller number has the same peaks.
     """
@@ -241,7 +241,7 @@ def min_equivalent_micro_batches(lists: Lists, num_micro_batches: int) -> int:
 
 
 def min_schedulable_micro_batches(lists: Lists, num_micro_batches: int) -> int:
-    """Returns the smallest number of micro-batches, up to `num_micro_batches`, for which the schedule has a list."""
+    """Returns the smallest number of microbatches, up to `num_micro_batches`, for which the schedule has a list."""
     for count in range(1, num_micro_batches):
         try:
             lists.training(count)

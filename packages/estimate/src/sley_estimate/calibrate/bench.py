@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 class LayerBench:
-    """Times the layers of `model`, a copy on meta, on one micro-batch of the plan's data.
+    """Times the layers of `model`, a copy on meta, on one microbatch of the plan's data.
 
     dtype: the dtype of the working weights. gradients: the dtype of accumulated gradients; None skips the accumulation.
     excluded_spans: returns the spans of device work since its last call that do not belong to the layer; they are subtracted.
@@ -183,7 +183,7 @@ class LayerBench:
         layer.module.zero_grad(set_to_none=True)
 
     def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
-        """Returns the first micro-batch of the run on the device, sliced for the first rank of `sp`."""
+        """Returns the first microbatch of the run on the device, sliced for the first rank of `sp`."""
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
@@ -345,7 +345,7 @@ def _register_hook(hooks: ExitStack, parameter: Parameter, function: Callable[[T
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
     """Returns the forward and backward seconds of each layer, equal on every rank, as the `timer` of a partitioner's record.
 
-    A blocking collective of `world`: the first rank times each layer on one micro-batch of the plan's data, so that all ranks
+    A blocking collective of `world`: the first rank times each layer on one microbatch of the plan's data, so that all ranks
     cut the model identically. build_model: makes the model on meta; only the first rank calls it. dtype: the dtype of the
     working weights.
     """

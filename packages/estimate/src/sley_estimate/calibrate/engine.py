@@ -1,8 +1,8 @@
 """Measures the host's seconds of a step outside its layers, from runs of the engine on one-element weights.
 
-    a step = step_s + parameter_s x weights + micro-batches x (micro_s + gradient_s x weights)
+    a step = step_s + parameter_s x weights + microbatches x (micro_s + gradient_s x weights)
 
-Runs with few and with many weights, with one and with several micro-batches, determine the four figures. Their device is almost
+Runs with few and with many weights, with one and with several microbatches, determine the four figures. Their device is almost
 idle, so a step takes as long as the host: batches, gradients from autograd, norm, clipping, the optimizer, the totals.
 """
 
@@ -28,7 +28,7 @@ from sley_core.run import Run
 from sley_estimate.machine import EngineTable
 
 WEIGHT_COUNTS = 8, 128  # of a run with few weights, and of a run with many
-MICRO_BATCH_COUNTS = 1, 5  # micro-batches of a step
+MICRO_BATCH_COUNTS = 1, 5  # microbatches of a step
 
 STEPS_PER_TURN, NUM_TURNS = 4, 7
 """Steps of each run in a turn, and turns. The median turn counts, since other work sometimes slows hosts."""
@@ -37,7 +37,7 @@ WARMUP_STEPS = 3  # create optimizer states and orders
 
 
 class IndexDataset:
-    """A data set whose samples are their indices."""
+    """A dataset whose samples are their indices."""
 
     info = DataInfo({"number": Field("int64")})
 
@@ -107,7 +107,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four non-negative figures. seconds: the step seconds for each pair (weights, micro-batches)."""
+    """Returns the four non-negative figures. seconds: the step seconds for each pair (weights, microbatches)."""
     min_count, max_count = MICRO_BATCH_COUNTS
     micro_s, gradient_s = _fit_line(
         {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}

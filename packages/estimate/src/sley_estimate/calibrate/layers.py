@@ -1,6 +1,6 @@
 """Measures a machine: its device and host, links if several ranks measure, and each distinct layer of a plan.
 
-the plan's layers ──> its micro-batches under other policies ──> other sizes, under all policies ──> ... until the budget ends
+the plan's layers ──> its microbatches under other policies ──> other sizes, under all policies ──> ... until the budget ends
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def measure_machine(
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed on one micro-batch of its data.
+    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed on one microbatch of its data.
 
     With sliced sequences the first slice is timed: attention sees all positions, and exchanges do not count. Raises the errors
     of the plan's data and layers, and PlanError "calibrate-slice" for an attention that needs a message from another rank.
@@ -94,7 +94,7 @@ def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
 
 
 def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Times the plan's layers, then its variants for a search: every policy, on micro-batches of a few sizes. Returns the
+    """Times the plan's layers, then its variants for a search: every policy, on microbatches of a few sizes. Returns the
     `[[layers]]` tables, and a text for each skipped variant.
 
     until_s: the value of `time.monotonic` after which no further variant starts. Raises the errors of `measure_layers`.
@@ -104,7 +104,7 @@ def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[d
     left_out = []
     for variant in unmeasured_variants(plan):
         if reason := bench.try_variant(variant, VARIANT_REPETITIONS, until_s):
-            left_out.append(f"`{variant.policy}` with micro-batches of {variant.micro_size}: {reason}")
+            left_out.append(f"`{variant.policy}` with microbatches of {variant.micro_size}: {reason}")
     return bench.tables, left_out
 
 
@@ -119,7 +119,7 @@ def unmeasured_variants(plan: Plan) -> Iterator[Variant]:
 
 
 def other_micro_sizes(micro_size: int, max_size: int) -> list[int]:
-    """Returns micro-batch sizes up to `max_size` other than `micro_size`: 4, 1/4 and 16 times the power of two below it."""
+    """Returns microbatch sizes up to `max_size` other than `micro_size`: 4, 1/4 and 16 times the power of two below it."""
     power = 1 << (micro_size.bit_length() - 1)
     return [
         size for size in dict.fromkeys((4 * power, max(1, power // 4), 16 * power)) if size != micro_size and size <= max_size

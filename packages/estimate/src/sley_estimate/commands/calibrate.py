@@ -90,5 +90,5 @@ def _describe_contents(machine: MachineFile) -> str:
         parts.append(f"{len(machine.layers)} layers")
         policies = dict.fromkeys(str(layer.activations) for layer in machine.layers)
         sizes = sorted({layer.micro_size for layer in machine.layers if layer.micro_size is not None})
-        parts.append(f"under {', '.join(policies)}, with micro-batches of {', '.join(map(str, sizes))}")
+        parts.append(f"under {', '.join(policies)}, with microbatches of {', '.join(map(str, sizes))}")
     return ", ".join(parts)

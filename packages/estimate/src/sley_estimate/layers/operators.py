@@ -52,7 +52,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operators of one layer on one micro-batch, by phase, in order. num_parameters: the number of trained elements.
+    """The operators of one layer on one microbatch, by phase, in order. num_parameters: the number of trained elements.
     output_bytes: the bytes of the output. saved_bytes: the bytes of tensors saved for the backward.
     """
 

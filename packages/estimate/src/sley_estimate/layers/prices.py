@@ -41,7 +41,7 @@ ACTION_TYPES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GR
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of a layer on one micro-batch, with recomputation. host_*: the host's seconds to launch each phase, or 0 if
+    """The seconds of a layer on one microbatch, with recomputation. host_*: the host's seconds to launch each phase, or 0 if
     the host does not run ahead.
     """
 
@@ -267,7 +267,7 @@ def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine
     """Returns every layer of `model`, on meta, in order, with its seconds without exchanges of slices. Returns None for a plan
     with slices if no layer was measured or a layer cannot be counted: its recorded operators are priced instead.
 
-    fields: a micro-batch on meta, or its first slice. Raises PlanError "estimate-layer" for a layer that was not measured and
+    fields: a microbatch on meta, or its first slice. Raises PlanError "estimate-layer" for a layer that was not measured and
     cannot be counted, and PlanError "machine-matmul".
     """
     policy = plan.activations.build([layer.name for layer in model.layers])

@@ -45,7 +45,7 @@ def layer_works(
 ) -> list[LayerWork]:
     """Returns the work of each layer under the plan's policy, in order. Layers with equal keys and inputs are traced once.
 
-    fields: a micro-batch on meta. traced: earlier results; new results are added. Raises PlanError "estimate-layer" for a layer
+    fields: a microbatch on meta. traced: earlier results; new results are added. Raises PlanError "estimate-layer" for a layer
     that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
@@ -72,7 +72,7 @@ def trace_layer(
     working: torch.dtype,
     gradients: torch.dtype,
 ) -> tuple[LayerWork, Value]:
-    """Returns the work of a layer on one micro-batch, and its output. Excludes results that layers share (`once_per_field`).
+    """Returns the work of a layer on one microbatch, and its output. Excludes results that layers share (`once_per_field`).
 
     value: the output of the previous layer, or None for the first layer. loss: the loss after the last layer. working,
     gradients: the dtypes of weights and of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot run

@@ -1,4 +1,4 @@
-"""Computes keys and work of a plan's layers in any variant: another activation policy, other micro-batches, slices.
+"""Computes keys and work of a plan's layers in any variant: another activation policy, other microbatches, slices.
 
 A policy is traced on one sample and on two. Shapes, bytes and FLOPs are linear in the number of samples except for weights, so
 the two traces determine the work on any number. A slice of a sequence over n ranks is 1/n of a sample: 1/n of its positions, or
@@ -88,7 +88,7 @@ def plain_value(value: Any, location: str) -> Any:
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
     """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta.
 
-    fields: a micro-batch, whose shapes and dtypes are part of the key, as are policy, precision and loss. `train-cli calibrate`
+    fields: a microbatch, whose shapes and dtypes are part of the key, as are policy, precision and loss. `train-cli calibrate`
     writes the same keys for the plan in any layout with its `micro_size` and `sp`.
     """
     sequence = plan.sequence
@@ -102,7 +102,7 @@ def slice_key(sp: int, attention: str, config: Any) -> tuple[Any, ...]:
 
 
 class LayerKeys:
-    """Makes the keys of a plan's layers under one policy for any micro-batch and slices."""
+    """Makes the keys of a plan's layers under one policy for any microbatch and slices."""
 
     def __init__(self, plan: Plan, model: Model, policy: ActivationPolicy) -> None:
         last = len(model.layers) - 1
@@ -115,7 +115,7 @@ class LayerKeys:
             self._texts.append((", ".join(map(repr, prefix)), ", ".join(map(repr, suffix))))
 
     def keys(self, fields: Mapping[str, Tensor], slices: tuple[Any, ...] = ()) -> list[str]:
-        """Returns the key of each layer for a micro-batch `fields`. slices: the result of `slice_key`."""
+        """Returns the key of each layer for a microbatch `fields`. slices: the result of `slice_key`."""
         shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
         digests: dict[tuple[str, str], str] = {}
         for prefix, suffix in dict.fromkeys(self._texts):
@@ -167,7 +167,7 @@ class Variant:
 
     @property
     def samples(self) -> float:
-        """Returns the samples of a rank's micro-batch. A slice is a fraction of a sample."""
+        """Returns the samples of a rank's microbatch. A slice is a fraction of a sample."""
         return self.micro_size / self.sp
 
 

@@ -119,7 +119,7 @@ def search_layouts(
     verify: whether these layouts run their own steps. cores: the number of parallel processes. budget_s: the seconds after the
     ranking in which layouts may start their steps. The budget never skips the first `MIN_EXACT` layouts, and does not end
     before a layout fits. report_progress: a function called with the number of finished layouts and of all layouts. Raises
-    PlanError for a model or data set that cannot be built.
+    PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
     is_forked = can_fork()
@@ -236,7 +236,7 @@ def order_by_variety(best: Sequence[Result], space: Layouts) -> list[Layout]:
     """Returns the layouts of `best` in order, but the first layout of each group of nearly equal ones before all others.
 
     Nearly equal layouts have about the same seconds and bytes. They differ only in `sp` and `micro_size`, or, with one
-    micro-batch, in the options of their weight communicator.
+    microbatch, in the options of their weight communicator.
     """
     groups: dict[str, list[tuple[float, float]]] = {}
     leaders, followers = [], []

@@ -1,4 +1,4 @@
-"""Lists the possible layouts of a plan in a world: sizes, micro-batches, and the choices for its tables.
+"""Lists the possible layouts of a plan in a world: sizes, microbatches, and the choices for its tables.
 
 A layout changes the plan's tables. `Layout.plan` applies it, with the same checks as for any plan. The choices are the plan's
 own, which come first, and all records of installed plugins with variants in a hint (`hookspecs.py`).
@@ -181,7 +181,7 @@ def _plan_choice(plan: Plan, component: Component) -> Choice:
 
 
 class Layout(NamedTuple):
-    """One way to run a plan in a world: the ranks of each axis, the samples of a micro-batch, and the choice for each table.
+    """One way to run a plan in a world: the ranks of each axis, the samples of a microbatch, and the choice for each table.
 
     schedule: None without stages. reducer: None if no two ranks hold the same weight. weights, attention: None if the axis has
     one rank. offload: None if optimizer states stay on the device.
@@ -199,7 +199,7 @@ class Layout(NamedTuple):
     offload: Choice | None = None
 
     def num_micro_batches(self, plan: Plan, world: int) -> int:
-        """Returns the number of micro-batches of a rank in a step."""
+        """Returns the number of microbatches of a rank in a step."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
     def plan(self, plan: Plan, world: int) -> Plan:

@@ -1,7 +1,7 @@
 """Estimates the seconds and bytes of a layout with one formula, to rank hundreds of thousands before the best run their steps.
 
-    step    = slowest stage + bubble + messages of one micro-batch, both ways + the all-reduce that ends a step
-    stage   = micro-batches x layers + exposed part of sums of gradients and gathers of weights + update
+    step    = slowest stage + bubble + messages of one microbatch, both ways + the all-reduce that ends a step
+    stage   = microbatches x layers + exposed part of sums of gradients and gathers of weights + update
     layer   = the longer of computing (measured, in proportion, or counted) and exchanges of its shards
     bubble  = idle time of the schedule's lists if all parts of the model take equally long
     bytes   = weights, gradients, states + pending forwards x bytes saved by layers + bytes needed by one backward
@@ -80,7 +80,7 @@ class LayerCosts(NamedTuple):
 
 class StageSplit(NamedTuple):
     """Describes the division of the model into stages by a schedule. starts: the first layer of each position. positions: the
-    positions, [chunks, stages]. route: the stage of each position. bubble: the idle time in micro-batches. max_pending: the
+    positions, [chunks, stages]. route: the stage of each position. bubble: the idle time in microbatches. max_pending: the
     maximum number of pending forwards of a stage, or infinite if all forwards wait.
     """
 
@@ -119,9 +119,9 @@ class Roofline:
         """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled or priced."""
         split, num_micro_batches = self._split_stages(layout), layout.num_micro_batches(self.plan, self.world)
         if num_micro_batches * len(split.route) > MAX_FORWARDS:
-            raise PlanError("schedule-too-long", "the step has too many micro-batches")
+            raise PlanError("schedule-too-long", "the step has too many microbatches")
         choices = layout.activations, layout.weights, layout.attention
-        key = "micro-batch", id(split), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
+        key = "microbatch", id(split), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
         forward, backward, host, held_bytes, ramp = self._memoize(
             key, lambda: self._micro_batch_costs(layout, split, num_micro_batches)
         )
@@ -136,7 +136,7 @@ class Roofline:
     def _micro_batch_costs(
         self, layout: Layout, split: StageSplit, num_micro_batches: int
     ) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns the costs of a micro-batch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
+        """Returns the costs of a microbatch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
         last result is the seconds of its messages.
         """
         layers, (gather, reduce) = self._layer_costs(layout), self._shard_exchanges(layout)
@@ -350,7 +350,7 @@ class Roofline:
                 even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
                 end = simulate(lists.of_all_stages(2 * pp), placement, even).timeline.makespan_s
                 bubble = end / placement.chunks - 2 * pp
-            except SleyError:  # a schedule file has lists only for its own number of micro-batches
+            except SleyError:  # a schedule file has lists only for its own number of microbatches
                 max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
             return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
 

@@ -62,7 +62,7 @@ Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds 
 
 
 class Records(NamedTuple):
-    """A recorded step of the first rank of each stage, and the lists of all stages for any number of micro-batches."""
+    """A recorded step of the first rank of each stage, and the lists of all stages for any number of microbatches."""
 
     ranks: Sequence[RankRecord]
     lists: Lists
@@ -93,7 +93,7 @@ class _OperatorSeconds(NamedTuple):
 def simulate_records(
     records: Records, num_micro_batches: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
 ) -> StepSeconds:
-    """Returns the simulated step of `num_micros` micro-batches.
+    """Returns the simulated step of `num_micros` microbatches.
 
     measured: the seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an
     update. Raises PlanError "machine-matmul", "machine-links" or "machine-host" for a missing part of the machine file, and

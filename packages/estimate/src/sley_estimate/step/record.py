@@ -5,7 +5,7 @@ F0.0         ComputeEvent, BeginEvent(gather of the next layer), ComputeEvent, W
 B0.0         ... ComputeEvent, BeginEvent(reduction), ComputeEvent
 closing      handlers' waits, norm, update, and the gathers that the next step waits for
 
-`expand_step` builds a step with many micro-batches from a recorded step with few.
+`expand_step` builds a step with many microbatches from a recorded step with few.
 """
 
 from __future__ import annotations

@@ -102,13 +102,13 @@ def forwards_first(micros: int) -> list[Action]:
 
 
 def one_by_one(stages: int, chunks: int, micros: int) -> Lists:
-    """Right, and slow: a micro-batch goes through all stages and back before the next one begins."""
+    """Right, and slow: a microbatch goes through all stages and back before the next one begins."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [[Action(kind, 0, micro) for micro in range(micros) for kind in kinds] for _ in range(stages)]
 
 
 def blocked(stages: int, chunks: int, micros: int) -> Lists:
-    """The last stage wants the last micro-batch first, which comes when it has finished the first one."""
+    """The last stage wants the last microbatch first, which comes when it has finished the first one."""
     lists = one_by_one(stages, chunks, micros)
     if stages > 1:
         lists[-1] = [action for micro in reversed(range(micros)) for action in lists[-1] if action.micro == micro]
@@ -116,13 +116,13 @@ def blocked(stages: int, chunks: int, micros: int) -> Lists:
 
 
 def careless(stages: int, chunks: int, micros: int) -> Lists:
-    """Of five micro-batches or more the last one has a backward too few."""
+    """Of five microbatches or more the last one has a backward too few."""
     lists = one_by_one(stages, chunks, micros)
     return [actions[:-1] for actions in lists] if micros >= 5 else lists
 
 
 def greedy(stages: int, chunks: int, micros: int) -> Lists:
-    """Holds all micro-batches, and says that it holds one."""
+    """Holds all microbatches, and says that it holds one."""
     return [forwards_first(micros) for _ in range(stages)]
 
 

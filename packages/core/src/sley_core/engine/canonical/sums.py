@@ -1,4 +1,4 @@
-"""Canonical sums of gradients over ranks, in the fixed tree over micro-batches.
+"""Canonical sums of gradients over ranks, in the fixed tree over microbatches.
 
     rows of each rank ──all-to-all──> all ranks' rows of my part ──added──> the sum of my part ──all-gather──> the whole sum
 

@@ -1,6 +1,6 @@
 """Loss, loss weight and gradient norm of a step, bit for bit the same in every layout: what ranks sum, and the results.
 
-The loss weight is a sum of digits, integers that float64 adds exactly in any order. The losses of micro-batches are summed in
+The loss weight is a sum of digits, integers that float64 adds exactly in any order. The losses of microbatches are summed in
 the order of the tree.
 
 Adding multiples of one unit is exact as long as the sum fits, so the norm depends on no order. The unit comes from the largest
@@ -120,7 +120,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 class ExactTotals(Totals):
-    """Computes the exact norm, and the loss from `loss`, float64 [micro-batches]. Made by a collective over all ranks."""
+    """Computes the exact norm, and the loss from `loss`, float64 [microbatches]. Made by a collective over all ranks."""
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
         self._kind = kind

@@ -1,4 +1,4 @@
-"""The fixed tree in which micro-batches are summed, over their numbers in the global batch, and the sums of a gradient in it.
+"""The fixed tree in which microbatches are summed, over their numbers in the global batch, and the sums of a gradient in it.
 
     [0,7)                                       A node of two leaves or more is split at the largest power of two below its
      ├── [0,4)                                  length: for 2^n leaves the perfect tree, else perfect trees side by side,
@@ -17,9 +17,9 @@ and no other, in whatever order nodes come: the operands of an addition are fixe
 A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
 inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
 
-An accumulator sums each micro-batch of a gradient separately:
+An accumulator sums each microbatch of a gradient separately:
 
-    contributions of a micro-batch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
+    contributions of a microbatch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
                                         └ closed when another begins                 └ a reducer adds up those of all ranks
 """
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """A node of the tree: the sum of the micro-batches from `first` to before `last`."""
+    """A node of the tree: the sum of the microbatches from `first` to before `last`."""
 
     first: int
     last: int
@@ -95,7 +95,7 @@ def cover(first: int, last: int, num_leaves: int) -> list[Node]:
 
 def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
     """Returns the range of leaves of rank `coord` in a group of `size` ranks that share all leaves."""
-    assert num_leaves % size == 0, f"{num_leaves} micro-batches over {size} ranks"
+    assert num_leaves % size == 0, f"{num_leaves} microbatches over {size} ranks"
     each = num_leaves // size
     return coord * each, (coord + 1) * each
 
@@ -155,7 +155,7 @@ class PartialSums:
         self._held[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. A micro-batch without a contribution counts as zeros, shaped `like`."""
+        """Removes and returns the sum of `node`. A microbatch without a contribution counts as zeros, shaped `like`."""
         known = self._held.pop((use, node), None)
         if known is not None:
             return known
@@ -178,21 +178,21 @@ class PartialSums:
 
 
 class TreeLeaf(NamedTuple):
-    """A leaf of the tree: the index of the layer that used the parameter, among this rank's layers, and the micro-batch."""
+    """A leaf of the tree: the index of the layer that used the parameter, among this rank's layers, and the microbatch."""
 
     use: int
     micro: int
 
 
 class CanonicalReduction(Reduction):
-    """Sums in the order of one tree over all micro-batches of the step, numbered by the ranks of `groups`.
+    """Sums in the order of one tree over all microbatches of the step, numbered by the ranks of `groups`.
 
     spares: memory of partial sums, of all gradients of the run. The data gives each `dp` rank a contiguous run of the global
     batch, in the order of the ranks, and `wp` ranks are neighbours: so the ranks of every reduce group have contiguous runs.
     """
 
     fixed_order = True
-    micro_axes = ("model", "sp", "dp")  # the tree has the micro-batches of all `dp` ranks as leaves, equally many of each
+    micro_axes = ("model", "sp", "dp")  # the tree has the microbatches of all `dp` ranks as leaves, equally many of each
 
     def __init__(self, groups: Groups, state: StepState) -> None:
         super().__init__(groups, state)
@@ -200,12 +200,12 @@ class CanonicalReduction(Reduction):
 
     @property
     def num_leaves(self) -> int:
-        """Number of micro-batches of the global batch."""
+        """Number of microbatches of the global batch."""
         return self.groups["dp"].size * max(1, self.state.num_micros)
 
     @property
     def micro(self) -> int:
-        """Global number of the running micro-batch; this rank's first, for a backward between two steps."""
+        """Global number of the running microbatch; this rank's first, for a backward between two steps."""
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
@@ -216,7 +216,7 @@ class CanonicalReduction(Reduction):
         return cover(first, last, self.num_leaves)
 
     def place_losses(self, losses: Tensor) -> Tensor:
-        """Returns [all micro-batches] with this rank's `losses` and zeros elsewhere, so that sums over ranks are exact."""
+        """Returns [all microbatches] with this rank's `losses` and zeros elsewhere, so that sums over ranks are exact."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -252,7 +252,7 @@ class CanonicalReduction(Reduction):
         self.sum_memory.clear()
 
     def concurrent_microbatches(self, group: Group) -> range:
-        """Returns the micro-batch that each rank of `group` runs now: neighbours along `dp` run the same actions."""
+        """Returns the microbatch that each rank of `group` runs now: neighbours along `dp` run the same actions."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -279,9 +279,9 @@ class CanonicalReduction(Reduction):
 
 
 class CanonicalAccumulator(Accumulator):
-    """Sums the contributions of each micro-batch separately, and then adds the sums in the order of the tree.
+    """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree.
 
-    The view holds the sum of the rank's first micro-batches; the others have memory of their own until they are added. rows:
+    The view holds the sum of the rank's first microbatches; the others have memory of their own until they are added. rows:
     once settled, the sums for the reducer: of each use of the parameter, of each node of this rank's run; the first is the
     view. If this rank has the whole tree, the view is the complete sum. is_loose: whether nobody reduces the gradient, so that
     each step allocates the view.
@@ -324,7 +324,7 @@ class CanonicalAccumulator(Accumulator):
         if leaf in self._closed:
             raise RunError(
                 "canonical-again",
-                f"the gradient of {self.param.name!r} receives several contributions from micro-batch "
+                f"the gradient of {self.param.name!r} receives several contributions from microbatch "
                 f"{leaf.micro}, interleaved with others, so their sum has no fixed order",
                 hint='set [parallel] reduction = "fast", or use torch.utils.checkpoint with `use_reentrant=False`, '
                 'and `unit = "layer"` and `fused = true` in [weights]',
@@ -374,7 +374,7 @@ class CanonicalAccumulator(Accumulator):
         is_whole = self.reduction.groups[self.param.reduce_group].size == 1
         nodes = [Node(0, sums.num_leaves)] if is_whole else self.reduction.nodes(self.param.reduce_group)
         rows = [sums.pop(use, node, home) for use in range(self.param.num_sums) for node in nodes]
-        assert not len(sums), f"{self.param.name}: micro-batches of other ranks, {sums.nodes}"
+        assert not len(sums), f"{self.param.name}: microbatches of other ranks, {sums.nodes}"
         if rows[0] is not home:
             home.copy_(rows[0])
             rows[0] = home

@@ -23,7 +23,7 @@ def wave(stages: int, chunks: int) -> Placement:
 
 
 def hanayo(stages: int, chunks: int, micros: int) -> list[list[Action]]:
-    """An even number of chunks per stage; any number of micro-batches, as many as stages of them on their way at a time."""
+    """An even number of chunks per stage; any number of microbatches, as many as stages of them on their way at a time."""
     if chunks % 2:
         message = f"`wave.hanayo` needs an even number of chunks, not {chunks}"
         raise PlanError("schedule-chunks", message, path=("pipeline", "waves"))

@@ -97,7 +97,7 @@ class Link:
             for pending, piece in self._sending:
                 if piece is self._word:
                     pending.wait()  # so that the peer finds the same
-            raise RunError("stages-differ", f"stages {self._stage} and {peer} walk through other micro-batches")
+            raise RunError("stages-differ", f"stages {self._stage} and {peer} walk through other microbatches")
         self._agreed.add(peer)
 
     def _tell(self, piece: Tensor, peer: int) -> None:
