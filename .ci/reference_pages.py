@@ -104,8 +104,7 @@ INTRODUCTION = f"""\
 <!-- Written by `python .ci/reference_pages.py plan` from the models of the tables; do not edit. -->
 
 A plan is strict TOML. An unknown key, a wrong type or an impossible layout raises an error with file, line and column. This
-page lists core's tables and records. `train-cli plugins NAME` lists the records of any installed plugin, and
-`train-cli schema` prints all of them as a JSON Schema for editors.
+page lists core's tables and records. `train-cli plugins NAME` lists the records of any installed plugin.
 
 `--set` changes any value from the command line: `--set batch.micro_size=4`,
 `--set 'gradient_handlers=[{{use="core.each"}}]'`. To use another record, set the whole table or list; otherwise the keys of

@@ -82,30 +82,6 @@ def test_a_shell_starts_it() -> None:
     assert {"sley-core", "sley-train-cli"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
-@pytest.fixture
-def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """`offered("show", "pl")` gives the completions of the last word, asked as a shell asks."""
-
-    def ask(*words: object) -> list[str]:
-        monkeypatch.setenv("_TRAIN_CLI_COMPLETE", "complete_zsh")
-        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", " ".join(["train-cli", *map(str, words)]))
-        found = cli().out
-        return [line.split('"')[1].replace("\\\\:", ":") for line in found.splitlines() if line.count('"') > 1]
-
-    return ask
-
-
-def test_a_shell_completes_keys_records_and_plugins(offered: Callable[..., list[str]], plan: Path) -> None:
-    assert "batch.micro_size=" in offered("show", plan, "--set", "batch.")
-    assert offered("show", plan, "--set", "nothing") == []
-    assert "optimizer.use=core.adamw" in offered("show", plan, "--set", "optimizer.use=core.a")
-    assert offered("show", plan, "--set", "loss.use=core.adam") == [], "no optimizer is a loss"
-    assert "core" in offered("plugins", "co")
-    assert "core.adamw" in offered("plugins", "core.ad")
-    plan.write_text("nonsense")
-    assert "run.steps=" in offered("show", plan, "--set", "run.st"), "a wrong plan still has keys"
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +114,7 @@ def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, m
     assert (cli("run", plan).code, Path("runs").exists()) == (2, False)
 
 
-LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["needs", "plan.toml"], ["doctor", "."]]
+LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["doctor", "."]]
 
 
 def test_torch_stays_away(plan: Path) -> None:
@@ -187,7 +163,7 @@ def test_a_command_of_another_package_that_cannot_be_called(cli: Cli, install: I
     assert (result.code, f"error[{code}]" in result.err, "sley-sweep 1.0" in result.err) == (4, True, True)
 
 
-# -- plugins, needs, env -----------------------------------------------------------------------------------------------
+# -- plugins, env ------------------------------------------------------------------------------------------------------
 
 
 def test_plugins_lists_records_and_broken_plugins(cli: Cli, install: Install) -> None:
@@ -215,64 +191,6 @@ def test_a_plugin_by_name_has_every_option(cli: Cli) -> None:
 )
 def test_plugins_of_an_unknown_name(cli: Cli, arguments: tuple[str, ...], code: int) -> None:
     assert cli("plugins", *arguments).code == code
-
-
-def test_needs_names_the_packages_of_a_plan(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing is installed; records may then name more, and a version would lead nowhere."""
-    here = ["-e packages/core", "-e apps/train-cli", "-e packages/models", "-e packages/data"]
-    assert cli("needs", plan).out.splitlines() == here
-    text = plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\n'
-    plan.write_text(text + 'pool = "pp.classes"\n[checkpoint]\n', "utf-8")
-    monkeypatch.setattr("sley_core.plan.loader.find_plugins", dict)
-    result = cli("needs", plan)
-    assert "run this command again" in result.err
-    folders = [line.removeprefix("-e ") for line in result.out.splitlines()]
-    names = ("models", "data", "dp", "isp", "pp", "checkpoint")
-    assert folders == ["packages/core", "apps/train-cli", *(f"packages/{name}" for name in names)]
-    if (CLONE / "noxfile.py").exists():  # not in an sdist
-        assert all((CLONE / folder / "pyproject.toml").exists() for folder in folders)
-
-
-@pytest.mark.parametrize(
-    ("partition", "more"),
-    [
-        ("", []),
-        ('[partition]\nuse = "pp.measured"\n', ["estimate"]),
-        ('[partition]\nuse = "pp.measured"\nlayer_costs = [1.0]', []),
-    ],
-)
-def test_needs_names_the_packages_of_defaults_and_records(cli: Cli, plan: Path, partition: str, more: list[str]) -> None:
-    """The schedule of a pipeline names its partition and link, and `pp.measured` a timer, unless it has the seconds."""
-    text = plan.read_text("utf-8").replace("dp = 2", "pp = 2") + '[pipeline]\nuse = "pp.gpipe"\n'
-    text += '[weights]\nuse = "isp.communicator"\n[[gradient_handlers]]\nuse = "powersgd.reducer"\n'
-    plan.write_text(text + partition, "utf-8")
-    result = cli("needs", plan)
-    found = sorted(line.rpartition("/")[2].removeprefix("sley-") for line in result.out.splitlines())
-    assert found == sorted(["core", "train-cli", "data", "models", "isp", "pp", "powersgd", *more]), result.err
-    assert "run this command again" not in result.err
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("[batch]", '[[metrics]]\nuse = "odd.writer"\n[batch]', "sley-odd==1.0"),
-        ("sequence = 16", 'sequence = 16\ntokenizer = "metrics.json"', "-e packages/data[tokenizers]"),
-        ("[batch]", '[[metrics]]\nuse = "metrics.wandb"\nproject = "p"\n[batch]', "-e packages/metrics[wandb]"),
-    ],
-)
-def test_needs_pins_others_and_names_extras(cli: Cli, plan: Path, install: Install, old: str, new: str, line: str) -> None:
-    install("sley-odd", "odd")
-    plan.write_text(plan.read_text("utf-8").replace(old, new), "utf-8")
-    lines = cli("needs", plan).out.splitlines()
-    assert line in lines
-    assert "json" not in new or not any("packages/metrics" in each for each in lines), "a file is no record"
-
-
-def test_needs_of_an_unknown_plugin(cli: Cli, plan: Path) -> None:
-    plan.write_text(plan.read_text("utf-8").replace("core.adamw", "nobody.knows"), "utf-8")
-    result = cli("needs", plan)
-    assert (result.code, result.out) == (4, "")
-    assert "plan.toml:25:7: error[plugin-unknown]" in result.err
 
 
 def test_env_has_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,16 +88,6 @@ def test_a_convnet_on_pictures_has_samples_per_second(cli: Cli, own_model: Calla
     assert (row["samples"], summary["tokens"], summary["tokens_per_s"], summary["mfu"]) == (4, 0, None, None)
 
 
-def test_what_was_estimated_stands_beside_what_was_measured(cli: Cli, plan: Path, folder: Path) -> None:
-    result = cli("run", plan, "--estimate", "--set", "parallel.dp=1")
-    assert result.code == 0, result.err
-    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
-    assert summary["estimated"]["memory_bytes"] == summary["memory_bytes"]
-    assert summary["estimated"]["peak_bytes"] > sum(summary["memory_bytes"].values())
-    held = f"{sum(summary['memory_bytes'].values()) / 1024:.2f} KiB"
-    assert f"  memory         {held} between steps (estimated: {held})" in result.err
-
-
 def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) -> None:
     once = ("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=1")
     assert cli(*once).code == 0

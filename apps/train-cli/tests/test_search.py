@@ -60,10 +60,9 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     best = given / "best.toml"
     kept = [word for axis in ("reducer", "schedule", "sp", "micro_size", "offload") for word in ("--keep", axis)]
     kept += ["--set", "model.num_layers=2"]
-    done = searched("--world", "2", "--write", str(best), "--top", "2", "--explain", *kept)
+    done = searched("--world", "2", "--write", str(best), "--top", "2", *kept)
     assert done.code == 0, done.err
-    before_front = done.out.split("less memory for more time")[0]
-    seconds = [each for each, _ in rows_of(before_front)]
+    seconds = [each for each, _ in rows_of(done.out)]
     assert seconds == sorted(seconds)
     assert len(seconds) == 2
     text = best.read_text("utf-8")
@@ -78,15 +77,6 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     assert f"{told['seconds']['step']:.4g} s" in rows_of(done.out)[0][1]
     fullest = max(stage["peak"] for stage in told["stages"])
     assert f"{format_bytes(fullest)}  pp" in rows_of(done.out)[0][1]
-
-    compared = done.out.split("as it is")[1]
-    assert "peak bytes of a rank, in KiB" in compared
-    parts = [line.rsplit(maxsplit=3) for line in compared.splitlines()[1:] if not line.startswith("written")]
-    step = next(at for at, part in enumerate(parts) if part[0].strip().startswith("peak bytes"))
-    for column in (1, 2):
-        for some in (parts[:step], parts[step:]):
-            whole, *of = (float(part[column]) for part in some)
-            assert sum(of) == pytest.approx(whole, rel=2e-3)
 
 
 def test_a_layout_that_does_not_fit_by_its_own_steps_is_dropped(searched: Callable[..., Any]) -> None:

@@ -19,7 +19,6 @@ from sley_estimate.search import find as finding
 from sley_estimate.search.find import ExactEstimate, estimate_plan, order_by_variety, search_layouts
 from sley_estimate.search.layouts import Choice, Layout, Layouts, list_choices
 from sley_estimate.search.roofline import Roofline, RooflineEstimate
-from sley_estimate.step.estimate import estimate_bytes_and_seconds
 from sley_estimate.testing import small_machine
 from sley_testing.plans import loader_of, small_plan
 
@@ -144,22 +143,11 @@ def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
 
 
 MACHINE = machine_from_dict(small_machine())
+FITS = ExactEstimate(1.0, 1, frozenset())
 
 
 def space_of(plan: Plan, world: int = 2) -> Layouts:
     return Layouts(plan, world, list_choices(plan), ["offload", "sp", "wp", "micro_size"])
-
-
-def test_what_is_shown_is_what_estimate_says() -> None:
-    plan = plan_of()
-    with patch.object(finding, "NUM_EXACT", 2):
-        found = search_layouts(space_of(plan), MACHINE, top=2)
-    for one in found.fastest:
-        held, seconds = estimate_bytes_and_seconds(one.layout.plan(plan, 2), 2, MACHINE)
-        assert isinstance(one.estimate, ExactEstimate)
-        assert one.estimate.seconds == pytest.approx(seconds.step.seconds)
-        assert one.estimate.num_bytes == max(stage.peak for stage in held)
-    assert found.fastest[0].estimate.seconds <= found.fastest[1].estimate.seconds
 
 
 def test_more_layouts_take_their_steps_until_enough_fit() -> None:
@@ -167,9 +155,9 @@ def test_more_layouts_take_their_steps_until_enough_fit() -> None:
     space = space_of(plan_of())
     called = []
 
-    def some_fit(plan: Plan, *others: Any) -> ExactEstimate | None:
+    def some_fit(plan: Plan, *_: Any) -> ExactEstimate | None:
         called.append(plan)
-        return estimate_plan(plan, *others) if len(called) > 4 else None
+        return FITS if len(called) > 4 else None
 
     told: list[tuple[int, int]] = []
     with (
@@ -188,9 +176,9 @@ def test_the_budget_ends_the_steps_once_the_best_have_taken_theirs_and_one_fits(
     """Two take theirs whatever the budget is, and here a third, until one fits."""
     called = []
 
-    def third_fits(plan: Plan, *others: Any) -> ExactEstimate | None:
+    def third_fits(plan: Plan, *_: Any) -> ExactEstimate | None:
         called.append(plan)
-        return estimate_plan(plan, *others) if len(called) == 3 else None
+        return FITS if len(called) == 3 else None
 
     with (
         patch.object(finding, "MIN_EXACT", 2),

@@ -29,7 +29,6 @@ from sley_estimate.calibrate.engine import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, me
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.machine import EngineTable, LinksTable, MachineFile, machine_from_dict
-from sley_estimate.search.find import seconds_parts
 from sley_estimate.step.estimate import estimate_seconds
 from sley_estimate.step.links import (
     NOTHING,
@@ -161,14 +160,6 @@ def test_what_the_host_loses_in_narrow_layers_it_catches_up_in_wide_ones(
     assert found.host_s == (pytest.approx(3 * host_s),)
     assert found.seconds == pytest.approx(3 * max(device_s, host_s))
     assert found.timeline.idle(0) == pytest.approx(1 - 3 * device_s / found.seconds)
-
-
-def test_parts_of_a_step_that_waits_for_its_host_sum_to_it() -> None:
-    bound, free = stepped([NARROW]), stepped([WIDE])
-    parts = seconds_parts(bound)
-    assert parts["waiting for the host"] == pytest.approx(2.0)
-    assert "waiting for the host" not in seconds_parts(free)
-    assert sum(parts.values()) == pytest.approx(bound.seconds)
 
 
 def plan_of(**changes: Any) -> Plan:

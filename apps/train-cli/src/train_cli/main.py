@@ -37,8 +37,6 @@ SECTIONS = {
     "Prepare": {
         "new": "Write a plugin package to start from.",
         "plugins": "List installed plugins, records and their options.",
-        "needs": "Print what to pip install for a plan.",
-        "schema": "Print the JSON Schema of a plan.",
         "check": "Find every mistake of one or more plans.",
         "show": "Show the resolved plan, ranks and groups.",
         "data": "Show the data as a plan's model receives it.",
@@ -68,7 +66,7 @@ SECTIONS = {
 PACKAGES = {"estimate": "estimate", "search": "estimate", "calibrate": "estimate", "doctor": "doctor", "report": "doctor"}
 """The commands that need another package, by the name of the package without `sley-`."""
 
-MODULES = {"new": "plugins", "needs": "check", "schema": "check", "env": "check", "eval": "sample"}
+MODULES = {"new": "plugins", "env": "check", "eval": "sample"}
 """The module of `train_cli.commands` that defines a command, if its name differs from the command's."""
 
 COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}

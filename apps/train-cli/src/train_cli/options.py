@@ -1,9 +1,8 @@
-"""Defines the arguments and options that several commands share, and completes `--set` in a shell. Imports no torch."""
+"""Defines the arguments and options that several commands share. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sley_core.errors import PluginError, UsageError
+from sley_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from sley_core.table import RecordKind
+    pass
 
 
 class OutputFormat(StrEnum):
@@ -32,19 +31,6 @@ class MessageFormat(StrEnum):
     json = "json"
 
 
-def _complete_set(incomplete: str) -> Iterator[str]:
-    """Yields completions for `--set`: the keys of the plan's tables, or after `use=` the installed records."""
-    from sley_core.plan.kinds import COMPONENTS
-
-    key, equals, _ = incomplete.partition("=")
-    table, _, last = key.rpartition(".")
-    completions = list(_table_keys())
-    if equals and last == "use":
-        kind = next((spec.kind for spec in COMPONENTS if spec.key == table.partition(".")[0]), None)
-        completions = [f"{key}={name}" for name in plugin_ids(kind)] if kind else []
-    yield from (text for text in completions if text.startswith(incomplete))
-
-
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a TOML file.")]
 SetOption = Annotated[
     list[str] | None,
@@ -52,7 +38,6 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Change one value of the plan, such as batch.micro_size=4; VALUE is TOML. Can be repeated.",
-        autocompletion=_complete_set,
     ),
 ]
 TemperatureOption = Annotated[
@@ -110,18 +95,3 @@ def _table_keys() -> Iterator[str]:
     for table, model in {**TABLES, **OPTIONAL_TABLES}.items():
         yield from (f"{table}.{key}=" for key in model.model_fields)
     yield from (f"{spec.key}.{'0.' if spec.is_list else ''}use=" for spec in COMPONENTS if not spec.has_names)
-
-
-def plugin_ids(kind: RecordKind | None = None) -> list[str]:
-    """Returns the names of the records of all plugins that load, such as `dp.bucketed`. kind: the kind of the records; None
-    for all.
-    """
-    from sley_core.plan.loader import Loader
-
-    loader = Loader()
-    names: set[str] = set()
-    for name in loader.names():
-        with suppress(PluginError):
-            for record_kind, records in loader.load(name).records.items():
-                names |= {f"{name}.{record}" for record in records} if kind in (None, record_kind) else set()
-    return sorted(names)

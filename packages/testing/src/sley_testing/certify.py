@@ -2,7 +2,6 @@
 
 loads      each plugin is imported, its records are well-formed, and what they build can be imported
 contract   every record passes the contract of its kind, with its default options
-verified   on two ranks, a plan that uses the record has the same results as one process
 
 A record is skipped if its contract needs inputs of its author, such as the files of a dataset, the batch of a loss, or the
 reader of a writer's files. The author inherits that contract in a test (docs/testing-plugins.md).
@@ -25,12 +24,9 @@ from sley_core.errors import SleyError
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.records import GradientHandlerRecord, Record
 from sley_core.table import RecordKind
-from sley_testing.plans import Tables, changed, small_plan, write_texts
-from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_parity_of_parts, record_reference
-from sley_testing.runs import record as record_run
+from sley_testing.plans import Tables
 
-Level = Literal["loads", "contract", "verified"]
+Level = Literal["loads", "contract"]
 Status = Literal["passed", "failed", "skipped"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
@@ -48,18 +44,6 @@ CONTRACTS: dict[RecordKind, tuple[str, str, str]] = {
 }
 """By kind of record: the module of the contract, its class, and the attribute that takes the record's table."""
 
-LAYOUTS: dict[RecordKind, Tables] = {
-    "gradient_handlers": {"parallel": {"dp": 2}},
-    "schedules": {"parallel": {"dp": 1, "pp": 2}},
-    "weight_communicators": {"parallel": {"dp": 2, "wp": 2}},
-    "sequence_attentions": {"parallel": {"dp": 1, "sp": 2}},
-}
-"""By kind of record: the layout of two ranks that it is for. Other kinds have none; one rank runs them."""
-
-CORE_REDUCER = {"use": "core.each"}
-STEPS = 3
-RANK_TIMEOUT_S = 120.0  # the time limit of a run on ranks
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -74,16 +58,15 @@ class Verdict:
     reason: str = ""
 
 
-def certify(distribution: str, level: Level = "verified") -> Iterator[Verdict]:
-    """Yields the verdicts on the plugins of `distribution`, level by level up to `level`; stops after a level that failed.
+def certify(distribution: str) -> Iterator[Verdict]:
+    """Yields the verdicts on the plugins of `distribution`, level by level; stops after a level that failed.
 
-    Takes seconds for each record of "contract" and "verified"; starts processes. Yields nothing if the distribution has no
-    plugin.
+    Takes seconds for each record of "contract"; starts processes. Yields nothing if the distribution has no plugin.
     """
     loader = Loader()
     names = [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]
     failed = False
-    for current in LEVELS[: LEVELS.index(level) + 1]:
+    for current in LEVELS:
         for name in names:
             for verdict in _CHECKS[current](name, loader):
                 failed |= verdict.status == "failed"
@@ -117,25 +100,7 @@ def _check_contracts(name: str, loader: Loader) -> Iterator[Verdict]:
         yield Verdict("contract", name, record.name, status, "\n".join(report.failures or report.left_open))
 
 
-def _check_parity(name: str, loader: Loader) -> Iterator[Verdict]:
-    for record_kind, record in _records_by_type(loader.load(name)):
-        reason = _skip_reason(record_kind, record)
-        if not reason and record_kind not in LAYOUTS:
-            reason = "it is for one rank, so there is no layout to compare"
-        if not reason and isinstance(record, GradientHandlerRecord) and record.role == "reducer" and not record.exact:
-            reason = "its record declares inexact sums"
-        if reason:
-            yield Verdict("verified", name, record.name, "skipped", reason)
-            continue
-        try:
-            _assert_parity_with_one_process(record_kind, record, {"use": f"{name}.{record.name}"})
-        except (AssertionError, SleyError) as error:
-            yield Verdict("verified", name, record.name, "failed", str(error))
-        else:
-            yield Verdict("verified", name, record.name, "passed")
-
-
-_CHECKS = {"loads": _check_loading, "contract": _check_contracts, "verified": _check_parity}
+_CHECKS = {"loads": _check_loading, "contract": _check_contracts}
 
 
 def _records_by_type(plugin: Plugin) -> Iterator[tuple[RecordKind, Record]]:
@@ -196,26 +161,10 @@ class _ReportCollector:
             self.failures.append(str(report.longrepr))
 
 
-def _assert_parity_with_one_process(record_kind: RecordKind, record: Record, table: Tables) -> None:
-    """Asserts that the small plan with the record on two ranks matches one process. Raises AssertionError or SleyError."""
-    layout = {**LAYOUTS[record_kind], record_kind if record_kind == "gradient_handlers" else CONTRACTS[record_kind][2]: table}
-    if isinstance(record, GradientHandlerRecord):
-        handlers = {"reducer": [table], "before": [table, CORE_REDUCER], "after": [CORE_REDUCER, table]}
-        order = record.role if record.role == "reducer" else "before" if "reducer" in record.before else "after"
-        layout["gradient_handlers"] = handlers[order]
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        write_texts(folder)
-        plan = small_plan()
-        reference = record_reference(plan, STEPS, folder=folder)
-        layouts = Ranks(2, RANK_TIMEOUT_S)(record_run, changed(plan, **layout), STEPS, folder=folder)
-    assert_parity_of_parts(reference, layouts, plan["precision"]["compute"])
-
-
 def main(distribution: str) -> int:
     """Prints the verdicts on a distribution's contracts. Returns 0 if at least one record passed and none failed, else 1."""
     verdicts = []
-    for verdict in certify(distribution, "contract"):
+    for verdict in certify(distribution):
         verdicts.append(verdict)
         print(f"{verdict.level:9} {verdict.status:8} {verdict.plugin}.{verdict.record} {verdict.reason}", flush=True)
     return int(not verdicts or any(verdict.status == "failed" for verdict in verdicts))

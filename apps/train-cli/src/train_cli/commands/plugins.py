@@ -29,44 +29,24 @@ from sley_core.words import describe_type, suggestion
 from train_cli import templates
 from train_cli.console import say
 from train_cli.main import module_of
-from train_cli.options import FormatOption, OutputFormat, plugin_ids
-
-
-class CheckLevel(StrEnum):
-    """The last level of checks that `plugins check` runs (`sley_testing.certify`)."""
-
-    loads = "loads"
-    contract = "contract"
-    verified = "verified"
-
-
-def _complete_plugin(incomplete: str) -> list[str]:
-    names = plugin_ids() if "." in incomplete else Loader().names()
-    return [name for name in names if name.startswith(incomplete)]
+from train_cli.options import FormatOption, OutputFormat
 
 
 def plugins(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A plugin (dp) or a record (dp.bucketed); or `check`, and then DIST.", autocompletion=_complete_plugin
-        ),
+        str | None, typer.Argument(help="A plugin (dp) or a record (dp.bucketed); or `check`, and then DIST.")
     ] = None,
     dist: Annotated[
         str | None, typer.Argument(help="With `check`: an installed distribution, such as sley-dp.", show_default=False)
     ] = None,
-    level: Annotated[
-        CheckLevel,
-        typer.Option("--level", help="With `check`: the last level of checks; each level includes the previous ones."),
-    ] = CheckLevel.verified,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """List the installed plugins and their records; with NAME, the options, types and defaults of its records.
 
-    `plugins check DIST` runs the contract tests of every record in DIST, and compares its results with one process.
+    `plugins check DIST` runs the contract tests of every record in DIST.
     """
     if name == "check":
-        raise typer.Exit(_check_distribution(dist, level, form))
+        raise typer.Exit(_check_distribution(dist, form))
     if dist is not None:
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
     loader = Loader()
@@ -80,7 +60,7 @@ def plugins(
     typer.echo(json.dumps(content, indent=2) if form is OutputFormat.json else text)
 
 
-def _check_distribution(dist: str | None, level: CheckLevel, form: OutputFormat) -> int:
+def _check_distribution(dist: str | None, form: OutputFormat) -> int:
     """Checks every plugin in `dist`, prints the verdicts, and returns the exit code: 0 if no check failed."""
     if dist is None:
         raise UsageError(
@@ -88,7 +68,7 @@ def _check_distribution(dist: str | None, level: CheckLevel, form: OutputFormat)
         )
     certify = module_of("testing", "sley_testing.certify", "`train-cli plugins check`").certify
     verdicts = []
-    for verdict in certify(dist, level.value):
+    for verdict in certify(dist):
         verdicts.append(verdict)
         if form is OutputFormat.text:
             subject = f"{verdict.plugin}.{verdict.record}" if verdict.record else verdict.plugin

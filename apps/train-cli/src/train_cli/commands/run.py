@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sley_core.errors import EXIT_OK, PlanError, UsageError
+from sley_core.errors import PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
@@ -60,18 +60,6 @@ def run(
         ),
     ] = False,
     world: WorldOption = None,
-    estimate: Annotated[
-        bool,
-        typer.Option(
-            "--estimate", help="Estimate first, and compare the estimate with the measured run, also in summary.json."
-        ),
-    ] = False,
-    machine: Annotated[
-        Path | None,
-        typer.Option(
-            "--machine", metavar="FILE", help="With --estimate: also estimate the step time, for the machine in FILE."
-        ),
-    ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one line.")] = False,
     verbose: Annotated[
         int,
@@ -87,15 +75,10 @@ def run(
     if world is not None:
         raise UsageError("world", "`--world` needs `--dry-run`", hint="use `--nproc` to start local ranks")
     refuse_single_process_worlds(os.environ)
-    if machine is not None and not estimate:
-        raise UsageError("machine", "`--machine` needs `--estimate`")
     line = draws_line(sys.stderr, is_allowed=not no_progress)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
         raise UsageError("nproc", "`--nproc` cannot be used with a launcher, which has already started the ranks")
-    if is_rank and estimate:
-        message = "`--estimate` cannot be used with a launcher"
-        raise UsageError("estimate", message, hint="use `train-cli estimate` before the run")
     if is_rank:
         rank = int(os.environ["RANK"])
         with RankFaults(rank, settings) as faults, ExitStack() as stack:
@@ -124,9 +107,6 @@ def run(
     from train_cli.meta_model import check_model
 
     check_model(resolved, size)
-    estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --estimate`") if estimate else None
-    machine_file = estimates.load_machine(machine) if estimates and machine else None
-    estimated = estimates.bytes_and_seconds(resolved, size, machine_file) if estimates else None
     with locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder) as folder:
         if size > 1:
             arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
@@ -135,8 +115,6 @@ def run(
             from train_cli.rank import train
 
             code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
-        if estimates and estimated and code == EXIT_OK:
-            console.say("\n".join(estimates.compare_with_run(*estimated, folder)))
     raise typer.Exit(code)
 
 

@@ -1,6 +1,6 @@
 """`train-cli estimate`: the bytes of every stage of a run and the seconds of a step, without a device.
 
-Also used by other commands: `run --dry-run`, `run --estimate` and `show --timeline --machine`.
+Also used by other commands: `run --dry-run` and `show --timeline --machine`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import typer
 from sley_core.actions.action import Delivery, in_words
 from sley_core.actions.draw import draw_text
 from sley_core.errors import SleyError, UsageError
-from sley_core.json_text import write_json
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import load_machine
 from train_cli.commands.show import WIDTH
@@ -32,7 +31,6 @@ from train_cli.options import (
     WorldOption,
     world_size,
 )
-from train_cli.progress import SUMMARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -177,16 +175,10 @@ def bytes_lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> It
 
 def format_bytes(count: int) -> str:
     """Returns `count` bytes as text in a suitable unit."""
-    unit, size = largest_unit(count)
-    return f"{count / size:.2f} {unit}" if size > 1 else f"{count} B"
-
-
-def largest_unit(count: int) -> tuple[str, int]:
-    """Returns the largest unit that is at most `count` bytes, and its size in bytes."""
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return unit, size
-    return "B", 1
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
 
 
 def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
@@ -250,34 +242,3 @@ def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
         ],
         "layers": [{"name": layer.name, "source": layer.source, **asdict(layer.seconds)} for layer in seconds.layers],
     }
-
-
-def compare_with_run(stages: Sequence[RankBytes], step: PlanSeconds | None, folder: Path) -> list[str]:
-    """Writes the estimate of rank 0 into the run's `summary.json` and returns lines that compare both, or no lines without a
-    summary. A run on a CPU does not measure its peak.
-    """
-    path = folder / SUMMARY
-    if not path.exists():
-        return []
-    summary = json.loads(path.read_text("utf-8"))
-    states, peak, seconds = dict(stages[0].states), stages[0].peak, step.step.seconds if step else None
-    summary["estimated"] = {"memory_bytes": states, "peak_bytes": peak, "step_seconds": seconds}
-    write_json(path, summary)
-    between_steps = sum(summary["memory_bytes"].values())
-    result = [f"  memory         {format_bytes(between_steps)} between steps (estimated: {format_bytes(sum(states.values()))})"]
-    if summary["device"].startswith("cuda"):
-        measured = summary["memory_mb"] * 2**20
-        error = _format_error(peak, measured)
-        result.append(f"                 {format_bytes(int(measured))} at the peak (estimated: {format_bytes(peak)}{error})")
-    else:
-        result.append(
-            f"                 {format_bytes(peak)} at the peak (estimated); the peak of tensors cannot be measured on a CPU"
-        )
-    if seconds is not None:
-        step_s = summary["seconds"] / summary["steps"]
-        result.append(f"  a step         {step_s:.4g} s (estimated: {seconds:.4g} s{_format_error(seconds, step_s)})")
-    return result
-
-
-def _format_error(estimated: float, measured: float) -> str:
-    return f" ({(estimated - measured) / measured:+.1%})" if measured else ""

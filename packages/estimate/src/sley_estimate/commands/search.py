@@ -13,7 +13,7 @@ from rich.progress import Progress
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_core.plan.write import sections
-from sley_estimate.commands.estimate import format_bytes, largest_unit, parse_size
+from sley_estimate.commands.estimate import format_bytes, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
 from train_cli.environment import num_cores
@@ -21,10 +21,10 @@ from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_estimate.search.find import ExactEstimate, Result, SearchResult
+    from sley_estimate.search.find import Result, SearchResult
 
 BUDGET_S = 140.0  # default seconds after the ranking in which layouts may start their verifying steps
 
@@ -51,9 +51,6 @@ def search(
             "--budget", min=0, metavar="SECONDS", help="The time in seconds after which `estimate` verifies no further layouts."
         ),
     ] = BUDGET_S,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Compare the fastest layout with the unchanged plan, part by part.")
-    ] = False,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a plan to this file.")
     ] = None,
@@ -62,19 +59,14 @@ def search(
     if machine is None:
         hint = "use `train-cli calibrate --out machine.toml --plan PLAN`, then pass `--machine machine.toml`"
         raise UsageError("search-machine", "a search needs a machine file", hint=hint)
-    if explain and not verify:
-        raise UsageError("explain-needs-steps", "`--explain` compares estimates, but with `--rough` there are none")
     from sley_core.plan.check import check_data
-    from sley_estimate.search.find import estimate_forked, search_layouts
+    from sley_estimate.search.find import search_layouts
     from sley_estimate.search.layouts import Layouts, list_choices
-    from sley_estimate.search.roofline import RooflineEstimate
 
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
     machine_file = load_machine(machine)
     try:
-        # First, since this fails fast for a plan that does not fit the world.
-        baseline = estimate_forked(resolved, world, machine_file) if explain else None
         # Finds faults such as missing files, which would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
         if located := [resolved.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
@@ -103,11 +95,8 @@ def search(
     typer.echo("\n".join(result_lines(result, choices.skipped, limit)))
     if not result.fastest:
         raise typer.Exit(1)
-    best = result.fastest[0]
-    if baseline is not None and not isinstance(best.estimate, RooflineEstimate):
-        typer.echo("\n".join(comparison_lines(baseline, best.estimate)))
     if write is not None:
-        write.write_text(plan_text(resolved, world, best), "utf-8")
+        write.write_text(plan_text(resolved, world, result.fastest[0]), "utf-8")
         typer.echo(f"written to {write}")
 
 
@@ -138,40 +127,10 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
     if "counted" in sources and len(sources) > 1:
         yield "  Some layers were measured, others are computed from their operators: their seconds may not be comparable."
         yield "  Use `calibrate --plan` to measure the layers of the plan."
-    if result.front:
-        yield f"less memory for more time ({method})"
-        yield from map(_format_row, result.front)
 
 
 def _format_row(result: Result) -> str:
     return f"  {result.estimate.seconds:10.4g} s  {format_bytes(int(result.estimate.num_bytes)):>12}  {result.layout}"
-
-
-def comparison_lines(baseline: ExactEstimate, best: ExactEstimate) -> Iterator[str]:
-    """Yields the parts of two estimates in two columns. baseline: the estimate of the unchanged plan."""
-
-    def rows(
-        title: str,
-        baseline_total: float,
-        best_total: float,
-        baseline_parts: Mapping[str, float],
-        best_parts: Mapping[str, float],
-    ) -> Iterator[str]:
-        values = {
-            name: (baseline_parts.get(name, 0.0), best_parts.get(name, 0.0)) for name in sorted({*baseline_parts, *best_parts})
-        }
-        ordered = sorted(values.items(), key=lambda item: -max(item[1]))
-        for name, (baseline_value, best_value) in [
-            (title, (baseline_total, best_total)),
-            *((f"  {name.replace('_', ' ')}", pair) for name, pair in ordered),
-        ]:
-            yield f"{name:34}{baseline_value:14.4g}{best_value:14.4g}{best_value - baseline_value:+14.4g}"
-
-    yield f"{'':34}{'as it is':>14}{'fastest':>14}{'difference':>14}"
-    yield from rows("a step, in seconds", baseline.seconds, best.seconds, baseline.seconds_parts, best.seconds_parts)
-    unit, size = largest_unit(max(baseline.num_bytes, best.num_bytes))
-    parts = [{name: value / size for name, value in result.bytes_parts.items()} for result in (baseline, best)]
-    yield from rows(f"peak bytes of a rank, in {unit}", baseline.num_bytes / size, best.num_bytes / size, *parts)
 
 
 def plan_text(plan: Plan, world: int, best: Result) -> str:

@@ -1,7 +1,7 @@
 """Finds the fastest layouts that fit: the roofline formula ranks all layouts, and the best run their own steps.
 
 all layouts ──roofline──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_EXACT`, within the
-                 └──> too large    budget of seconds ──> the fastest, and slower ones with less memory
+                 └──> too large    budget of seconds ──> the fastest
 
 Both run in forked processes, since torch refuses a backward in a process that was forked after a backward.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Layout, Layouts
 from sley_estimate.search.roofline import Roofline, RooflineEstimate
 from sley_estimate.step.estimate import build_records, estimate_from_records, plan_for_machine
-from sley_estimate.step.simulate import StepSeconds
 
 T = TypeVar("T")
 
@@ -39,20 +38,16 @@ NUM_EXACT = 30  # the best layouts that run their own steps; as many follow if t
 MAX_ROUNDS = 4  # how often more layouts follow
 MIN_EXACT = 8  # the best layouts that run their own steps with any budget
 SIMILARITY = 0.01  # layouts whose seconds and bytes differ by a smaller share count as nearly equal
-MAX_SLOWDOWN = 1.2  # a layout with less memory may take this many times the fastest step
-MAX_MEMORY_SHARE = 0.8  # the largest memory relative to the layouts before it
 
 
 @dataclass(frozen=True)
 class ExactEstimate:
     """The estimate of a layout from its own steps, as in `train-cli estimate`. num_bytes: the bytes of the fullest stage.
-    seconds_parts, bytes_parts: the parts by name. sources: the sources of its layer seconds.
+    sources: the sources of its layer seconds.
     """
 
     seconds: float
     num_bytes: int
-    seconds_parts: Mapping[str, float]
-    bytes_parts: Mapping[str, float]
     sources: frozenset[Source]
 
 
@@ -68,9 +63,9 @@ class SearchResult:
     """The result of a search. refused: the counts of invalid layouts by reason. hints: the hints by reason. too_large: the
     number of layouts that do not fit by the formula.
 
-    fastest: the layouts that fit, fastest first. front: slower layouts that need less memory. smallest: the layout with the
-    fewest bytes by the formula. num_exact: the number of layouts that ran their own steps. dropped: the number of layouts that
-    fit only by the formula. not_begun: the number of layouts skipped by the budget.
+    fastest: the layouts that fit, fastest first. smallest: the layout with the fewest bytes by the formula. num_exact: the
+    number of layouts that ran their own steps. dropped: the number of layouts that fit only by the formula. not_begun: the
+    number of layouts skipped by the budget.
     """
 
     num_layouts: int = 0
@@ -78,7 +73,6 @@ class SearchResult:
     refused: Counter[str] = field(default_factory=Counter)
     hints: dict[str, str] = field(default_factory=dict)
     fastest: list[Result] = field(default_factory=list)
-    front: list[Result] = field(default_factory=list)
     smallest: Result | None = None
     num_exact: int = 0
     dropped: int = 0
@@ -94,11 +88,10 @@ class SearchResult:
 
 class Ranked(NamedTuple):
     """Layouts by their index in `Layouts.all_layouts`, since plugin records may not be picklable. best: the layouts that fit,
-    fastest first. front: slower layouts with less memory. smallest: the layout with the fewest bytes, if any.
+    fastest first. smallest: the layout with the fewest bytes, if any.
     """
 
     best: Mapping[int, RooflineEstimate]
-    front: Mapping[int, RooflineEstimate]
     smallest: Mapping[int, RooflineEstimate]
 
 
@@ -113,8 +106,7 @@ def search_layouts(
     budget_s: float = math.inf,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on every rank, and slower ones with less
-    memory.
+    """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on every rank.
 
     verify: whether these layouts run their own steps. cores: the number of parallel processes. budget_s: the seconds after the
     ranking in which layouts may start their steps. The budget never skips the first `MIN_EXACT` layouts, and does not end
@@ -123,20 +115,17 @@ def search_layouts(
     """
     space.plan = plan_for_machine(space.plan, machine)
     is_forked = can_fork()
-    call = partial(rank_layouts, space, machine, memory, max(top, NUM_EXACT * MAX_ROUNDS), top)
+    call = partial(rank_layouts, space, machine, memory, max(top, NUM_EXACT * MAX_ROUNDS))
     (_, (result, ranked)), *_ = _run_calls([call], 1, space, is_forked=is_forked)
     numbers = {number for group in ranked for number in group}
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
-    best, front, smallest = ([Result(layouts[number], rough) for number, rough in group.items()] for group in ranked)
+    best, smallest = ([Result(layouts[number], rough) for number, rough in group.items()] for group in ranked)
     result.smallest = next(iter(smallest), None)
     if not verify:
-        result.fastest, result.front = best[:top], front
+        result.fastest = best[:top]
         return result
     valid_layouts = _valid_layouts(space, order_by_variety(best, space), result)
     batch = list(islice(valid_layouts, NUM_EXACT))
-    batch[MIN_EXACT:MIN_EXACT] = _valid_layouts(
-        space, [candidate.layout for candidate in front if candidate.layout not in batch], result
-    )
     end_s = time.monotonic() + budget_s
     verified: list[Result] = []
 
@@ -171,16 +160,12 @@ def search_layouts(
         batch = list(islice(valid_layouts, NUM_EXACT)) if len(verified) < top and not result.not_begun else []
     verified.sort(key=lambda verified_result: verified_result.estimate.seconds)
     result.fastest = verified[:top]
-    result.front = [verified[index] for index in _memory_front([entry.estimate for entry in verified], top)]
     return result
 
 
-def rank_layouts(
-    space: Layouts, machine: MachineFile, memory: int | None, num_best: int, top: int
-) -> tuple[SearchResult, Ranked]:
-    """Returns the counts of a search, the `num_best` fastest layouts by the formula, and slower layouts than the `top` fastest
-    that need less memory. Optimizer states are offloaded only in layouts that do not fit with them, since offloading never
-    makes a step faster.
+def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, num_best: int) -> tuple[SearchResult, Ranked]:
+    """Returns the counts of a search, and the `num_best` fastest layouts by the formula. Optimizer states are offloaded only in
+    layouts that do not fit with them, since offloading never makes a step faster.
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
     numbers, seconds, sizes = array("q"), array("d"), array("d")
@@ -211,25 +196,7 @@ def rank_layouts(
             sizes.append(rough.num_bytes)
     order = np.argsort(seconds, kind="stable").tolist()
     best = {numbers[index]: RooflineEstimate(seconds[index], sizes[index]) for index in order[:num_best]}
-    competitive = [
-        RooflineEstimate(seconds[index], sizes[index]) for index in order if seconds[index] <= MAX_SLOWDOWN * seconds[order[0]]
-    ]
-    return result, Ranked(
-        best, {numbers[order[index]]: competitive[index] for index in _memory_front(competitive, top)}, smallest
-    )
-
-
-def _memory_front(estimates: Sequence[ExactEstimate | RooflineEstimate], top: int) -> Iterator[int]:
-    """Yields the indices of estimates after the `top` fastest that need less memory than all before. `estimates` is sorted by
-    seconds.
-    """
-    if not estimates:
-        return
-    min_bytes = min(estimate.num_bytes for estimate in estimates[:top])
-    for index, estimate in enumerate(estimates[top:], top):
-        if estimate.num_bytes <= MAX_MEMORY_SHARE * min_bytes and estimate.seconds <= MAX_SLOWDOWN * estimates[0].seconds:
-            min_bytes = estimate.num_bytes
-            yield index
+    return result, Ranked(best, smallest)
 
 
 def order_by_variety(best: Sequence[Result], space: Layouts) -> list[Layout]:
@@ -290,29 +257,4 @@ def estimate_plan(
         return None
     records = {stage: record for stage, (_, record) in zip(stages, estimates, strict=True) if record}
     seconds = estimate_from_records(build_records(records, samples, draft), plan, size, machine, draft)
-    sources = frozenset(layer.source for layer in seconds.layers)
-    return ExactEstimate(seconds.step.seconds, fullest.peak, seconds_parts(seconds.step), fullest.alive, sources)
-
-
-def estimate_forked(plan: Plan, size: int, machine: MachineFile) -> ExactEstimate:
-    """Returns the result of `estimate_plan` from a forked process where forking works."""
-    call = partial(estimate_plan, plan, size, machine)
-    limit_s = 2 * size * plan.limits.estimate_timeout_s
-    estimate = next(run_forked([call], 1, limit_s))[1] if can_fork() else call()
-    assert estimate is not None, "an estimate without a memory limit is never None"
-    return estimate
-
-
-def seconds_parts(step: StepSeconds) -> Mapping[str, float]:
-    """Returns the parts of a step's seconds on the stage with the longest computation. Their sum is the step."""
-    stage = max(range(len(step.computing_s)), key=lambda index: step.computing_s[index])
-    updating_s = step.updating_s[stage]
-    parts: dict[str, float] = defaultdict(
-        float, {"actions": step.computing_s[stage] - updating_s, "norm and update": updating_s}
-    )
-    for channel, seconds in step.exposed_s(stage).items():
-        parts[f"waiting for {channel}"] += seconds
-    if step.seconds > step.devices_s:
-        parts["waiting for the host"] = step.seconds - step.devices_s
-    parts["otherwise idle"] = step.seconds - sum(parts.values())
-    return dict(parts)
+    return ExactEstimate(seconds.step.seconds, fullest.peak, frozenset(layer.source for layer in seconds.layers))

@@ -1,0 +1,29 @@
+"""The reference of plans in the documentation lists every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reference_pages import plan_page, rows
+
+from sley_core.plan.loader import Loader
+from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
+
+
+def test_the_page_in_the_documentation_is_up_to_date() -> None:
+    page = next((folder / "docs" for folder in Path(__file__).parents if (folder / "docs").is_dir()), None)
+    if page is None:
+        pytest.skip("the documentation is not beside the package")
+    written = (page / "plan.md").read_text("utf-8")
+    assert written == plan_page(), "run: python .ci/reference_pages.py plan > docs/plan.md"
+
+
+def test_every_key_has_a_type_and_a_meaning() -> None:
+    core = Loader(plugins={}).load("core")
+    records = [record.config for named in core.records.values() for record in named.values()]
+    for model in (*TABLES.values(), *OPTIONAL_TABLES.values(), *records):
+        assert model.__doc__
+        for row in rows(model):
+            assert row.meaning.endswith("."), (model, row)
+            assert row.takes not in ("a value", ""), (model, row)
