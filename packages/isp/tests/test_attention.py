@@ -15,7 +15,7 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.model.attention import Attention
 from sley_core.topology import Topology
-from sley_isp.attention import SequenceAttention, over_slices
+from sley_isp.attention import SequenceAttention, wrap_attention
 from sley_isp.exchange import repeat_heads, scatter_heads, sum_copies
 from sley_testing.collectives import collectives
 
@@ -68,7 +68,7 @@ def measure_errors(cases):
             own = [tensor.chunk(group.size, dim=1)[group.coord].clone().requires_grad_() for tensor in (q, k, v)]
             attention, args = joined(form, *own)
             with collectives() as calls:
-                context = over_slices(attention, group)(*args, **more)
+                context = wrap_attention(attention, group)(*args, **more)
                 context.backward(factor.chunk(group.size, dim=1)[group.coord])
             pairs = [(context, expected), *((one.grad, all_.grad) for one, all_ in zip(own, full, strict=True))]
             errors = [((o - w.chunk(group.size, 1)[group.coord]).abs().max() / w.abs().max()).item() for o, w in pairs]
@@ -117,12 +117,12 @@ def measure_unusual_calls():
         alone = attention(q, k, v)
         attention.set_group(group)
         assert list(attention.state_dict()) == names
-        mixed = over_slices(lambda q, k, v, scale: (q + k.to(q) * scale) + v, group)(own[0], own[1].half(), own[2], 2.0)
+        mixed = wrap_attention(lambda q, k, v, scale: (q + k.to(q) * scale) + v, group)(own[0], own[1].half(), own[2], 2.0)
         counts = torch.rand(2, 8) < 0.7
         counts[:, 0] = True
-        masked = over_slices(padded, group)(*own, counts=counts)
+        masked = wrap_attention(padded, group)(*own, counts=counts)
         with pytest.raises(RuntimeError) as caught:
-            over_slices(padded, group)(*own, counts=counts.chunk(group.size, 1)[group.coord])
+            wrap_attention(padded, group)(*own, counts=counts.chunk(group.size, 1)[group.coord])
         pairs = [
             (attention(*own), alone.chunk(group.size, dim=1)[group.coord]),
             (mixed, own[0] + own[1].half().double() * 2 + own[2]),
@@ -151,7 +151,7 @@ def collect_error_codes():
 
         def refuse(attention, *args, group=group, **more):
             with pytest.raises(RunError) as caught:
-                over_slices(attention, group)(*args, **more)
+                wrap_attention(attention, group)(*args, **more)
             codes.append(caught.value.diagnostics[0].code)
 
         three, even = torch.zeros(1, 4, 3, 2), torch.zeros(1, 4, 4, 2)

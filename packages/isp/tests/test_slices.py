@@ -69,7 +69,7 @@ def test_wrapped_and_named_attentions(ranks, own):
     assert_equal_replicas([references[1], record(split(PLAN, sp=1, **NAMED), 3, folder=own)])
 
 
-MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "most"]
+MIXING_CLASSES = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "most"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ MIXING = ["conv", "transposed", "lstm", "batch", "group", "instance", "pool", "m
         (split(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
         (split(with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
         (split(beside("patch"), unchecked_layers=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
-        *((split(beside(kind)), "sequence-mixing") for kind in MIXING),
+        *((split(beside(kind)), "sequence-mixing") for kind in MIXING_CLASSES),
     ],
 )
 def test_unsupported_models_are_refused(own, tables, code):

@@ -2,17 +2,18 @@
 
     q, k, v [b, s/n, h, d] ──all_to_all──> [b, s, h/n, d] ──attention──> context [b, s, h/n, d] ──all_to_all──> [b, s/n, h, d]
 
-The attention gets full sequences of some heads. Its other arguments, such as `cu_seqlens` or a mask, must describe the full
-sequence, so packed documents stay separate. Position-dependent operations, such as rotary angles, must be applied to q and k
-before. Heads must be independent of one another and of their numbers, since each rank counts its heads from 0. No check proves
-this, but `train-cli verify` compares a model with one process.
+The attention receives full sequences of some heads. Its other arguments, such as `cu_seqlens` or a mask, must describe the full
+sequence, so packed documents stay separate. Position-dependent operations on q and k, such as rotary embeddings, must come
+before. Heads must be independent of one another and of their indices, since each rank counts its heads from 0. No check proves
+this, but `train-cli verify` compares the model with a run of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from sley_isp.exchange import gather_heads, scatter_heads
 class SequenceAttention(nn.Module):
     """Wraps an attention for a custom model: `self.attend = SequenceAttention(attention)`.
 
-    attention: a module or a function with the arguments of this module. The first positional arguments are `q, k, v`, each
-    [b, s, h, d], or `q, kv` with kv [b, s, 2, h_kv, d], or `qkv` [b, s, 3, h, d]. Other arguments are passed on unchanged. It
-    returns only the context, [b, s, h, d] or [b, s, h x d].
+    attention: a module or a function. Its first positional arguments are `q, k, v`, each [b, s, h, d], or `q, kv` with kv
+    [b, s, 2, h_kv, d], or `qkv` [b, s, 3, h, d]. Other arguments are passed on unchanged. It returns only the context, [b, s,
+    h, d] or [b, s, h x d].
 
-    Outside a run, and in a run that does not split sequences, this only calls the attention.
+    Outside a run, and in a run that does not split sequences, the module only calls the attention.
     """
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
@@ -42,40 +43,33 @@ class SequenceAttention(nn.Module):
         self.set_group(None)
 
     def set_group(self, group: Group | None) -> None:
-        """Sets the ranks that hold the slices of a sequence, or None for full sequences."""
+        """Sets the group whose ranks hold the slices of a sequence, or None for full sequences."""
         self._group = None if group is None or group.size == 1 else group
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls the attention. Over slices, all ranks of the group must call it with equal options."""
+        """Calls the attention. If sequences are split, all ranks of the group must pass equal options."""
         if self._group is None:
             return self.attention(*args, **kwargs)
-        context: Tensor = _attend(self.attention, self._group, args, kwargs)
+        context: Tensor = _attend(self.attention, self._group, *args, **kwargs)
         return context
 
 
-def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    """Returns `attention` as a function over slices, for custom training loops, with `run.groups["sp"]`.
+def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
+    """Returns a function that applies `attention` to slices, for custom training loops with `run.groups["sp"]`.
 
     attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in order. A call makes one
     exchange before and one after the attention, and two more in its backward.
 
-    Before any exchange, the function raises RunError "sequence-attention" for arguments of unsupported shapes, and
-    "sequence-heads" if the number of ranks does not divide the number of query heads. It raises "sequence-attention" for a
-    context of unsupported shape, and "ranks-differ" if the functions, options or shapes of ranks differ.
+    The function raises RunError "sequence-attention" if arguments or the context have unsupported shapes, "sequence-heads" if
+    the number of ranks does not divide the number of query heads, and "ranks-differ" if functions, options or shapes differ
+    between ranks.
     """
-    if group.size == 1:
-        return attention
-
-    def attention_over_slices(*args: Any, **kwargs: Any) -> Tensor:
-        context: Tensor = _attend(attention, group, args, kwargs)
-        return context
-
-    return attention_over_slices
+    return attention if group.size == 1 else partial(_attend, attention, group)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Returns `attention(*args, **kwargs)` of slices, outside of any compiled graph, since exchanges cannot be compiled."""
+def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
+    """Calls `attention` on slices, outside of any compiled graph, since exchanges cannot be compiled."""
     tensors = _select_tensors(args, group.size)
     return attended(tensors, lambda: _exchange_and_attend(attention, group, tensors, args[len(tensors) :], kwargs))
 
@@ -83,7 +77,10 @@ def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any],
 def _exchange_and_attend(
     attention: Callable[..., Tensor], group: Group, tensors: Sequence[Tensor], options: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Exchanges `tensors` (q, k and v), calls the attention with the other arguments, and exchanges the context back."""
+    """Scatters the heads of `tensors`, calls the attention on full sequences, and returns this rank's slice of the context.
+
+    tensors: q, k and v, or as in `SequenceAttention`. options, kwargs: the other arguments of the call.
+    """
     contents = _checksum_call(attention, options, kwargs)
     if len({tensor.dtype for tensor in tensors}) == 1:
         full = scatter_heads(group, *tensors, contents=contents)
@@ -110,9 +107,9 @@ def _exchange_and_attend(
 
 
 def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
-    """Returns the leading tensors of `args`: qkv, or q and kv, or q, k and v. Raises RunError if their shapes do not fit."""
-    dims = [arg.ndim if isinstance(arg, Tensor) else 0 for arg in args[:3]]
-    num_tensors = next((len(form) for form in ([5], [4, 5], [4, 4, 4]) if dims[: len(form)] == form), 0)
+    """Returns the leading tensors of `args`: qkv, or q and kv, or q, k and v. Raises RunError for unsupported shapes."""
+    ndims = [arg.ndim if isinstance(arg, Tensor) else 0 for arg in args[:3]]
+    num_tensors = next((len(form) for form in ([5], [4, 5], [4, 4, 4]) if ndims[: len(form)] == form), 0)
     tensors = tuple(args[:num_tensors])
     shapes = ", ".join(str(list(arg.shape)) if isinstance(arg, Tensor) else type(arg).__name__ for arg in args[:3])
     if not tensors:
@@ -151,7 +148,7 @@ def _option_text(value: Any) -> str:
 
 
 class AllToAllAttention(SequenceCommunicator):
-    """Makes core's `Attention`, `SequenceAttention`, and the plan's attention modules work on slices."""
+    """Makes attention modules work on slices: core's `Attention`, `SequenceAttention`, and those that the plan names."""
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
@@ -160,15 +157,14 @@ class AllToAllAttention(SequenceCommunicator):
         self._undo = ExitStack()
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Patches every attention in `layers`, or none if it raises.
+        """Patches every attention in `layers`, or none if it raises an error.
 
         Raises PlanError "sequence-attention" if a pattern matches no module, if there is no attention, and for an
-        `nn.MultiheadAttention`, since it contains its projections. Raises "sequence-mixing" for other modules that mix
-        positions.
+        `nn.MultiheadAttention`, which includes its projections. Raises "sequence-mixing" for other modules that mix positions.
         """
         with ExitStack() as undo:
             self._attach(layers, undo)
-            self._undo = undo.pop_all()  # unless it raised
+            self._undo = undo.pop_all()  # not reached after an error
 
     def _attach(self, layers: Sequence[Layer], undo: ExitStack) -> None:
         modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
@@ -183,7 +179,7 @@ class AllToAllAttention(SequenceCommunicator):
                     module.set_group(self.group)
                     undo.callback(module.set_group, None)
                 else:
-                    undo.callback(ForwardPatch(module, over_slices(module.forward, self.group)).undo)
+                    undo.callback(ForwardPatch(module, wrap_attention(module.forward, self.group)).undo)
         for name, module in modules:
             if isinstance(module, nn.MultiheadAttention) and module not in submodules:
                 message = f"`{name}` is a torch.nn.MultiheadAttention, which would see only one slice"
@@ -210,22 +206,23 @@ class AllToAllAttention(SequenceCommunicator):
         self._undo.close()
 
 
-MIXING = (
+MIXING_CLASSES = (
     *(nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
     *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
 )
-"""Classes of modules that mix positions, and so would see only one slice. The first step finds forwards that mix positions by
+"""Module classes that mix positions, and so would see only one slice. The first step finds forwards that mix positions by
 `roll`, `cumsum` or a mean.
 """
 
 
-def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], in_attention: Collection[nn.Module]) -> None:
-    """Raises PlanError "sequence-mixing" for each module that mixes positions, and for each pattern that matches nothing.
+def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], attention_submodules: Collection[nn.Module]) -> None:
+    """Raises PlanError "sequence-mixing" if modules mix positions outside attentions, or if a pattern matches nothing.
 
-    excluded: patterns of the names of modules that are not refused. in_attention: the modules within attentions, which see full
+    excluded: name patterns of modules that are not checked. attention_submodules: the modules within attentions, which see full
     sequences.
     """
-    mixing = {name: module for name, module in _mixing_modules(layers) if module not in in_attention}
+    modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
+    mixing = {name: module for name, module in modules if _is_mixing(module) and module not in attention_submodules}
     problems = [
         Diagnostic(
             "sequence-mixing",
@@ -245,12 +242,8 @@ def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], in_attention:
         raise PlanError.from_diagnostics(problems)
 
 
-def _mixing_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields name and module of each module of a MIXING class, and of each convolution whose windows overlap."""
-    for layer in layers:
-        for name, module in layer.module.named_modules(prefix=layer.name):
-            if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-                if module.dilation[0] * (module.kernel_size[0] - 1) + 1 > module.stride[0]:
-                    yield name, module
-            elif isinstance(module, MIXING):
-                yield name, module
+def _is_mixing(module: nn.Module) -> bool:
+    """Returns whether `module` mixes positions. A convolution does so if its windows overlap."""
+    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+        return module.dilation[0] * (module.kernel_size[0] - 1) + 1 > module.stride[0]
+    return isinstance(module, MIXING_CLASSES)

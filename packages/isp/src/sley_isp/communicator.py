@@ -2,7 +2,7 @@
 
 LayerCaller ──> layer ──> ShardedModule.forward ──> unshard ──> PrefetchPolicy decides ──> all-gathers start, buffers are freed
                                                        ^
-Executor ──> begin, during(action) ────────────────────┘
+Executor ──> begin, wrap_action ───────────────────────┘
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 WARMUP_STEPS = 2
-"""The steps after which a pool should not allocate. The first step does not know the order of gathers yet."""
+"""The number of steps after which the pool should not allocate. The first step does not know the order of gathers yet."""
 
 MAX_NAMES = 20
-"""The limit of names in a message."""
+"""The maximum number of names in a message."""
 
 
 class Counters:
-    """Counts the exchanges and bytes of one rank, for `protocols.Counts`. sent: the bytes that the rank sends in a step."""
+    """Counts the exchanges and bytes of one rank, for `protocols.Counts`. sent: the counter of sent bytes."""
 
     def __init__(self) -> None:
         self.sent = SentBytes()
@@ -65,7 +65,7 @@ class Counters:
         self._totals[name] += count
 
     def change(self, name: str, difference: int) -> None:
-        """Adds `difference` to the current count `name`, whose peak is reported as `most_{name}`."""
+        """Adds `difference` to the count `name`, whose peak is reported as `most_{name}`."""
         self._current[name] += difference
         self._peaks[name] = max(self._peaks[name], self._current[name])
 
@@ -75,7 +75,7 @@ class Counters:
         self._start_totals = self._totals.copy()
 
     def end_step(self, num_allocations: int) -> None:
-        """Ends a training step. num_allocations: the number of all allocations of the pool in the run."""
+        """Ends a training step. num_allocations: the number of allocations that the pool has made in the run."""
         self.sent.end_step()
         self._num_steps += 1
         self._report = {f"{name}_per_step": total - self._start_totals[name] for name, total in self._totals.items()}
@@ -91,7 +91,7 @@ class Counters:
 
 
 class Communicator(WeightCommunicator):
-    """Unshards this rank's weights before each use, and reduces their gradients."""
+    """Gathers sharded weights before each use, and reduces their gradients."""
 
     pool: MemoryPool
     reducer: GradientReducer
@@ -112,7 +112,7 @@ class Communicator(WeightCommunicator):
         self._undo = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Finds the modules of the options `head`, `embedding` and `launch`. Raises PlanError if the model lacks them."""
+        """Checks the options `head`, `embedding` and `launch`. Raises PlanError if the model lacks the modules for them."""
         if self.config.head == "vocabulary":
             self._head_name = layers[-1].name, find_head(layers)
         if self.config.embedding == "hidden":
@@ -120,14 +120,14 @@ class Communicator(WeightCommunicator):
         if self.config.launch != ANYWHERE:
             check_prefetch_points(layers, self.config.launch)
 
-    def shard_dim(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
-        """Returns 1 for tables sharded by columns, 0 for other plain linears and embeddings, and None for other parameters."""
-        if not all(is_shardable(module, attribute) for module, attribute in places):
+    def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
+        """Returns 1 for tables that are sharded by columns, 0 for other plain linears and embeddings, and None otherwise."""
+        if not all(is_shardable(module, attribute) for module, attribute in locations):
             return None
-        return int(self.config.embedding == "hidden" and isinstance(places[0][0], nn.Embedding))
+        return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Patches the forwards of all sharded modules and replaces their weights by stand-ins. Undoes it all if it raises."""
+        """Patches the forwards of all sharded modules, and replaces their weights by stand-ins. Undoes all after an error."""
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]
@@ -146,7 +146,7 @@ class Communicator(WeightCommunicator):
             raise
 
     def _shard_layer(self, layer: Layer) -> None:
-        """Adds the sharded parameters of `layer` to groups and patches the forwards of their modules."""
+        """Assigns the sharded parameters of `layer` to groups, and patches the forwards of their modules."""
         head_layer, head_name = self._head_name or ("", "")
         head: Any = layer.module.get_submodule(head_name) if head_layer == layer.name else None
         layer_group = ParamGroup(layer.name, layer.name)
@@ -168,7 +168,7 @@ class Communicator(WeightCommunicator):
             group.params += [param for param in params.values() if param not in group.params]
             if group not in self.groups:
                 self.groups.append(group)
-            sharded = ShardedModule(self, group, module, params, fuses=not self._parts.store.reduction.fixed_order)
+            sharded = ShardedModule(self, group, module, params, can_fuse=not self._parts.store.reduction.fixed_order)
             sharded.sink = Handover(partial(self._reduce, sharded), self._parts.queue)
             self.reducer.register(group, sharded.params)
             self.modules.append(sharded)
@@ -187,7 +187,7 @@ class Communicator(WeightCommunicator):
         self._undo.callback(ForwardPatch(module, forward).undo)
 
     def detach(self) -> None:
-        """Restores the original forwards of the modules. The stand-ins stay."""
+        """Restores the original forwards of the modules, but keeps the stand-ins."""
         self._published.discard()
         self._undo.close()
         self.modules.clear()
@@ -196,9 +196,9 @@ class Communicator(WeightCommunicator):
         """Begins a step or an evaluation: discards the state of a failed step and publishes the shards over `wp`."""
         self._action = None
         self._phase = phase
-        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
+        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # which run nothing
         last_indices = {action.chunk: index for index, action in enumerate(actions) if action.kind.makes_gradients}
-        # Also after the preceding action, since a last gradient action must not start with earlier reductions in flight.
+        # Includes the preceding action, since a last gradient action must not start with earlier reductions in flight.
         self._drain_indices = {index - offset for index in last_indices.values() for offset in (0, 1)}
         self._action_index = -1
         self._last_index = len(actions) - 1
@@ -214,7 +214,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def wrap_action(self, action: Action) -> Iterator[None]:
-        """Runs `action` within the block. After a chunk's last gradient action, blocks until its reductions are complete."""
+        """Runs `action` in the block. Ends a chunk's last gradient action only after the chunk's reductions are complete."""
         self._action_index += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -242,23 +242,23 @@ class Communicator(WeightCommunicator):
 
     @property
     def is_running(self) -> bool:
-        """Whether an action of a step or an evaluation is running. Otherwise a program calls the model by hand."""
+        """Whether an action of a step or an evaluation is running. If not, a program calls the model by hand."""
         return self._action is not None
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether a current forward would be a recomputation, since a backward action is running."""
+        """Whether a forward at this time is a recomputation, since a backward action is running."""
         return self._action is not None and self._action.kind in BACKWARDS
 
     @contextmanager
     def unshard(
         self, group: ParamGroup, params: Sequence[Param], *, num_holds: int = 0, can_prefetch: bool
     ) -> Iterator[UnshardedGroup]:
-        """Unshards `group` for a use of `params` within the block, which must call `wait` before it reads weights.
+        """Unshards `group` for a use of `params` in the block, which must call `wait` before it reads weights.
 
-        num_holds: +1 holds the group after a recomputation until its backward, -1 ends the hold. can_prefetch: whether
-        prefetches may start. Within an action the prefetch policy decides when to reshard the group. Otherwise this reshards it
-        at the end of the block.
+        num_holds: +1 to hold the group after a recomputation until its backward, -1 to end the hold. can_prefetch: whether
+        prefetches may start. During an action, the prefetch policy decides when to reshard the group. Otherwise the group is
+        resharded at the end of the block.
         """
         if self._action is None:
             unsharded = self._all_gather(group)
@@ -284,7 +284,7 @@ class Communicator(WeightCommunicator):
             assert isinstance(group, ParamGroup), group
             unsharded = self._unsharded.pop(group)
             unsharded.reshard()
-            self._published.resharded.append(unsharded)  # peers may receive the shards until the end of the step
+            self._published.resharded_groups.append(unsharded)  # peers may receive the shards until the end of the step
             self.counters.change("unsharded_groups", -1)
             self.counters.change("unsharded_bytes", -unsharded.num_bytes)
         for group in decision.unshard:
@@ -297,7 +297,7 @@ class Communicator(WeightCommunicator):
             self.counters.change("unsharded_bytes", unsharded.num_bytes)
 
     def _all_gather(self, group: ParamGroup) -> UnshardedGroup:
-        """Starts the all-gather of `group` after the waits of its layer. Without `overlap`, blocks until it is complete."""
+        """Starts the all-gather of `group` once its layer's weights are current. Without `overlap`, also waits for it."""
         has_waited = self._parts.waits.wait_for(group.layer)
         is_unchanged = self._action is not None and not has_waited
         source = self._published.source(group) if is_unchanged else self._group.transport("gather")
@@ -307,7 +307,7 @@ class Communicator(WeightCommunicator):
         return unsharded
 
     def _prefetch_at_point(self, group: ParamGroup, *_: Any) -> None:
-        """Starts prefetches before an unsharded module that `launch` names, as a use of the layer's weights would."""
+        """Starts prefetches before a module without sharded weights that `launch` names, as a use of the layer would."""
         if self._action is not None:
             with self.unshard(group, (), can_prefetch=True):
                 pass
@@ -316,7 +316,7 @@ class Communicator(WeightCommunicator):
         return self.config.overlap and self._action is not None
 
     def _prepare_lookup(self, layer: str) -> None:
-        """Waits for the table of an embedding sharded by columns in `layer`, and prefetches the first groups of the pass."""
+        """Waits until the weights of `layer` are current, and prefetches the first groups of the pass."""
         self._parts.waits.wait_for(layer)
         if self._can_overlap():
             self._apply(self.prefetch.prefetch_first_groups())
@@ -357,6 +357,6 @@ def check_prefetch_points(layers: Sequence[Layer], pattern: str) -> None:
 
 
 def _callable_modules(layer: Layer) -> dict[str, nn.Module]:
-    """Returns the modules of `layer` that have a forward, which excludes ModuleList, by their names within the layer."""
+    """Returns the modules of `layer` that have a forward, unlike ModuleList, by their names within the layer."""
     modules = layer.module.named_modules()
     return {name: module for name, module in modules if name and type(module).forward is not nn.Module.forward}

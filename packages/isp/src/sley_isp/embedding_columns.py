@@ -3,9 +3,9 @@
     forward    ids [n] ──all_gather──> [wp n] ──local columns──> [wp, n, h / wp] ──all_to_all──> local tokens' vectors [n, h]
     backward   g [n, h] ──all_to_all, in the background──> local columns' g [wp n, h / wp] ──summed by id──> store
 
-Tables are not gathered and their gradients are not reduced, so neither exists in full. The exchanges are as large as the
+Tables are not gathered and their gradients are not reduced, so no rank holds them in full. The exchanges are as large as the
 vectors of the tokens, once in each direction. The sum over all tokens of `wp` is already the sum over `wp`, so the store needs
-no other reduction. Ranks may have different numbers of tokens, which are padded to the largest.
+no other reduction. Ranks may have different numbers of tokens, which are padded to the largest number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TokenGather:
-    """Gathers tensors of tokens over `group`, whose ranks must run the same microbatches in the same order."""
+    """Gathers token tensors over `group`, whose ranks must run the same microbatches in the same order."""
 
     def __init__(self, group: Group, device: Device, counters: Counters) -> None:
         self.group = group
@@ -47,10 +47,10 @@ class TokenGather:
         self.gather([counts], [local_count], "numbers of tokens")
         return int(self.device.read(counts.max(), [num_tokens])[0])
 
-    def gather_padded(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
-        """Returns the concatenated `tensors` [n, ...] of all ranks, [size x largest n, ...], padded with `fill_values`.
+    def gather_with_padding(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
+        """Gathers `tensors` [n, ...] with two exchanges, and returns them as [size x largest n, ...]. Blocks.
 
-        Blocks on two gathers.
+        fill_values: the value that pads each tensor to the largest n.
         """
         length = self.max_tokens(len(tensors[0]))
         padded = [pad_tokens(tensor, length, value) for tensor, value in zip(tensors, fill_values, strict=True)]
@@ -68,7 +68,7 @@ class TokenGather:
 
 
 def pad_tokens(tensor: Tensor, length: int, fill_value: int = 0) -> Tensor:
-    """Returns a contiguous [length, ...] from `tensor` [n, ...], padded with `fill_value`, or the tensor itself."""
+    """Returns `tensor` [n, ...], padded with `fill_value` to a contiguous [length, ...], or the tensor itself."""
     if len(tensor) == length:
         return tensor.contiguous()
     padded = tensor.new_empty((length, *tensor.shape[1:]))
@@ -95,7 +95,7 @@ class ColumnEmbedding:
         return shard
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes the embedding while the run is open, with exchanges over `wp`."""
+        """Returns the vectors of `input`, with exchanges over `wp`."""
         if type(self.module._parameters["weight"]) is not StandIn:  # `torch.func.functional_call` replaced the weight
             return nn.Embedding.forward(self.module, input)
         self.owner.prepare_lookup(self.layer)
@@ -105,9 +105,9 @@ class ColumnEmbedding:
         return out
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the vectors [..., h] of `tokens` [...], and all ranks' tokens [size x n]. Blocks on both exchanges."""
+        """Returns the vectors [..., h] of `tokens` [...], and the tokens of all ranks [size x n]. Blocks."""
         size, hidden = self.owner.token_gather.group.size, self.param.shape[1]
-        (ids,) = self.owner.token_gather.gather_padded([tokens.reshape(-1)], [0], f"the tokens of {self.name}")
+        (ids,) = self.owner.token_gather.gather_with_padding([tokens.reshape(-1)], [0], f"the tokens of {self.name}")
         self.owner.count_bytes(ids)
         columns = F.embedding(ids, self.shard.detach()).view(size, len(ids) // size, -1)
         received = torch.empty_like(columns)
@@ -118,11 +118,11 @@ class ColumnEmbedding:
 
 
 class ColumnEmbeddings:
-    """Makes the exchanges of all embeddings of a rank that are sharded by columns, over the group of `token_gather`.
+    """Exchanges the vectors and gradients of all column-sharded embeddings of a rank, over the group of `token_gather`.
 
-    All ranks of the group run the same actions on the same layers in the same order, and so make the same exchanges.
-    prepare_lookup: called with the name of an embedding's layer before its table is read. can_overlap: returns whether the
-    exchanges of gradients may outlive the call that starts them.
+    prepare_lookup: is called with the name of an embedding's layer before the table is read. can_overlap: returns whether
+    gradient exchanges may outlive the call that starts them. All ranks of the group run the same actions on the same layers in
+    the same order, and so make the same exchanges.
     """
 
     def __init__(
@@ -135,32 +135,32 @@ class ColumnEmbeddings:
         self.can_overlap = can_overlap
         self.embeddings: list[ColumnEmbedding] = []
         self._in_flight: deque[_GradientExchange] = deque()
-        self._num_new = 0
+        self._num_new_exchanges = 0
         self._deferred: list[_GradientExchange] = []
 
     def add(self, name: str, layer: str, module: nn.Embedding, param: Param) -> ColumnEmbedding:
-        """Adds an embedding. The caller replaces its forward by that of the result."""
+        """Adds an embedding, and returns the object whose `forward` must replace that of `module`."""
         self.embeddings.append(ColumnEmbedding(self, name, layer, module, param))
         self.token_gather.counters.add("embedding_exchanges", 0)
         return self.embeddings[-1]
 
     def all_to_all(self, received: Tensor, tensor: Tensor, channel: str, label: str) -> Work:
-        """Starts an all-to-all of `tensor` over `wp` on `channel`, and counts it."""
+        """Starts an all-to-all of `tensor` on `channel`, and counts it."""
         self.token_gather.counters.add("embedding_exchanges", 1)
         self.count_bytes(received)
         self.token_gather.counters.sent.add(tensor, self.token_gather.group, passes=1)
         return self.token_gather.group.transport(channel).all_to_all(received, tensor, what=label)
 
     def count_bytes(self, received: Tensor) -> None:
-        """Counts the bytes of `received` that peers sent."""
+        """Counts the bytes of `received` that came from peers."""
         size = self.token_gather.group.size
         self.token_gather.counters.add("embedding_bytes", received.nbytes * (size - 1) // size)
 
     def start_gradient(self, embedding: ColumnEmbedding, gradient: Tensor, ids: Tensor) -> None:
-        """Starts the exchange of the gradient of the vectors of `ids`.
+        """Starts to exchange the gradient of the vectors of `ids`.
 
-        The table's gradient is in the store after `finish_action`. Within an I it is there once the W has run, and if the
-        exchange may not overlap, on return.
+        The store has the table's gradient after `finish_action`. In an action I, the store has the gradient after the
+        corresponding W. If the exchange may not overlap, this function waits for it.
         """
         self.store.check_open(embedding.param)  # before anything is sent
         exchange = _GradientExchange(embedding, gradient, ids)
@@ -169,7 +169,7 @@ class ColumnEmbeddings:
             self.queue.put(partial(self._finish_deferred, exchange))
         elif self.can_overlap():
             self._in_flight.append(exchange)
-            self._num_new += 1
+            self._num_new_exchanges += 1
         else:
             exchange.finish()
 
@@ -178,9 +178,9 @@ class ColumnEmbeddings:
         exchange.finish()
 
     def finish_action(self, *, is_drain: bool) -> None:
-        """Finishes the exchanges that were in flight at the start of the action, or all if `is_drain`."""
-        num_remaining = 0 if is_drain else self._num_new
-        self._num_new = 0
+        """Finishes the exchanges of earlier actions, or all exchanges if `is_drain`."""
+        num_remaining = 0 if is_drain else self._num_new_exchanges
+        self._num_new_exchanges = 0
         while len(self._in_flight) > num_remaining:
             self._in_flight.popleft().finish()
 
@@ -190,11 +190,11 @@ class ColumnEmbeddings:
             exchange.work.wait_sent()
         self._in_flight.clear()
         self._deferred.clear()
-        self._num_new = 0
+        self._num_new_exchanges = 0
 
 
 class _GradientExchange:
-    """Sends the gradient of an embedding's vectors to the ranks that hold their columns. Starts at construction."""
+    """Sends the gradient of an embedding's vectors to the ranks that hold the columns. Starts at construction."""
 
     def __init__(self, embedding: ColumnEmbedding, gradient: Tensor, ids: Tensor) -> None:
         size = embedding.owner.token_gather.group.size
@@ -208,7 +208,7 @@ class _GradientExchange:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the exchange and adds each token's gradient to its row in the store, without a shard-sized temporary."""
+        """Waits for the exchange, and adds each token's gradient to its row in the store, without a shard-sized temporary."""
         self.work.wait()
         rows = self._received.flatten(0, 1)
         padding = self._embedding.module.padding_idx
@@ -219,7 +219,7 @@ class _GradientExchange:
 
 
 class _Lookup(torch.autograd.Function):
-    """Makes the lookup differentiable. The shard is an input, whose gradient is None, as in any sharded module."""
+    """Makes the lookup differentiable. The shard is an input whose gradient is None."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, embedding: ColumnEmbedding) -> Tensor:
@@ -253,9 +253,9 @@ def split_columns(vectors: Tensor, size: int, length: int, width: int) -> Tensor
 
 
 def check_embeddings(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "embedding-hidden" if there is no plain embedding, or if another module holds the table of one.
+    """Raises PlanError "embedding-hidden" if there is no plain embedding, or if another module also holds a table.
 
-    For example, a head that is tied to a table needs its full rows.
+    For example, a head that is tied to a table needs the table's full rows.
     """
     tables: dict[int, str] = {}
     other_parameters: dict[int, str] = {}

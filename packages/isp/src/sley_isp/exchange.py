@@ -11,7 +11,7 @@ the tensors are side by side. w is the number of elements of a position for one 
 
 After the all-to-all, row i comes from rank i. So a buffer packed by heads is unpacked by positions, and one packed by positions
 is unpacked by heads. All ranks of a group run the same layers of the same microbatch, so their exchanges have the same order.
-A label and a checksum identify each exchange, and ranks that differ in them all raise an error.
+A label and a checksum identify each exchange. If they differ between ranks, all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from sley_core.api.comm import Group
 
 
 def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
-    """Exchanges tensors [b, s/n, ..., h, d] of one dtype for this rank's heads over the full sequence, [b, s, ..., h', d].
+    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h', d]. Blocks.
+
+    tensors: tensors of one dtype. contents: a checksum of the attention, which must be equal on all ranks.
 
     h' is lcm(h, n) / n. If h is not a multiple of n, several ranks get the same head, and its gradient is the sum of theirs.
-    For b = 1 the results are views of one buffer. contents: a checksum of the attention, which must be equal on all ranks.
-    Blocks.
+    For b = 1 the results are views of one buffer.
     """
     full: tuple[Tensor, ...] = _ScatterHeads.apply(group, contents, *tensors)  # type: ignore[no-untyped-call]  # torch's
     return full
 
 
 def gather_heads(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
-    """Exchanges a tensor [b, s, ..., h/n, d] for this rank's slice with the heads of all ranks, [b, s/n, ..., h, d].
+    """Exchanges full sequences of this rank's heads, [b, s, ..., h/n, d], for a slice of all heads, [b, s/n, ..., h, d].
 
     contents: as in `scatter_heads`. Blocks.
     """
@@ -102,20 +103,20 @@ def pack_positions(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
 
 
 def unpack_positions(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Unpacks tensors [b, s, ..., h/n, d] from a buffer whose rows are the slices of a sequence.
+    """Unpacks tensors [b, s, ..., h/n, d] from a buffer with a row for each slice of a sequence. shapes: [(..., h/n, d), ...].
 
-    shapes: the shape of each tensor at one position, (..., h/n, d). For b = 1 the results are views of the buffer.
+    For b = 1 the results are views of the buffer.
     """
     return [part.movedim(0, 1).flatten(1, 2) for part in _split(buffer, shapes)]
 
 
 def unpack_heads(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Unpacks tensors [b, s/n, ..., h, d] from a buffer whose rows are the heads of each rank. shapes: as above."""
+    """Unpacks tensors [b, s/n, ..., h, d] from a buffer with a row for the heads of each rank. shapes: [(..., h/n, d), ...]."""
     return [part.movedim(0, -3).flatten(-3, -2) for part in _split(buffer, shapes)]
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors [n, b, s/n, ...] to a new [n, b, s/n, w], with one copy of each."""
+    """Concatenates tensors [n, b, s/n, ...] into a new buffer [n, b, s/n, w], and copies each only once."""
     widths = [math.prod(part.shape[3:]) for part in parts]
     buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
     for target, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
@@ -129,9 +130,9 @@ def _split(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
-    """Repeats each head of [b, s, ..., h, d], so that there are lcm(h, n) heads and all ranks get equally many.
+    """Repeats each head of [b, s, ..., h, d], so that there are lcm(h, n) heads and all ranks get the same number.
 
-    Copies of a head are adjacent, so query heads still match theirs, with fewer query heads per copy in the same order.
+    Copies of a head are adjacent, so each query head still matches a copy of its key head.
     """
     num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
     return tensor if num_copies == 1 else tensor.repeat_interleave(num_copies, dim=-2)

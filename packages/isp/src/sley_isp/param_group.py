@@ -23,21 +23,22 @@ if TYPE_CHECKING:
 
 
 def padded_shape(param: Param) -> tuple[int, ...]:
-    """Returns the shape of the full parameter, padding rows included."""
+    """Returns the shape of the full parameter, including padding rows."""
     shard = param.row_shard
     return (shard.count * shard.size, *shard.shape[1:])
 
 
 def remove_padding(full: Tensor, param: Param) -> Tensor:
-    """Returns `full`, of shape `padded_shape(param)`, without its padding rows, as a view or itself."""
+    """Returns `full`, of shape `padded_shape(param)`, without its padding rows, as a view."""
     return full if len(full) == param.shape[0] else full[: param.shape[0]]
 
 
 @dataclass(eq=False)
 class ParamGroup:
-    """Holds the sharded parameters of the layer `layer` or of one of its modules, tied parameters only once.
+    """The sharded parameters of a layer or of one of its modules. Includes tied parameters only once.
 
-    has_linear: whether a linear uses them. Its backward needs the weights, unlike that of an embedding.
+    layer: the layer's name. has_linear: whether a linear uses the parameters. The backward of a linear needs its weights,
+    unlike that of an embedding.
     """
 
     name: str
@@ -66,10 +67,10 @@ class ParamGroup:
 
 
 class UnshardedGroup:
-    """Holds the full weights of `group`, which are complete after `wait`, in a buffer leased from `pool` until `reshard`.
+    """Holds the full weights of `group` in a buffer that is leased from `pool` until `reshard`. They are complete after `wait`.
 
-    source: gathers the weights over `size` ranks. num_bytes: the size of the buffer. num_received_bytes: the size of the shards
-    from peers. The local shards must not be written until `wait_sent` returns.
+    source: the transport or published shards that gather the weights. size: the number of ranks. num_bytes: the size of the
+    buffer. num_received_bytes: the size of the shards from peers. Local shards must not be written before `wait_sent` returns.
     """
 
     def __init__(self, group: ParamGroup, pool: MemoryPool, source: Transport | Published, size: int) -> None:
@@ -82,11 +83,11 @@ class UnshardedGroup:
             self.num_bytes = flat.nbytes
             # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
             self._work = source.all_gather(views, shards, what=f"the weights of {group.name}")
-            self._lease = lease.pop_all()  # unless the all-gather could not start
+            self._lease = lease.pop_all()  # not reached if the all-gather could not start
         self._full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
 
     def is_stale(self, params: Iterable[Param]) -> bool:
-        """Returns whether the shard of one of `params` was written since the all-gather started."""
+        """Returns whether the shard of one of `params` has changed since the all-gather started."""
         return any(param.parameter._version != self._versions[param] for param in params)
 
     def wait(self) -> None:
@@ -98,32 +99,32 @@ class UnshardedGroup:
         return self._full_tensors[param]
 
     def reshard(self) -> None:
-        """Returns the buffer to the pool, after the receives into it are complete."""
+        """Returns the buffer to the pool, after waiting for the receives into it."""
         self._work.release()
         self._lease.close()
         self._full_tensors = {}
 
     def wait_sent(self) -> None:
-        """Blocks until every peer has received this rank's shards, which may be written then."""
+        """Blocks until every peer has received this rank's shards, so that they may be written."""
         self._work.wait_sent()
 
 
 class PublishedShards:
-    """Publishes the shards that peers may read during a step without a message for each all-gather.
+    """Publishes shards, which peers may then read during a step without a message for each all-gather.
 
-    is_due: returns whether a layer's weights must be waited for. resharded: resharded groups whose shards peers may still be
-    receiving from this rank.
+    is_due: returns whether a layer's weights are still being computed. resharded_groups: resharded groups whose shards peers
+    may still be receiving from this rank.
     """
 
     def __init__(self, group: Group, is_due: Callable[[str], bool]) -> None:
-        self.resharded: list[UnshardedGroup] = []
+        self.resharded_groups: list[UnshardedGroup] = []
         self._group = group
         self._is_due = is_due
         self._published: Published | None = None
         self._versions: dict[ParamGroup, int] = {}
 
     def publish(self, groups: Sequence[ParamGroup]) -> None:
-        """Publishes the shards of all `groups` except those that must be waited for, which each all-gather sends."""
+        """Publishes the shards of all `groups` that are not still being computed. The others are sent in each all-gather."""
         self._versions = {group: group.version for group in groups if not self._is_due(group.layer)}
         if self._versions:
             due_names = ", ".join(group.name for group in groups if group not in self._versions)
@@ -133,20 +134,20 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, what=label)
 
     def source(self, group: ParamGroup) -> Transport | Published:
-        """Returns the published shards if those of `group` are unchanged, or the transport. Equal on all ranks of `wp`."""
+        """Returns the published shards if those of `group` are unchanged, or the transport; the same on all ranks of `wp`."""
         if self._published is not None and self._versions.get(group) == group.version:
             return self._published
         return self._group.transport("gather")
 
     def finish(self) -> None:
-        """Blocks until all peers have received this rank's shards, which may be written then."""
-        for unsharded in self.resharded:
+        """Blocks until all peers have received this rank's shards, so that they may be written."""
+        for unsharded in self.resharded_groups:
             unsharded.wait_sent()
-        self.resharded.clear()
+        self.resharded_groups.clear()
         if self._published is not None:
             self._published.wait_sent()
             self._published = None
 
     def discard(self) -> None:
-        """Drops the shards that a failed step has published, since they would keep the threads of a communicator alive."""
+        """Drops the shards that a failed step has published, which would keep a communicator's threads alive."""
         self._published = None

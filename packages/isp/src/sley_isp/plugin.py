@@ -17,7 +17,7 @@ CANONICAL = {
     "head": ("gather", "sums over slices of the vocabulary, whose matrix products have different shapes"),
     "embedding": ("gather", "sums the tokens of all ranks at once"),
 }
-"""For each option, its value for canonical sums and the reason why the other value is not canonical."""
+"""The value that canonical sums need for each option, and the reason why they exclude the other value."""
 
 
 @hookimpl
@@ -73,7 +73,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 
 def _check_heads(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem if `sp` does not divide the number of heads. Custom models are checked at their first attention."""
+    """Yields a problem if `sp` does not divide the number of heads. In a custom model, the first attention checks it."""
     sp, heads = plan.parallel.sp, getattr(plan.model.config, "heads", None)
     if isinstance(heads, int) and heads % sp:
         divisors = [str(divisor) for divisor in range(1, min(heads, sp) + 1) if heads % divisor == 0]

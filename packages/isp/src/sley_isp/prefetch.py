@@ -1,4 +1,4 @@
-"""Decides when parameter groups are unsharded and resharded. Imports no torch.
+"""Decides when to unshard and reshard parameter groups. Imports no torch.
 
 A *pass* is the forward or the backward of a chunk. The state machine receives passes and uses of groups, and returns the groups
 to reshard and to unshard:
@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 
 Group = Hashable
 Key = Hashable
-"""The type and chunk of a pass. Passes with equal keys usually use the same groups in the same order."""
+"""The phase, type and chunk of a pass. Passes with equal keys usually use the same groups in the same order."""
 
 
 @dataclass
 class Decision:
-    """Holds the groups to reshard first, and then those to unshard, in order. The group to use now is unsharded first."""
+    """The groups to reshard first, and then the groups to unshard, in order. The current group is the first of these."""
 
     reshard: list[Group] = field(default_factory=list)
     unshard: list[Group] = field(default_factory=list)
@@ -41,10 +41,10 @@ NO_CHANGE = Decision()
 
 
 class PrefetchPolicy:
-    """Decides for one rank. ahead: the number of groups to prefetch.
+    """Decides which groups one rank unshards and reshards.
 
-    unsharded: the groups that are full-size or in flight. The time of a use depends on `ahead` and the number of groups on
-    hold, but not on the number of groups.
+    ahead: the number of groups to prefetch. unsharded: the groups that are full-size or in flight. The cost of a `use` depends
+    on `ahead` and the number of groups on hold, but not on the number of all groups.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -61,7 +61,7 @@ class PrefetchPolicy:
         self._has_ended = False
 
     def begin(self, passes: Sequence[Key]) -> None:
-        """Begins a list of `passes`. Marks all groups as sharded, so the caller must reshard them."""
+        """Begins a list of `passes`. Treats all groups as sharded, so the caller must reshard them."""
         self.unsharded = []
         self._passes = passes
         self._pass_index = -1
@@ -74,10 +74,10 @@ class PrefetchPolicy:
         self._reset_pass()
 
     def use(self, group: Group, *, num_holds: int = 0, can_prefetch: bool = True) -> Decision:
-        """Returns the groups to reshard and unshard for a use of `group` now, including prefetches of later groups.
+        """Returns the groups to reshard and unshard for a use of `group`, including prefetches of later groups.
 
         num_holds: +1 in a recomputation, whose backward uses the group again, and -1 in that backward. can_prefetch: whether
-        prefetches may start. The all-gather of `group` always starts, and is the first.
+        prefetches may start. The all-gather of `group` itself always starts first.
         """
         if num_holds:
             self._holds[group] = self._holds.get(group, 0) + num_holds
@@ -94,23 +94,23 @@ class PrefetchPolicy:
         return self._decide(group, can_prefetch)
 
     def prefetch_first_groups(self) -> Decision:
-        """Returns the prefetches that an ungathered module starts if it runs before the first group of a pass."""
+        """Returns the prefetches of a module that gathers no weights, if it runs before the first group of a pass."""
         return NO_CHANGE if self._current is not None or self._has_ended else self._decide(None, True)
 
     def end_pass(self) -> Decision:
-        """Ends the pass: learns its order, and returns the groups to reshard, which the next passes do not need soon."""
+        """Ends the pass, learns its order, and returns the groups to reshard, since the next passes do not use them soon."""
         self._orders[self._passes[self._pass_index]] = tuple(self._uses)
         self._reset_pass()
         self._has_ended = True
         return self._decide(None, False)
 
     def mark_sharded(self, group: Group) -> None:
-        """Marks `group` as sharded after a change of its weights, so that the next use unshards it again."""
+        """Marks `group` as sharded after its weights have changed, so that the next use unshards it again."""
         if group in self.unsharded:
             self.unsharded.remove(group)
 
     def _decide(self, current: Group | None, can_prefetch: bool) -> Decision:
-        """Returns the decision for the group `current`, or None between passes, and updates `unsharded`."""
+        """Returns the decision for a use of `current`, or between passes if that is None, and updates `unsharded`."""
         self._has_prefetched = self._has_prefetched or can_prefetch
         next_groups = list(self._next_groups(current))
         # Resharding comes first, so that the pool can lend the same buffers to the gathers.
@@ -125,7 +125,7 @@ class PrefetchPolicy:
         return Decision(reshard, unshard)
 
     def _next_groups(self, current: Group | None) -> Iterator[Group]:
-        """Yields at most `ahead` known next groups other than `current`, or one more if `current` is None."""
+        """Yields up to `ahead` of the next groups other than `current`, or one more if `current` is None."""
         groups: set[Group] = set()
         for group in self._future_groups():
             if len(groups) == self.ahead + (current is None):
@@ -137,7 +137,7 @@ class PrefetchPolicy:
     def _future_groups(self) -> Iterator[Group]:
         """Yields the remaining groups of this pass, then those of later passes, up to the first pass of unknown order."""
         if 0 <= self._pass_index < len(self._passes) and not self._has_ended:
-            # If a pass has left the learned order, its forward depends on the data, and so do its later groups.
+            # A pass that has left the learned order depends on the data, so its later groups are unknown.
             if self._is_out_of_order or self._passes[self._pass_index] not in self._orders:
                 return
             order = self._learned_order()
@@ -150,7 +150,7 @@ class PrefetchPolicy:
             yield from self._orders[key]
 
     def _learned_order(self) -> tuple[Group, ...]:
-        """Returns the learned order of the current pass, or an empty tuple."""
+        """Returns the learned order of the current pass, or an empty tuple if there is none."""
         return self._orders.get(self._passes[self._pass_index], ()) if 0 <= self._pass_index < len(self._passes) else ()
 
     def _reset_pass(self) -> None:

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from sley_isp.communicator import Counters
     from sley_isp.param_group import ParamGroup
 
-Write = Callable[[Tensor, bool], None]
-"""Writes a gradient into a tensor of the store's dtype, or adds it to the tensor if the flag is true."""
+WriteGradient = Callable[[Tensor, bool], None]
+"""Writes a gradient into a tensor of the store's dtype, or adds the gradient if the flag is true."""
 
 
 @dataclass(eq=False)
 class Bucket:
     """Describes parameters whose gradients are reduced in one exchange.
 
-    number: the bucket's index in layer order. group: the group of the parameters. chunks: the chunks of the parameters, for
-    one reduction per step. users: for each parameter, the groups whose backwards add to its gradient.
+    number: the bucket's index in layer order. group: the group of the parameters. chunks: the chunks that use the parameters,
+    for one reduction per step. users: the groups whose backwards add to each parameter's gradient.
     """
 
     number: int
@@ -66,23 +66,23 @@ class OpenBucket:
 class Reduction:
     """Holds the reduction of a bucket that is in flight.
 
-    rows: this rank's rows of each gradient, which hold the sum once `works` are done. If the order of sums is fixed, they are
-    instead the rows of each rank, [size, ...], for the microbatches `micros`.
+    rows: this rank's rows of each gradient, which hold the sum once `handles` are done. If the order of sums is fixed, `rows`
+    are instead [size, ...] with the rows of every rank, for the microbatches `microbatches`.
     """
 
     bucket: Bucket
-    works: list[Work]
+    handles: list[Work]
     rows: dict[Param, Tensor]
     lease: ExitStack
-    micro_batches: range | None = None
+    microbatches: range | None = None
 
 
 class GradientReducer:
-    """Reduces full gradients over `group` and adds this rank's rows to the store of `parts`.
+    """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`.
 
-    max_in_flight: the limit of reductions in flight, or 0 to wait for each at once. per_step: whether to reduce once per step,
-    after the last action that can add to a bucket. Then a parameter of several groups is in the bucket of the first group.
-    Otherwise it is in a bucket of each group.
+    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. per_step: whether to reduce once
+    per step, after the last action that can add to a bucket. If so, a parameter of several groups is only in the bucket of the
+    first group. Otherwise, it is in a bucket of each group.
     """
 
     def __init__(
@@ -102,23 +102,23 @@ class GradientReducer:
         self._passed_groups: set[ParamGroup] = set()
 
     def register(self, group: ParamGroup, params: Sequence[Param]) -> None:
-        """Assigns `params` of `group` to buckets. Called for all modules before the first `add`."""
+        """Assigns `params` of `group` to buckets. Must be called for all modules before the first `add`."""
         for param in params:
             bucket_group = self._group_of_param.setdefault(param, group) if self.per_step else group
             key = bucket_group, param.chunks if self.per_step else frozenset()
             bucket = self._buckets.setdefault(key, Bucket(len(self._buckets), bucket_group, param.chunks))
             bucket.users.setdefault(param, set()).add(group)
 
-    def add(self, group: ParamGroup, param: Param, write: Write) -> None:
-        """Adds a contribution of a backward of `group` to the gradient of `param`. May start or finish earlier reductions.
+    def add(self, group: ParamGroup, param: Param, write: WriteGradient) -> None:
+        """Adds to the gradient of `param` in a backward of `group`. May start or finish earlier reductions.
 
-        write: writes the contribution to the full gradient, or adds it. All ranks must pass the groups in the same order. The
-        modules of a group that contribute may depend on the data, so they do not tell when a bucket is complete.
+        write: writes the contribution into the full gradient, or adds it. All ranks must pass the groups in the same order. The
+        data may decide which modules of a group contribute, so they do not show when a bucket is complete.
         """
         self.advance()
         if group is not self._current:
-            # Compares groups, not buckets. A tied weight may be in the bucket of another layer, and the number of times that a
-            # backward alternates between the two layers may depend on its data.
+            # Compares groups, not buckets. A tied weight may be in the bucket of another layer, and the data may decide how
+            # often a backward alternates between the two layers.
             if self._current is not None:
                 self._passed_groups.add(self._current)
             self._current = group
@@ -133,7 +133,7 @@ class GradientReducer:
     def flush(self, *, all_buckets: bool = False) -> None:
         """Starts the reduction of every bucket to which no later action can add. Called at the end of an action.
 
-        all_buckets: whether to reduce all buckets, for a backward outside of a step, whose last contribution is not known.
+        all_buckets: whether to reduce all buckets, for a backward outside a step, whose last contribution is not known.
         """
         for open_bucket in self._ordered_buckets():
             if all_buckets or not self.per_step or self._is_last_action(open_bucket.bucket):
@@ -142,29 +142,29 @@ class GradientReducer:
         self._passed_groups.clear()
 
     def advance(self) -> None:
-        """Sums the reductions that have arrived, so that faster peers do not wait for this rank. Never blocks.
+        """Sums the data that have arrived, so that faster peers do not wait for this rank. Never blocks.
 
         Only `finish` adds the sums to the store, since the store may start collectives, which need the same order on all ranks.
         """
         for reduction in self._reductions:
-            are_done = [work.test() for work in reduction.works]  # a list, since `test` advances each of them
+            are_done = [handle.test() for handle in reduction.handles]  # a list, since `test` advances each handle
             if all(are_done):
-                for work in reduction.works:
-                    work.wait()
+                for handle in reduction.handles:
+                    handle.wait()
 
     def finish(self, max_remaining: int = 0) -> None:
-        """Waits for the oldest reductions until `max_remaining` are in flight, and adds each sum to the store."""
+        """Waits for the oldest reductions and adds their sums to the store, until `max_remaining` are in flight."""
         while len(self._reductions) > max_remaining:
             reduction = self._reductions.popleft()
-            for work in reduction.works:
-                work.wait()  # if this raises, a peer may still read the buffer, so the lease does not end
+            for handle in reduction.handles:
+                handle.wait()  # if this raises, a peer may still read the buffer, so the lease does not end
             try:
                 for param, rows in reduction.rows.items():
-                    if reduction.micro_batches is None:
+                    if reduction.microbatches is None:
                         self.store.add(param, rows)
                     else:
-                        rows_by_micro_batch = dict(zip(reduction.micro_batches, rows, strict=True))
-                        self.store.add_microbatches(param, rows_by_micro_batch, reduction.bucket.group.layer)
+                        rows_by_microbatch = dict(zip(reduction.microbatches, rows, strict=True))
+                        self.store.add_microbatches(param, rows_by_microbatch, reduction.bucket.group.layer)
             finally:
                 self._release(reduction)
 
@@ -179,7 +179,7 @@ class GradientReducer:
             self._release(self._reductions.popleft())
 
     def _ordered_buckets(self) -> list[OpenBucket]:
-        """Returns the open buckets, later layers first. The order in which they were opened may depend on the data."""
+        """Returns the open buckets, later layers first, since the order in which they were opened may depend on the data."""
         return sorted(self._open_buckets.values(), key=lambda open_bucket: -open_bucket.bucket.number)
 
     def _is_last_action(self, bucket: Bucket) -> bool:
@@ -187,11 +187,11 @@ class GradientReducer:
         return self.store.state.is_last_of_list(bucket.chunks)
 
     def _is_complete(self, open_bucket: OpenBucket) -> bool:
-        """Returns whether the current action has passed every group that adds to the bucket's gradients."""
+        """Returns whether every group that adds to the bucket's gradients has run in the current action."""
         return all(open_bucket.bucket.users[param] <= self._passed_groups for param in open_bucket.full_gradients)
 
     def _open(self, bucket: Bucket) -> OpenBucket:
-        """Leases memory for the full gradients of a bucket, with undefined contents, within the limit of reductions."""
+        """Opens a bucket with leased memory for its full gradients, whose contents are undefined."""
         if not self.per_step:
             self.finish(max(0, self.max_in_flight - 1))
         params = [param for param in bucket.users if param.trainable]
@@ -211,14 +211,14 @@ class GradientReducer:
         if self.per_step:
             self.finish(max(0, self.max_in_flight - 1))
         for param in open_bucket.full_gradients.keys() - open_bucket.written_params:
-            open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on its data
-        # Over `wp`, in the order of backwards. All its ranks run the same actions on the same layers. If the data decides which
-        # modules run, and a bucket is smaller than a layer, ranks detect a difference by the checksum of names.
-        micro_batches = self.store.reduction.concurrent_microbatches(self.group)
+            open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on the data
+        # Over `wp`, in the order of backwards, since all ranks run the same actions on the same layers. If the data decides
+        # which modules run, and a bucket is smaller than a layer, ranks detect a difference by the checksum of names.
+        microbatches = self.store.reduction.concurrent_microbatches(self.group)
         reduction = (
             self._start_reduce_scatter(open_bucket)
-            if micro_batches is None
-            else self._start_all_to_all(open_bucket, micro_batches)
+            if microbatches is None
+            else self._start_all_to_all(open_bucket, microbatches)
         )
         self._reductions.append(reduction)
         self.counters.add("reductions", 1)
@@ -233,20 +233,20 @@ class GradientReducer:
         scratch_shapes = [(transport.num_scratch_rows(param.row_shard.size), *param.shape[1:]) for param in gradients]
         scratch = self._lease(scratch_shapes, open_bucket.lease)
         label, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in gradients)
-        work = transport.reduce_scatter(list(gradients.values()), scratch, what=label, contents=contents)
+        handle = transport.reduce_scatter(list(gradients.values()), scratch, what=label, contents=contents)
         rows = {param: gradient.chunk(self.group.size)[coord] for param, gradient in gradients.items()}
-        return Reduction(bucket, [work], rows, open_bucket.lease)
+        return Reduction(bucket, [handle], rows, open_bucket.lease)
 
-    def _start_all_to_all(self, open_bucket: OpenBucket, micro_batches: range) -> Reduction:
+    def _start_all_to_all(self, open_bucket: OpenBucket, microbatches: range) -> Reduction:
         """Starts to receive this rank's rows of every rank's gradients, which the store sums in a fixed order."""
         transport, gradients = self.group.transport("reduce"), open_bucket.full_gradients
         shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
         rows = dict(zip(gradients, self._lease(shapes, open_bucket.lease), strict=True))
-        works = [
+        handles = [
             transport.all_to_all(rows[param], gradient.view(rows[param].shape), what=f"the gradient of {param.name}")
             for param, gradient in gradients.items()
         ]
-        return Reduction(open_bucket.bucket, works, rows, open_bucket.lease, micro_batches)
+        return Reduction(open_bucket.bucket, handles, rows, open_bucket.lease, microbatches)
 
     def _lease(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
         """Leases one buffer of the store's dtype until `lease` closes, and returns views of these shapes."""
@@ -261,6 +261,6 @@ class GradientReducer:
 
     def _release(self, reduction: Reduction) -> None:
         """Waits until peers have received this rank's data, and returns the buffer to the pool."""
-        for work in reduction.works:
-            work.wait_sent()
+        for handle in reduction.handles:
+            handle.wait_sent()
         reduction.lease.close()

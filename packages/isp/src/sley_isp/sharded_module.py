@@ -4,11 +4,12 @@
     backward   unshard W again, dW = g^T x -> reduce-scatter in the background -> store,    dx = g W meanwhile
     I, W       I: dx, and (g, x) is deferred;    W: dW and its reduce-scatter
 
-The shard is an input for autograd, so that it runs the backward. Its gradient is None, so that none is allocated.
+The shard is an input of the autograd function, so that autograd runs the backward. Its gradient is None, so that none is
+allocated.
 
-A backward unshards the weights even if the input needs no gradient, since the need may depend on the data, which differ between
-ranks of `wp`. For example, a linear after frozen layers needs no weight in its backward, unless the data make it run again on
-its own output. Ranks must gather the same groups in the same order anyway.
+A backward unshards the weights even if the input needs no gradient. All ranks of `wp` must gather the same groups in the same
+order, but their data differ, and may decide whether the input needs a gradient. For example, a linear after frozen layers needs
+no weight in its backward, unless the data make it run again on its own output.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def is_shardable(module: nn.Module, attribute: str) -> bool:
-    """Returns whether the parameter `attribute` of `module` can be sharded, which needs an unmodified linear or embedding.
+    """Returns whether the parameter `attribute` of `module` can be sharded, as in a plain linear or embedding.
 
-    Modules that compute the weight in each forward (`torch.nn.utils.weight_norm`), or whose forward was replaced, need full
-    parameters.
+    A module needs full parameters if it computes its weight in each forward (`torch.nn.utils.weight_norm`), or if its forward
+    was replaced.
     """
     if not isinstance(module._parameters.get("weight"), nn.Parameter) or "forward" in vars(module):
         return False
@@ -55,22 +56,22 @@ def get_shard(module: nn.Module, attribute: str) -> nn.Parameter | None:
 class ShardedModule:
     """Replaces the forward of `module` while the run is open.
 
-    weight, bias: the module's parameters, or None if absent or not sharded. sink: called with the output's gradient and the
-    input, reduces the weights' gradients. fuses: whether one operation may compute a product and add it to a gradient, which
-    rounds differently from two. can_prefetch: whether the forward may start prefetches of later groups.
+    weight, bias: the module's parameters, or None if absent or not sharded. sink: a function of the output's gradient and the
+    input, which reduces the weights' gradients. can_fuse: whether one operation may compute a product and add it to a gradient,
+    which rounds differently from two operations. can_prefetch: whether the forward may start prefetches of later groups.
     """
 
     sink: Handover
 
     def __init__(
-        self, communicator: Communicator, group: ParamGroup, module: nn.Module, params: dict[str, Param], *, fuses: bool
+        self, communicator: Communicator, group: ParamGroup, module: nn.Module, params: dict[str, Param], *, can_fuse: bool
     ) -> None:
         self.communicator = communicator
         self.group = group
         self.module = module
         self.weight, self.bias = params.get("weight"), params.get("bias")
         self.params = list(params.values())
-        self.fuses = fuses
+        self.can_fuse = can_fuse
         self.can_prefetch = True
         group.has_linear = group.has_linear or isinstance(module, nn.Linear)
 
@@ -104,7 +105,7 @@ class ShardedModule:
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> Tensor:
-        """Computes the linear or embedding from full weights, which only autocast casts. num_holds: as in `unshard`."""
+        """Gathers the weights and computes the linear or embedding. num_holds: as in `Communicator.unshard`."""
         unshard = partial(self.communicator.unshard, num_holds=num_holds, can_prefetch=self.can_prefetch)
         with unshard(self.group, self.params) as unsharded:
             unsharded.wait()
@@ -132,51 +133,51 @@ class ShardedModule:
         return unsharded.full_tensor(param) if param is not None else self.module._parameters[attribute]
 
     def num_holds(self, ctx: Any) -> int:
-        """Returns 1 if the current forward is a recomputation whose backward will use the weights again, and 0 otherwise."""
+        """Returns 1 if the current forward is a recomputation, whose backward will use the weights again, and 0 otherwise."""
         return int(any(ctx.needs_input_grad) and self.communicator.is_recomputing and self.group.has_linear)
 
     def unshard_for_backward(self) -> AbstractContextManager[UnshardedGroup]:
         """Unshards the group for a backward, and ends the hold of its recomputation."""
         return self.communicator.unshard(self.group, self.params, num_holds=-1, can_prefetch=True)
 
-    def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, full: Tensor, accumulates: bool) -> None:
-        """Writes the full gradient of `param` into `full`, or adds it if `accumulates`.
+    def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, full: Tensor, accumulate: bool) -> None:
+        """Writes the full gradient of `param` into `full`, or adds it if `accumulate`.
 
-        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. An embedding allocates no tensor as large as
-        its table.
+        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. For an embedding, no tensor as large as the
+        table is allocated.
         """
         if isinstance(self.module, nn.Embedding):
             if self.module.padding_idx is not None:
                 output_gradient = output_gradient.masked_fill((inputs == self.module.padding_idx).unsqueeze(1), 0.0)
-            if not accumulates:
+            if not accumulate:
                 full.zero_()
             add_at(full, inputs, output_gradient.to(full.dtype))
         elif param is self.bias:
-            if accumulates:
+            if accumulate:
                 full += output_gradient.sum(0, dtype=full.dtype)
             else:
                 torch.sum(output_gradient, 0, dtype=full.dtype, out=full)
-        elif output_gradient.dtype == full.dtype and not accumulates:
+        elif output_gradient.dtype == full.dtype and not accumulate:
             torch.mm(output_gradient.t(), inputs, out=full)
-        elif output_gradient.dtype == full.dtype and self.fuses:
+        elif output_gradient.dtype == full.dtype and self.can_fuse:
             full.addmm_(output_gradient.t(), inputs)
-        elif accumulates:
+        elif accumulate:
             full += output_gradient.t() @ inputs
         else:
             full.copy_(output_gradient.t() @ inputs)
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """Returns `x` in the dtype to which autocast casts the input of a linear. Autocast does not cast fp64."""
+    """Returns `x` in the dtype to which autocast casts the input of a linear. Like autocast, does not cast fp64."""
     device_type = x.device.type
     is_cast = torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device_type)) if is_cast else x
 
 
 def needs_shard_gradients(ctx: Any) -> bool:
-    """Returns whether the current backward accumulates gradients of the shards, which are the inputs after the first.
+    """Returns whether the current backward accumulate gradients of the shards, which are the inputs after the first one.
 
-    False if a forward calls `torch.autograd.grad` for other tensors. Then no weight gradient is computed or sent.
+    The result is False if a forward calls `torch.autograd.grad` for other tensors. Then no weight gradient is computed or sent.
     """
     return any(Asked.of(ctx, index) is Asked.SUM for index in range(1, len(ctx.next_functions)))
 
@@ -197,7 +198,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Computes the weight's gradient while the weight is gathered over `wp`, in the order of backwards."""
+        """Computes the weight's gradient while the weight is gathered over `wp`. Ranks gather in the order of backwards."""
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors
         with module.unshard_for_backward() as unsharded:
@@ -216,7 +217,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Makes the lookup differentiable, and passes the table's gradient to the module's sink."""
+    """Looks up tokens, and passes the table's gradient to the module's sink."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, module: ShardedModule) -> Tensor:
@@ -227,10 +228,10 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Passes the gradient to the module's sink. Also gathers the group if a linear uses it."""
+        """Passes the gradient to the module's sink. Also gathers the group if a linear uses the table."""
         module: ShardedModule = ctx.module
         (tokens,) = ctx.saved_tensors
-        if module.group.has_linear:  # other ranks may use the linear here, and all ranks must make the same gathers
+        if module.group.has_linear:  # other ranks may run the linear here, and all ranks must make the same gathers
             with module.unshard_for_backward():
                 pass
         if module.trainable_params and needs_shard_gradients(ctx):

@@ -39,10 +39,10 @@ NO_TARGET = -(1 << 62)
 
 
 def find_head(layers: Sequence[Layer]) -> str:
-    """Returns the name of the only plain linear in the last layer, within that layer.
+    """Returns the name, within the last layer, of that layer's only plain linear.
 
-    Raises PlanError "head-vocabulary" if there is none or several, or if a module that needs the full weight also holds it. The
-    first forward checks that the layer returns the linear's output.
+    Raises PlanError "head-vocabulary" unless there is exactly one, and if a module that needs the full weight also holds it.
+    The first forward checks that the layer returns the linear's output.
     """
     last = layers[-1]
     linears: dict[str, nn.Linear] = {name: module for name, module in last.module.named_modules() if type(module) is nn.Linear}
@@ -68,7 +68,7 @@ def _head_error(message: str, hint: str) -> PlanError:
 
 
 class VocabularyHead:
-    """Replaces the forward of the linear of `module`.
+    """Replaces the forward of the linear in `module`.
 
     All ranks of `wp` run the same microbatches in the same order, and so make the same exchanges.
     """
@@ -85,7 +85,7 @@ class VocabularyHead:
         self.sink = Handover(self._accumulate, parts.queue)
 
     def forward(self, input: Tensor) -> Tensor | LazyLogits:
-        """Returns `LazyLogits` for the loss, or outside of an action full logits, with the weight gathered."""
+        """Returns `LazyLogits` for the loss. Outside an action, gathers the weight and returns full logits."""
         module = self.module
         if module.is_replaced or not module.communicator.is_running:
             return module.forward(input)
@@ -102,23 +102,23 @@ class VocabularyHead:
         return shard
 
     def padded_logits(self, inputs: Tensor) -> Tensor:
-        """Returns this rank's logits [n, rows of a shard], which include the columns of padding rows."""
+        """Returns this rank's logits [n, rows of a shard], including the columns of padding rows."""
         bias = self.module.shard("bias")
         return F.linear(inputs, self.shard.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
     def remove_padding(self, logits: Tensor) -> Tensor:
-        """Returns a view of the columns that are not padding."""
+        """Returns a view of `logits` without the columns of padding rows."""
         return logits[:, : self.classes.size]
 
     def gather_statistics(self, statistics: Tensor) -> Tensor:
-        """Returns the `statistics` [k, n] of all slices, [size, k, n], in the order of the group. Blocks."""
+        """Gathers `statistics` [k, n] of this rank's slice, and returns those of all slices, [size, k, n]. Blocks."""
         gathered = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
         self.token_gather.gather([gathered], [statistics], "statistics of logits")
         return gathered.view(self.group.size, *statistics.shape)
 
     def full_logits(self, x: Tensor) -> Tensor:
-        """Returns the logits of all classes, [n, classes], for this rank's `x` [n, h]. Blocks."""
-        (inputs,) = self.token_gather.gather_padded([x], [0], "the head's inputs")
+        """Returns the logits [n, classes] of this rank's inputs `x` [n, h]. Blocks."""
+        (inputs,) = self.token_gather.gather_with_padding([x], [0], "the head's inputs")
         logits = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
         received = torch.empty_like(logits)
         work = self.group.transport("reduce").all_to_all(received, logits, what="logits")
@@ -129,9 +129,10 @@ class VocabularyHead:
 
     @contextmanager
     def reduce_input_gradient(self, gradient: Tensor, num_tokens: int) -> Iterator[list[Tensor]]:
-        """Reduce-scatters the logits' gradient [size x n, rows] times the weight, by tokens, while the block runs.
+        """Reduce-scatters the gradient of the head's inputs while the block runs.
 
-        Yields a list to which the end of the block adds the gradient of this rank's tokens, a new [num_tokens, h].
+        gradient: the logits' gradient [size x n, rows]. num_tokens: the number of this rank's tokens. Yields a list, to which
+        the end of the block appends the input gradient of this rank's tokens, [num_tokens, h].
         """
         results: list[Tensor] = []
         tokens_per_rank = len(gradient) // self.group.size
@@ -158,7 +159,7 @@ class VocabularyHead:
 
 
 class LazyLogits(SplitLogits):
-    """Represents the logits of `x` [..., h], which only the loss computes."""
+    """Represents the logits of inputs `x` [..., h], which only the loss computes."""
 
     def __init__(self, head: VocabularyHead, x: Tensor) -> None:
         self.head = head
@@ -229,8 +230,8 @@ class _LossSum(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, targets: Tensor, head: VocabularyHead, smoothing: float
     ) -> Tensor:
-        """Gathers all tokens of `wp` and the slices' statistics. Saves the logits, which the backward overwrites."""
-        inputs, all_targets = head.token_gather.gather_padded([x, targets], [0, NO_TARGET], "the head's inputs")
+        """Gathers the tokens of `wp` and the statistics of all slices. Saves the logits, which the backward overwrites."""
+        inputs, all_targets = head.token_gather.gather_with_padding([x, targets], [0, NO_TARGET], "the head's inputs")
         logits = head.padded_logits(inputs)
         slice_statistics = logit_statistics(head.remove_padding(logits), all_targets, head.classes, smoothing)
         statistics = combine_statistics(head.gather_statistics(slice_statistics))
@@ -242,7 +243,7 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        """Overwrites the logits with their gradient. Reduces the input's gradient while it computes the weight's."""
+        """Overwrites the logits with their gradient. Reduces the input's gradient while it computes that of the weight."""
         head: VocabularyHead = ctx.head
         logits, inputs, targets, log_sum = ctx.saved_tensors
         logits_to_gradient(head.remove_padding(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
@@ -262,7 +263,7 @@ class _LossSum(torch.autograd.Function):
 
 
 class ClassRange(NamedTuple):
-    """The classes of a slice: `size` classes from `start` on, of `total`. The last slices may be empty."""
+    """The classes of a slice: `size` of all `total` classes, from `start` on. The last slices may be empty."""
 
     start: int
     size: int
@@ -270,10 +271,10 @@ class ClassRange(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Holds the log of the sum of all exponentials, the target's logit, and the sum of all logits or None, each [n].
+    """Statistics of the logits of n tokens, each [n].
 
-    The logit of a target that no slice has is -inf. It makes the loss infinite, which ends the run without a device
-    synchronisation here.
+    log_sum: the log of the sum of all exponentials. target: the target's logit, or -inf if no slice has the target; then the
+    loss is infinite, which ends the run without a device synchronisation here. logit_sum: the sum of all logits, or None.
     """
 
     log_sum: Tensor
@@ -284,7 +285,7 @@ class Statistics(NamedTuple):
 def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
     """Returns the `Statistics` of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, at least in fp32.
 
-    targets: int64 [n], indices of all classes or NO_TARGET.
+    targets: int64 [n], indices over all classes, or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -309,9 +310,9 @@ def combine_statistics(slice_statistics: Tensor) -> Statistics:
 
 
 def token_losses(statistics: Statistics, targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Returns the cross-entropy [n] of every token with label smoothing, or 0 for a token without a target.
+    """Returns the cross-entropy [n] with label smoothing: log_sum - (1 - smoothing) target - smoothing mean.
 
-    It is log_sum - (1 - smoothing) target - smoothing mean.
+    The result is 0 for tokens without a target.
     """
     result = statistics.log_sum - (1.0 - smoothing) * statistics.target
     if statistics.logit_sum is not None:
@@ -324,7 +325,7 @@ def logits_to_gradient(
 ) -> None:
     """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`.
 
-    The gradient is the softmax minus the smoothed target, or 0 for a token without a target.
+    The gradient is the softmax minus the smoothed target, and 0 for tokens without a target.
     """
     if not classes.size:
         return
@@ -340,7 +341,7 @@ def logits_to_gradient(
 
 
 def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor]:
-    """Returns whether the slice has each target [n], and the target's index there [n, 1], clamped to a valid index."""
+    """Returns whether each target is in the slice [n], and its index there [n, 1], clamped to a valid index."""
     indices = targets - classes.start
     is_local = (indices >= 0) & (indices < classes.size)
     return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)
