@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_model
+from hf_families import FAMILIES, computes_in_fp32, has_experts, small_config, transformers_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -19,9 +21,10 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 from sley_testing.runs import Recorded, record
 
-STEPS, GLOBAL, LENGTH = 3, 8, 24
+STEPS, GLOBAL, MICRO, LENGTH = 3, 8, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
 LR = 1e-3
+ROUTER_LOSS = 0.1
 
 LAYOUTS: dict[str, Tables] = {
     "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
@@ -49,13 +52,13 @@ def batches_of() -> list[dict[str, Tensor]]:
     return batches
 
 
-def tables_of(folder: Path, layout: str = "") -> Tables:
+def tables_of(folder: Path, layout: str = "", **model: Any) -> Tables:
     """Returns the plan for the weights in `folder`."""
     return changed(
         small_plan(
-            model={"use": "hf.decoder", "weights": str(folder), "experts": "eager"},
+            model={"use": "hf.decoder", "weights": str(folder), "experts": "eager", **model},
             optimizer={"use": "core.adamw", "lr": LR, "weight_decay": 0.0},
-            batch={"global_size": GLOBAL, "micro_size": 2},
+            batch={"global_size": GLOBAL, "micro_size": MICRO},
             data__sequence=LENGTH,
         ),
         **LAYOUTS.get(layout, {}),
@@ -67,20 +70,49 @@ def recorded(plans: Sequence[Tables], folder: Path, batches: Any) -> list[Record
     return [record(tables, STEPS, folder=folder, batches=batches) for tables in plans]
 
 
+def in_fp64(function: Any) -> Any:
+    """Returns a function of transformers that computes in fp32, changed to fp64."""
+    source = inspect.getsource(function).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    names = dict(function.__globals__)
+    exec(source, names)
+    return names[function.__name__]
+
+
+def load_balancing_loss(reference: Any, outputs: Sequence[Any]) -> Tensor:
+    """Returns transformers' loss of a microbatch. outputs: of its documents."""
+    function = sys.modules[type(reference).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+    logits = tuple(map(torch.cat, zip(*(output.router_logits for output in outputs), strict=True)))
+    arguments = logits, reference.num_experts, reference.num_experts_per_tok
+    loss: Tensor = in_fp64(function)(*arguments)
+    torch.testing.assert_close(function(*arguments).double(), loss, rtol=1e-6, atol=0.0)
+    return loss
+
+
 def plain_loop(reference: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Returns losses, the gradients of the first step and the final weights by transformers' names; trains `reference`."""
+    """Returns losses, the gradients of the first step and the final weights by transformers' names; trains `reference`.
+
+    The loss of a microbatch is that of transformers, times the share of its labels in the batch.
+    """
     optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    options = {"output_router_logits": True} if has_experts(reference.config) else {}
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for batch in batches_of():
         optimizer.zero_grad()
         total = int((batch["labels"] >= 0).sum())
         loss: Any = 0.0
-        for tokens, labels, bounds in zip(batch["tokens"], batch["labels"], batch["cu_seqlens"].tolist(), strict=True):
-            for start, end in pairwise(bounds):
-                if end > start:
-                    logits = reference(input_ids=tokens[None, start:end]).logits[0]
-                    loss = loss + cross_entropy(logits, labels[start:end], ignore_index=-1, reduction="sum") / total
+        for start in range(0, GLOBAL, MICRO):
+            outputs = []
+            for row in range(start, start + MICRO):
+                for first_token, end in pairwise(batch["cu_seqlens"][row].tolist()):
+                    if end > first_token:
+                        outputs.append(reference(input_ids=batch["tokens"][[row], first_token:end], **options))
+            labels = batch["labels"][start : start + MICRO].flatten()
+            logits = torch.cat([output.logits[0] for output in outputs])
+            loss = loss + cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / total
+            if options:
+                share = int((labels >= 0).sum()) / total
+                loss = loss + share * ROUTER_LOSS * load_balancing_loss(reference, outputs)
         loss.backward()
         losses.append(float(loss.detach()))
         first = first or {name: p.grad.clone() for name, p in reference.named_parameters()}
@@ -115,13 +147,18 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
     reference.float().save_pretrained(tmp_path / "model")
     expected = plain_loop(reference.double())
     layouts = [layout for layout in LAYOUTS if layout != "sp" or uses_interface(type(reference))]
-    plans = [tables_of(tmp_path / "model", layout) for layout in layouts]
+    options = {"router_loss": ROUTER_LOSS} if has_experts(config) else {}
+    plans = [tables_of(tmp_path / "model", layout, **options) for layout in layouts]
     tolerance = 1e-5 if computes_in_fp32(config) else 1e-10
     structure = find_structure(reference)
-    alone = record(tables_of(tmp_path / "model"), STEPS, folder=tmp_path, batches=batches_of())
+    alone = record(tables_of(tmp_path / "model", **options), STEPS, folder=tmp_path, batches=batches_of())
     assert_equals_plain_loop(alone, expected, structure, tolerance)
+    experts = [name for name in alone.rows[0] if name.startswith("experts/")]
+    assert len(experts) == (3 if options else 0)
     for layout, runs in zip(layouts, zip(*ranks(2, 580)(recorded, plans, tmp_path, batches_of()), strict=True), strict=True):
         print(layout)
         for run in runs:
             assert_equals_plain_loop(run, expected, structure, tolerance)
+            for row, row_alone in zip(run.rows, alone.rows, strict=True):
+                assert [row[name] for name in experts] == pytest.approx([row_alone[name] for name in experts])
         assert {name for run in runs for name in run.gradients[0]} == {layer_name(name, structure) for name in expected[1]}

@@ -44,6 +44,7 @@ from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
 from sley_core.protocols import (
     ActivationPolicy,
+    AttachedModule,
     Counts,
     GradientHandler,
     MetricsWriter,
@@ -108,6 +109,9 @@ def build_stepper(
         check_no_parameters(loss)
     if hasattr(loss, "attach"):
         loss.attach(parts)
+    for layer in parts.layers:
+        if isinstance(layer.module, AttachedModule):
+            layer.module.attach_to_run(parts)
     update = make_update(plan, parts, model, checks=checks)
     if communicator is not None:
         communicator.attach(parts)

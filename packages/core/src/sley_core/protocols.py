@@ -239,7 +239,8 @@ class Loss(Protocol):
 class SplitLogits(Protocol):
     """Vocabulary-parallel logits, which the last layer returns in place of logits if the ranks split the classes.
 
-    A weight communicator creates them. Only a loss whose record declares `split_logits` receives them.
+    A weight communicator creates them. Only a loss whose record declares `split_logits` receives them. A last layer that adds a
+    term to the loss, such as that of its routers, returns its own, whose `cross_entropy` includes the term.
     """
 
     @property
@@ -263,6 +264,14 @@ class SplitLogits(Protocol):
         the classes.
         """
         ...
+
+
+@runtime_checkable
+class AttachedModule(Protocol):
+    """The module of a layer that adds numbers to each metrics row, or exchanges values with other ranks."""
+
+    def attach_to_run(self, parts: Parts) -> None:
+        """Called once on each rank that has the layer, as `attach` of a handler; `parts.numbers.add` adds a number."""
 
 
 class ActivationPolicy(Protocol):

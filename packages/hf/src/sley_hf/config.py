@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from sley_core.api.files import config_folder
-from sley_core.api.plan import Array, ModelConfig, PlanPath, Table, ValueDescription
-from sley_core.records import Problem
+from sley_core.api.plan import Array, Component, ModelConfig, PlanPath, Table, ValueDescription
+from sley_core.records import LossRecord, Problem
 
 CONFIG = "config.json"
 
@@ -38,6 +38,12 @@ class DecoderConfig(ModelConfig):
 
     experts: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"
     """The kernel of a mixture of experts, by its name in transformers; `grouped_mm` does not compute in fp64."""
+
+    router_loss: NonNegativeFloat | None = None
+    """The factor with which the load-balancing loss of a mixture of experts is added to the loss; 0 only counts the tokens of
+    experts. By default the model's `router_aux_loss_coef` if its `config.json` sets `output_router_logits`, and no loss
+    otherwise.
+    """
 
     @model_validator(mode="after")
     def _check_source(self) -> DecoderConfig:
@@ -71,11 +77,16 @@ def read_config(config: DecoderConfig) -> dict[str, Any]:
     return content
 
 
-def check_router_loss(config: DecoderConfig) -> Iterator[Problem]:
-    """Yields a problem for a model that asks for the loss of its routers, which `hf.decoder` does not compute."""
-    if read_config(config).get("output_router_logits"):
-        message = f"`{config.config_file}` sets `output_router_logits`, but `hf.decoder` adds no loss of routers"
-        yield Problem(("model",), message, "remove that key to train without a load-balancing loss")
+def has_router_loss(config: DecoderConfig) -> bool:
+    """Returns whether the load-balancing loss of the model's routers is computed."""
+    return config.router_loss is not None or bool(read_config(config).get("output_router_logits"))
+
+
+def check_router_loss(config: DecoderConfig, loss: Component) -> Iterator[Problem]:
+    """Yields a problem for a load-balancing loss beside a loss that does not take it from the logits."""
+    if has_router_loss(config) and not (isinstance(loss.record, LossRecord) and loss.record.split_logits):
+        message = f"`{loss.name}` does not add the load-balancing loss of the routers"
+        yield Problem(("loss",), message, "use `core.cross_entropy`, or remove `router_loss` and `output_router_logits`")
 
 
 def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Problem]:

@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sley_core.api.model import Model, attention_mask
 from sley_core.errors import PlanError, RunError
 from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
+from sley_hf.config import has_router_loss
+from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
 from sley_hf.structure import (
     LayerArguments,
     Structure,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sley_core.api.data import DataInfo
+    from sley_core.api.parts import Parts
     from sley_hf.config import DecoderConfig
 
 
@@ -47,24 +50,41 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     """
     hf_config = read_hf_config(config)
     causal, structure = build_from_config(hf_config, eager=config.attention == "eager", experts=config.experts)
+    routers = routers_of(config, causal, structure)
     vocab_size = causal.config.vocab_size
     if data.vocab_size is not None and vocab_size < data.vocab_size:
         message = f"the model has {vocab_size} token ids, fewer than the {data.vocab_size} of the data"
         raise PlanError("model-vocabulary", message, path=("model",), hint="use the tokenizer of the model")
     initialise = partial(_initialise, causal) if config.weights is None else FileInitializer(config.weights, causal, structure)
-    return layers_of(causal, structure, initialise)
+    return layers_of(causal, structure, initialise, routers)
 
 
-def layers_of(causal: Any, structure: Structure, initialise: Callable[[nn.Module, str], None] | None = None) -> Model:
-    """Returns the layers of a model of transformers, whose parameters are on meta."""
+def routers_of(config: DecoderConfig, causal: Any, structure: Structure) -> Routers | None:
+    """Returns the routers, if the model is trained with their load-balancing loss. Raises PlanError "hf-structure"."""
+    if not has_router_loss(config):
+        return None
+    try:
+        return find_routers(causal, structure, config.router_loss)
+    except UnsupportedModelError as error:
+        hint = "train without that loss: remove `router_loss`, and `output_router_logits` from `config.json`"
+        raise PlanError("hf-structure", str(error), path=("model", "router_loss"), hint=hint) from None
+
+
+def layers_of(
+    causal: Any,
+    structure: Structure,
+    initialise: Callable[[nn.Module, str], None] | None = None,
+    routers: Routers | None = None,
+) -> Model:
+    """Returns the layers of a model of transformers, whose parameters are on meta. routers: adds their loss in training."""
     arguments = LayerArguments(causal, structure)
     builders: Any = [
         ("embed", partial(_copy_embed, causal, structure)),
         *(
-            (f"blocks.{index}", partial(_copy_block, causal, structure, arguments, index))
+            (f"blocks.{index}", partial(_copy_block, causal, structure, arguments, index, routers))
             for index in range(causal.config.num_hidden_layers)
         ),
-        ("head", partial(_copy_head, causal, structure)),
+        ("head", partial(_copy_head, causal, structure, routers)),
     ]
     return Model(builders, initialise, ties=ties(causal, structure))
 
@@ -83,6 +103,7 @@ def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any
     Raises PlanError "hf-structure".
     """
     hf_config = copy.deepcopy(hf_config)
+    hf_config.output_router_logits = False  # the blocks record them
     hf_config.dtype = torch.float32  # the files' dtype would round constants, such as the scale of Gemma's embeddings
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
@@ -141,16 +162,18 @@ def _copy_embed(causal: Any, structure: Structure) -> nn.Module:
     return Embed(*with_recorders(causal, structure, 1))
 
 
-def _copy_block(causal: Any, structure: Structure, arguments: LayerArguments, index: int) -> nn.Module:
+def _copy_block(causal: Any, structure: Structure, arguments: LayerArguments, index: int, routers: Routers | None) -> nn.Module:
     blocks = structure.stack_of(getattr(causal, structure.base)).get_submodule(structure.blocks)
-    return Block(copy.deepcopy(list(blocks.children())[index]), arguments, index, causal.config._attn_implementation != NAME)
+    layer = copy.deepcopy(list(blocks.children())[index])
+    return Block(layer, arguments, index, causal.config._attn_implementation != NAME, routers)
 
 
-def _copy_head(causal: Any, structure: Structure) -> nn.Module:
+def _copy_head(causal: Any, structure: Structure, routers: Routers | None) -> nn.Module:
     stack = structure.stack_of(getattr(causal, structure.base))
     norm = copy.deepcopy(stack.get_submodule(structure.norm))
     hidden = _Hidden()
-    return Head(norm, copy.deepcopy(causal, {id(stack): hidden}), hidden)
+    balance = None if routers is None else LoadBalance(routers)
+    return Head(norm, copy.deepcopy(causal, {id(stack): hidden}), hidden, balance)
 
 
 class Embed(nn.Module):
@@ -171,17 +194,37 @@ class Embed(nn.Module):
 class Block(nn.Module):
     """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]."""
 
-    def __init__(self, layer: nn.Module, arguments: LayerArguments, index: int, needs_mask: bool) -> None:
-        """needs_mask: whether the layer's attention takes a mask, since it does not call the registered attention."""
+    def __init__(
+        self, layer: nn.Module, arguments: LayerArguments, index: int, needs_mask: bool, routers: Routers | None = None
+    ) -> None:
+        """needs_mask: whether the layer's attention takes a mask, since it does not call the registered attention. routers:
+        adds the layer's terms of their loss in training.
+        """
         super().__init__()
         self.layer = layer
         self._arguments = arguments
         self._index = index
         self._needs_mask = needs_mask
         self._attentions = tuple(module for module in layer.modules() if isinstance(module, SleyAttention))
+        self._routers = routers
+        self._router_logits: list[Tensor] = []
+        for router in routers.modules_of(layer) if routers is not None else ():
+            router.register_forward_hook(self._record_router)
 
-    def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Returns [b, s, hidden]. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1], as in `Attention`."""
+    def _record_router(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self.training and self._routers is not None:
+            self._router_logits.append(self._routers.logits_of(output))
+
+    def forward(
+        self, inputs: Tensor | Routed, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor | Routed:
+        """Returns [b, s, hidden], in training with routers as `Routed`.
+
+        inputs: the output of the layer before. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1], as in
+        `Attention`.
+        """
+        hidden = inputs.hidden if isinstance(inputs, Routed) else inputs
+        self._router_logits.clear()  # a forward that failed may have left some
         mask = None
         if self._needs_mask and cu_seqlens is not None:
             mask = attention_mask(cu_seqlens, None, hidden).expand(hidden.shape[0], -1, -1, -1)
@@ -196,7 +239,10 @@ class Block(nn.Module):
             message = f"`{type(self.layer).__name__}` does not call the attention that is registered with transformers"
             raise RunError("hf-attention", message, hint="this family is not supported")
         output_states: Tensor = output[0] if isinstance(output, tuple) else output
-        return output_states
+        if self._routers is None or not (self._router_logits or isinstance(inputs, Routed)):
+            return output_states
+        logits, self._router_logits = self._router_logits, []
+        return self._routers.add(output_states, inputs, logits)
 
 
 class _Output:
@@ -224,19 +270,29 @@ class _Hidden(nn.Module):
 class Head(nn.Module):
     """The last norm and the forward of the causal model after its base, [b, s, hidden] -> [b, s, v]."""
 
-    def __init__(self, norm: nn.Module, causal: nn.Module, source: _Hidden) -> None:
-        """causal: the model of transformers with `source` in place of its decoder layers and embeddings."""
+    def __init__(self, norm: nn.Module, causal: nn.Module, source: _Hidden, balance: LoadBalance | None = None) -> None:
+        """causal: the model of transformers with `source` in place of its decoder layers and embeddings. balance: computes the
+        load-balancing loss of the routers.
+        """
         super().__init__()
         self.norm = norm
         self.causal = causal
         self._source = (source,)  # a tuple, since `causal` owns the module
+        self._balance = balance
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [b, s, v]."""
+    def attach_to_run(self, parts: Parts) -> None:
+        """Lets the load-balancing loss add numbers to each metrics row."""
+        if self._balance is not None:
+            self._balance.attach(parts)
+
+    def forward(self, inputs: Tensor | Routed) -> Tensor | BalancedLogits:
+        """Returns the logits [b, s, v], in training with routers as `BalancedLogits`. inputs: the last block's output."""
         source = self._source[0]
-        source.hidden = self.norm(hidden)
+        source.hidden = self.norm(inputs.hidden if isinstance(inputs, Routed) else inputs)
         try:
             logits: Tensor = self.causal(input_ids=None, use_cache=False).logits
         finally:
             source.hidden = None
-        return logits
+        if self._balance is None or not isinstance(inputs, Routed):
+            return logits
+        return BalancedLogits(logits, inputs, self._balance)

@@ -37,5 +37,5 @@ def sley_records() -> list[Record]:
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
     if isinstance(plan.model.config, DecoderConfig):
-        yield from check_router_loss(plan.model.config)
+        yield from check_router_loss(plan.model.config, plan.loss)
         yield from check_positions(plan.model.config, getattr(plan.data.config, "sequence", None))

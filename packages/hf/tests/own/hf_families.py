@@ -72,10 +72,14 @@ def computes_in_fp32(config: Any) -> bool:
     return config.model_type.startswith(("gemma", "cohere", "helium", "mpt"))
 
 
+def has_experts(config: Any) -> bool:
+    return hasattr(config, "num_experts_per_tok")
+
+
 def transformers_model(config: Any) -> Any:
     torch.manual_seed(0)
     needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "mpt"
     options: dict[str, Any] = {"attn_implementation": "eager" if needs_eager else "sdpa"}
-    if hasattr(config, "num_experts_per_tok"):
+    if has_experts(config):
         options["experts_implementation"] = "eager"
     return AutoModelForCausalLM.from_config(config, **options).double()

@@ -4,6 +4,7 @@ from sley_core.engine.call import Recompute as Recompute
 from sley_core.engine.call import tensors_in as tensors_in
 from sley_core.engine.positions import attended as attended
 from sley_core.generators import derive as derive
+from sley_core.losses.cross_entropy import cross_entropy_of_logits as cross_entropy_of_logits
 from sley_core.losses.cross_entropy import row_chunks as row_chunks
 from sley_core.model.attention import Attention as Attention
 from sley_core.model.attention import attention_mask as attention_mask

@@ -69,11 +69,7 @@ class CrossEntropy(Loss):
             hint = "return only the logits from the last layer, or set your own loss by `factory`"
             raise RunError("loss-output", message, hint=hint)
         _check_fit(output.shape, labels, output.dtype)
-        function = sum_cross_entropy if output.numel() <= _chunk_elements(output) else ChunkedCrossEntropy.apply
-        total: Tensor = function(
-            output.reshape(-1, output.shape[-1]), labels.reshape(-1), self.config.ignore_index, self.config.label_smoothing
-        )
-        return total
+        return cross_entropy_of_logits(output, labels, self.config.ignore_index, self.config.label_smoothing)
 
     def _label_range(self, labels: Tensor) -> tuple[int, int]:
         """Returns the lowest and highest label. The lowest is negative if any label is ignored, the highest if all are."""
@@ -111,6 +107,13 @@ class CrossEntropy(Loss):
             hint = "set `[loss] labels` to the field of the labels"
             raise PlanError("loss-field", message, path=("loss", "labels"), hint=hint)
         return batch[name]
+
+
+def cross_entropy_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...], in chunks if there are many."""
+    function = sum_cross_entropy if logits.numel() <= _chunk_elements(logits) else ChunkedCrossEntropy.apply
+    total: Tensor = function(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index, smoothing)
+    return total
 
 
 def sum_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:

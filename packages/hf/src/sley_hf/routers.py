@@ -1,0 +1,193 @@
+"""The load-balancing loss of a mixture of experts, as transformers computes it, in sums that cross pipeline stages.
+
+    E sum_e (c_e / n) (p_e / n)          Switch Transformer (Fedus et al. 2021), equations 4 to 6
+
+n counts the tokens of a microbatch once per layer with experts, c_e those with expert e among their k most likely ones, and p_e
+sums the probabilities of e over them. Each block adds its terms of p and c to those of the blocks before it, and the head
+computes the loss. It is linear in p, so with slices of sequences ranks sum only the counts:
+
+    block ──Routed──> block ──Routed──> head ──BalancedLogits──> cross-entropy + coefficient x number of labels x loss
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.output_capturing import OutputRecorder
+
+from sley_core.api.model import cross_entropy_of_logits
+from sley_core.protocols import SplitLogits
+from sley_hf.structure import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import Parts
+    from sley_hf.structure import Structure
+
+
+class Routed(NamedTuple):
+    """The output of a block. probabilities: p, fp32 or wider [E]. counts: int64 [layers with experts x E], layer by layer."""
+
+    hidden: Tensor
+    probabilities: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a model, and its load-balancing loss.
+
+    top_k: the number of experts of a token. coefficient: the factor of the loss. recorder: says which modules are the routers,
+    and which of their outputs are logits [tokens, E].
+    """
+
+    num_experts: int
+    top_k: int
+    coefficient: float
+    recorder: OutputRecorder
+
+    def modules_of(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """Yields the routers of a decoder layer, in the order of their calls."""
+        part = f".{self.recorder.layer_name}." if self.recorder.layer_name else ""
+        for path, module in layer.named_modules():
+            if isinstance(module, self.recorder.target_class) and part in f".{path}.":
+                yield module
+
+    def logits_of(self, output: Any) -> Tensor:
+        """Returns the logits [tokens, E] in the output of a router."""
+        logits: Tensor = output[self.recorder.index] if isinstance(output, tuple) else output
+        return logits
+
+    def add(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
+        """Returns the output of a block. before: the output of the layer before it. logits: those of the block's routers."""
+        probabilities, counts = [], []
+        if isinstance(before, Routed):
+            probabilities, counts = [before.probabilities], [before.counts]
+        for of_router in logits:
+            weights = of_router.softmax(-1)
+            probabilities.append(weights.sum(0, dtype=torch.promote_types(weights.dtype, torch.float32)))
+            chosen = weights.detach().topk(self.top_k, dim=-1).indices.flatten()
+            none = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
+            counts.append(none.scatter_add(0, chosen, torch.ones_like(chosen)))
+        return Routed(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
+
+
+def find_routers(causal: Any, structure: Structure, coefficient: float | None) -> Routers:
+    """Returns the routers of a model of transformers. coefficient: None takes that of its config.
+
+    Raises UnsupportedModelError if it has no routers, or if its loss is not the one that this module computes.
+    """
+    family = causal.config.model_type
+    base = getattr(causal, structure.base)
+    recorder = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
+    function = getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
+    if not isinstance(recorder, OutputRecorder) or function is None:
+        raise UnsupportedModelError(f"transformers computes no load-balancing loss for `{family}`")
+    if coefficient is None:
+        coefficient = getattr(causal, "router_aux_loss_coef", getattr(causal, "aux_loss_coef", None))
+    if coefficient is None:
+        raise UnsupportedModelError(f"the config of `{family}` has no `router_aux_loss_coef`; set `router_loss`")
+    routers = Routers(causal.num_experts, causal.num_experts_per_tok, float(coefficient), recorder)
+    if not _is_loss_of(routers, function):
+        raise UnsupportedModelError(f"the load-balancing loss of `{family}` is not that of Mixtral")
+    blocks = structure.stack_of(base).get_submodule(structure.blocks)
+    if not any(True for _ in routers.modules_of(blocks)):
+        raise UnsupportedModelError(f"no layer of this `{family}` has experts, so there is no load-balancing loss")
+    return routers
+
+
+def _is_loss_of(routers: Routers, function: Any) -> bool:
+    """Returns whether transformers' `function` gives the same loss for random logits of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(7, routers.num_experts, generator=generator) for _ in range(2)]
+    actual = LoadBalance(replace(routers, coefficient=1.0)).loss(routers.add(logits[0], None, logits), torch.tensor(1))
+    try:
+        expected = function(tuple(logits), routers.num_experts, routers.top_k)
+    except Exception:  # it takes other arguments
+        return False
+    return torch.allclose(actual, expected, rtol=1e-4)
+
+
+class LoadBalance:
+    """Computes the loss of a microbatch, and collects numbers of a step. sp: the ranks with slices of the same sequences."""
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self.sp: Group | None = None
+        self._sums: Tensor | float = 0.0
+        self._num_micros = 0
+
+    def attach(self, parts: Parts) -> None:
+        """Adds the means over the microbatches to each metrics row.
+
+        `experts/loss`: the load-balancing loss without its coefficient. `experts/max_load`, `experts/min_load`: the tokens of
+        the most and of the least used expert of any layer, relative to an equal share.
+        """
+        self.sp = parts.groups["sp"]
+        parts.events.began.append(self._begin)
+        for at, name in enumerate(("loss", "max_load", "min_load")):
+            parts.numbers.add(f"experts/{name}", partial(self._share, at, parts.topology.dp))
+
+    def loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
+        """Returns coefficient x loss x number of labels, of this rank's slices; over the ranks of `sp`, these terms sum to the
+        whole. num_labels: a scalar, the labels of this rank that count.
+        """
+        num_experts = self.routers.num_experts
+        counts = torch.cat([routed.counts, num_labels.view(1)])
+        sp_size = 1
+        if self.sp is not None:
+            sp_size = self.sp.size
+            self.sp.all_reduce(counts, what="the tokens of experts").wait()
+        per_layer = counts[:-1].view(-1, num_experts).to(routed.probabilities.dtype)
+        per_expert = per_layer.sum(0)
+        num_tokens = per_expert.sum() / self.routers.top_k
+        loss = (per_expert / num_tokens * (routed.probabilities / num_tokens)).sum() * num_experts
+        if torch.is_grad_enabled():  # not when losses are summed by source
+            loads = per_layer / per_layer.mean(-1, keepdim=True) / sp_size
+            self._sums = self._sums + torch.stack([loss.detach(), loads.amax(), loads.amin()]).double()
+            self._num_micros += 1
+        return loss * counts[-1] * self.routers.coefficient
+
+    def _begin(self) -> None:
+        self._sums, self._num_micros = 0.0, 0
+
+    def _share(self, at: int, num_replicas: int) -> Tensor | float:
+        if not isinstance(self._sums, Tensor):
+            return 0.0
+        return self._sums[at] / (self._num_micros * num_replicas)
+
+
+class BalancedLogits(SplitLogits):
+    """Logits whose cross-entropy includes the load-balancing loss of the microbatch."""
+
+    def __init__(self, output: Tensor | SplitLogits, routed: Routed, balance: LoadBalance) -> None:
+        """output: logits [b, s, v]. balance: computes the loss of `routed`."""
+        self.output = output
+        self.routed = routed
+        self.balance = balance
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.output.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output.dtype
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """Returns the sum of the cross-entropy over `labels` [b, s], plus their number times the load-balancing loss."""
+        if isinstance(self.output, Tensor):
+            total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
+        else:
+            total = self.output.cross_entropy(labels, ignore_index, smoothing)
+        return total + self.balance.loss(self.routed, (labels != ignore_index).sum())
+
+    def logits(self) -> Tensor:
+        return self.output.detach().clone() if isinstance(self.output, Tensor) else self.output.logits()
