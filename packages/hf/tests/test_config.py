@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from sley_core.plan.load import plan_from_dict
 from sley_hf.config import DecoderConfig, check_positions, check_router_loss
+from sley_testing.plans import small_plan
 
 
 def config_with(folder: Path, **content: Any) -> DecoderConfig:
@@ -60,10 +62,16 @@ def test_rotary_frequencies_that_depend_on_a_microbatch_are_refused(
     assert bool(list(check_positions(config_with(tmp_path, **content), sequence))) == is_refused
 
 
-@pytest.mark.parametrize("value", [None, False, True])
-def test_router_losses_are_refused(value: bool | None, tmp_path: Path) -> None:
-    content = {} if value is None else {"output_router_logits": value}
-    assert bool(list(check_router_loss(config_with(tmp_path, **content)))) == bool(value)
+@pytest.mark.parametrize(
+    ("router_loss", "in_config", "is_active"), [(None, False, False), (0.0, False, True), (None, True, True)]
+)
+@pytest.mark.parametrize("loss", [{"use": "core.cross_entropy"}, {"factory": "torch.nn:MSELoss"}])
+def test_a_router_loss_needs_a_loss_that_adds_it(
+    router_loss: float | None, in_config: bool, is_active: bool, loss: Any, tmp_path: Path
+) -> None:
+    config = config_with(tmp_path, output_router_logits=in_config).model_copy(update={"router_loss": router_loss})
+    problems = list(check_router_loss(config, plan_from_dict(small_plan(loss=loss)).loss))
+    assert bool(problems) == (is_active and "factory" in loss)
 
 
 def test_the_plugin_imports_neither_torch_nor_transformers() -> None:

@@ -247,8 +247,12 @@ def correct(tables, folder):
         return [run.step()["own/correct"] for _ in range(3)]
 
 
-def test_a_loss_adds_numbers_of_its_own(ranks, small, own):
-    tables = small(loss={"factory": "own_losses:Counted"})
+@pytest.mark.parametrize(
+    "table",
+    [{"loss": {"factory": "own_losses:Counted"}}, {"model": {"factory": "own_models:model", "options": {"kind": "Counted"}}}],
+)
+def test_a_loss_or_a_layer_adds_numbers_of_its_own(ranks, small, own, table):
+    tables = small(**table)
     one = correct(tables, own)
     assert sum(one) > 0
     assert ranks(2)(correct, tables, own) == [one] * 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sley_core.api.model import Model
 from sley_core.errors import PlanError
-from sley_hf.decoder import build_from_config, layers_of, read_hf_config
+from sley_hf.decoder import build_from_config, layers_of, read_hf_config, routers_of
 from sley_hf.structure import layer_name
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ TOLERANCE = 1e-4
 def compare_with_transformers(config: DecoderConfig) -> str:
     """Returns a note with the largest relative difference between the logits of both forwards.
 
-    Raises PlanError "hf-differs" if it exceeds 1e-4, for one document per row or for packed documents, and the errors of
-    `sley_hf.decoder.layers`.
+    Raises PlanError "hf-differs" if it exceeds 1e-4, for one document per row, for packed documents, or for the load-balancing
+    loss if the plan has one, and the errors of `sley_hf.decoder.layers`.
     """
     small = shrink(read_hf_config(config))
     causal, structure = build_from_config(small, eager=config.attention == "eager", experts="eager")
@@ -39,9 +39,10 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     is_eager = config.attention == "eager" or getattr(small, "attn_logit_softcapping", None) or not causal._supports_sdpa
     kernel = "eager" if is_eager else "sdpa"
     reference = type(causal)._from_config(copy.deepcopy(small), attn_implementation=kernel).eval()
-    model = share_parameters(layers_of(causal, structure), reference, structure)
+    routers = routers_of(config, causal, structure)
+    model = share_parameters(layers_of(causal, structure, routers=routers), reference, structure)
     tokens = torch.arange(32).view(2, 16) * 7 % small.vocab_size
-    differences = []
+    differences = {}
     for bounds in ([[0, 16]] * 2, BOUNDS):
         expected = torch.stack(
             [_document_logits(reference, row, row_bounds) for row, row_bounds in zip(tokens, bounds, strict=True)]
@@ -49,12 +50,17 @@ def compare_with_transformers(config: DecoderConfig) -> str:
         positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(row)]) for row in bounds])
         is_packed = bounds is BOUNDS
         actual = logits(model, tokens, positions if is_packed else None, torch.tensor(bounds) if is_packed else None)
-        differences.append(float((actual - expected).abs().max() / expected.abs().max()))
-    for difference, kind in zip(differences, ("one document per row", "packed documents"), strict=True):
+        kind = "the logits of packed documents" if is_packed else "the logits"
+        differences[kind] = float((actual - expected).abs().max() / expected.abs().max())
+    if routers is not None:
+        expected = reference(input_ids=tokens, output_router_logits=True, use_cache=False).aux_loss
+        differences["the load-balancing loss"] = abs(_load_balancing_loss(model, tokens) / float(expected) - 1)
+    for kind, difference in differences.items():
         if not difference <= TOLERANCE:
-            message = f"the logits of `{small.model_type}` differ from transformers' by {difference:.1g} with {kind}"
+            message = f"{kind} of `{small.model_type}` differ from transformers' by {difference:.1g}"
             raise PlanError("hf-differs", message, path=("model",), hint="this family is not supported")
-    return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {max(differences):.1g}"
+    largest = max(differences.values())
+    return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
 
 
 def shrink(hf_config: Any) -> Any:
@@ -92,6 +98,14 @@ def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seq
         hidden = block(hidden, positions, cu_seqlens)
     output: Tensor = head(hidden)
     return output
+
+
+def _load_balancing_loss(model: Model, tokens: Tensor) -> float:
+    """Returns the load-balancing loss, without its coefficient, for token ids [b, s]."""
+    for layer in model.layers:
+        layer.module.training = True  # not the modules within, which may drop values
+    output: Any = logits(model, tokens)
+    return float(output.balance.routers.loss(*output.routed[1:]))
 
 
 def _document_logits(reference: Any, row: Tensor, bounds: list[int]) -> Tensor:

@@ -12,7 +12,7 @@ computes the loss. It is linear in p, so with slices of sequences ranks sum only
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,6 +78,12 @@ class Routers:
             counts.append(none.scatter_add(0, chosen, torch.ones_like(chosen)))
         return Routed(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
 
+    def loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """Returns the load-balancing loss; of a part of the tokens, its share. counts: of all tokens, [layers x E]."""
+        per_expert = counts.view(-1, self.num_experts).sum(0).to(probabilities.dtype)
+        num_tokens = per_expert.sum() / self.top_k
+        return (per_expert / num_tokens * (probabilities / num_tokens)).sum() * self.num_experts
+
 
 def find_routers(causal: Any, structure: Structure, coefficient: float | None) -> Routers:
     """Returns the routers of a model of transformers. coefficient: None takes that of its config.
@@ -107,12 +113,12 @@ def _is_loss_of(routers: Routers, function: Any) -> bool:
     """Returns whether transformers' `function` gives the same loss for random logits of two layers."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(7, routers.num_experts, generator=generator) for _ in range(2)]
-    actual = LoadBalance(replace(routers, coefficient=1.0)).loss(routers.add(logits[0], None, logits), torch.tensor(1))
+    _, *sums = routers.add(logits[0], None, logits)
     try:
         expected = function(tuple(logits), routers.num_experts, routers.top_k)
     except Exception:  # it takes other arguments
         return False
-    return torch.allclose(actual, expected, rtol=1e-4)
+    return torch.allclose(routers.loss(*sums), expected, rtol=1e-4)
 
 
 class LoadBalance:
@@ -139,21 +145,18 @@ class LoadBalance:
         """Returns coefficient x loss x number of labels, of this rank's slices; over the ranks of `sp`, these terms sum to the
         whole. num_labels: a scalar, the labels of this rank that count.
         """
-        num_experts = self.routers.num_experts
-        counts = torch.cat([routed.counts, num_labels.view(1)])
-        sp_size = 1
+        *_, probabilities, counts = routed
+        totals = torch.cat([counts, num_labels.view(1)])
         if self.sp is not None:
-            sp_size = self.sp.size
-            self.sp.all_reduce(counts, what="the tokens of experts").wait()
-        per_layer = counts[:-1].view(-1, num_experts).to(routed.probabilities.dtype)
-        per_expert = per_layer.sum(0)
-        num_tokens = per_expert.sum() / self.routers.top_k
-        loss = (per_expert / num_tokens * (routed.probabilities / num_tokens)).sum() * num_experts
+            self.sp.all_reduce(totals, what="the tokens of experts").wait()
+        counts, num_labels = totals[:-1], totals[-1]
+        loss = self.routers.loss(probabilities, counts)
         if torch.is_grad_enabled():  # not when losses are summed by source
-            loads = per_layer / per_layer.mean(-1, keepdim=True) / sp_size
-            self._sums = self._sums + torch.stack([loss.detach(), loads.amax(), loads.amin()]).double()
+            per_layer = counts.view(-1, self.routers.num_experts).double()
+            loads = per_layer / per_layer.mean(-1, keepdim=True) / (1 if self.sp is None else self.sp.size)
+            self._sums = self._sums + torch.stack([loss.detach().double(), loads.amax(), loads.amin()])
             self._num_micros += 1
-        return loss * counts[-1] * self.routers.coefficient
+        return loss * num_labels * self.routers.coefficient
 
     def _begin(self) -> None:
         self._sums, self._num_micros = 0.0, 0

@@ -29,6 +29,22 @@ class Block(nn.Module):
         return hidden + self.dropout(F.gelu(self.inner(self.norm(hidden))))
 
 
+class Counted(Block):
+    """Says in each row how many tokens it got."""
+
+    def attach_to_run(self, parts: Any) -> None:
+        self.num_tokens = 0
+        parts.numbers.add("own/correct", self._taken)
+
+    def _taken(self) -> int:
+        num_tokens, self.num_tokens = self.num_tokens, 0
+        return num_tokens
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_tokens += hidden[..., 0].numel()
+        return super().forward(hidden)
+
+
 class Head(nn.Linear):
     """With a forward of its own: torch compiles none of torch's."""
 
