@@ -94,12 +94,10 @@ def find_routers(causal: Any, structure: Structure, coefficient: float | None) -
     base = getattr(causal, structure.base)
     recorder = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
     function = getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
-    if not isinstance(recorder, OutputRecorder) or function is None:
-        raise UnsupportedModelError(f"transformers computes no load-balancing loss for `{family}`")
     if coefficient is None:
         coefficient = getattr(causal, "router_aux_loss_coef", getattr(causal, "aux_loss_coef", None))
-    if coefficient is None:
-        raise UnsupportedModelError(f"the config of `{family}` has no `router_aux_loss_coef`; set `router_loss`")
+    if not isinstance(recorder, OutputRecorder) or function is None or coefficient is None:
+        raise UnsupportedModelError(f"transformers computes no load-balancing loss for `{family}`")
     routers = Routers(causal.num_experts, causal.num_experts_per_tok, float(coefficient), recorder)
     if not _is_loss_of(routers, function):
         raise UnsupportedModelError(f"the load-balancing loss of `{family}` is not that of Mixtral")
@@ -113,10 +111,10 @@ def _is_loss_of(routers: Routers, function: Any) -> bool:
     """Returns whether transformers' `function` gives the same loss for random logits of two layers."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(7, routers.num_experts, generator=generator) for _ in range(2)]
-    _, *sums = routers.add(logits[0], None, logits)
     try:
         expected = function(tuple(logits), routers.num_experts, routers.top_k)
-    except Exception:  # it takes other arguments
+        _, *sums = routers.add(logits[0], None, logits)
+    except Exception:  # the numbers mean something else
         return False
     return torch.allclose(routers.loss(*sums), expected, rtol=1e-4)
 

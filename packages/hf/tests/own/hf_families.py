@@ -57,6 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": MOE | {"moe_intermediate_size": 32},
+    "qwen2_moe": MOE | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "flex_olmo": MOE,
+    "mellum": MOE | {"moe_intermediate_size": 32},
     "olmoe": MOE,
 }
 """The keys by which a config differs from `SIZES`, by `model_type`."""
