@@ -199,9 +199,6 @@ class LayerTable(Table):
     micro_size: Annotated[int, Field(ge=1)] | None = None
     """Samples of the microbatch."""
 
-    sp: Annotated[int, Field(ge=1)] = 1
-    """The number of ranks that share a sequence."""
-
 
 class MachineFile(Table):
     """A machine, as `train-cli calibrate` writes it."""

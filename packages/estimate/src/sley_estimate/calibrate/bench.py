@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sley_core.comm.device import Device, Span
+from sley_core.comm.device import Device
 from sley_core.comm.guard import first_line
 from sley_core.comm.startup import gather_values
 from sley_core.comm.world import World
@@ -36,7 +36,6 @@ from sley_core.errors import RunError
 from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
 from sley_core.plan.plan import Plan
-from sley_core.protocols import SequenceCommunicator
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import MICRO_STEP, Value, output_gradients, queue_weight_gradients, run_backward, start_call
@@ -72,8 +71,6 @@ class LayerBench:
     """Times the layers of `model`, a copy on meta, on one microbatch of the plan's data.
 
     dtype: the dtype of the working weights. gradients: the dtype of accumulated gradients; None skips the accumulation.
-    excluded_spans: returns the spans of device work since its last call that do not belong to the layer; they are subtracted.
-    attention: is attached during each measurement.
     """
 
     def __init__(
@@ -85,8 +82,6 @@ class LayerBench:
         dtype: torch.dtype,
         gradients: torch.dtype | None = None,
         repetitions: int = REPETITIONS,
-        excluded_spans: Callable[[], Sequence[Span]] = lambda: (),
-        attention: SequenceCommunicator | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -96,11 +91,10 @@ class LayerBench:
         self.repetitions = repetitions
         self._is_direct = gradients == dtype and plan.precision.accumulation == "direct"
         self._caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
-        self._fields, self._loss, self._excluded_spans = self._load_micro_batch(dataset), plan.loss.build(), excluded_spans
+        self._fields, self._loss = self._load_micro_batch(dataset), plan.loss.build()
         self._lead = Lead(device)
         self._empty_s = time_empty_backward(device) if device.is_async else 0.0
         self._host = HostModel(model)
-        self._attention = attention
         self._gradients: GradientAccumulators | None = None
 
     def time(self, layer: Layer, value: Value | None, *, split: bool = False) -> tuple[LayerSeconds, Value]:
@@ -119,8 +113,6 @@ class LayerBench:
         ]
         device, fp32_patterns = self.device.torch_device, self.plan.precision.keep
         self._host.load_values({layer.name}, dtype=self.dtype, device=device, keep=fp32_patterns)
-        if self._attention is not None:
-            self._attention.attach(self.model.layers)
         queue, outputs = WeightQueue(), list[Any]()
         with self._accumulate_gradients(layer):
             products = partial(queue_weight_gradients, layer.module, queue, self.gradients or self.dtype)
@@ -135,8 +127,6 @@ class LayerBench:
                         lambda host_s: self._time_split(layer, value, queue, host_s),
                         lambda: self._time_rows(layer, value, queue),
                     )
-        if self._attention is not None:
-            self._attention.detach()
         for module, name, tensor in host_tensors:
             setattr(module, name, tensor)
         layer.module = meta_module
@@ -228,16 +218,10 @@ class LayerBench:
         seconds.
         """
         self._lead(host_s)
-        self._excluded_spans()
         start, start_s = self.device.moment(), time.perf_counter()
         work()
-        host_s, end, excluded_spans = time.perf_counter() - start_s, self.device.moment(), self._excluded_spans()
-
-        def device_s() -> float:
-            total_s, *excluded_s = (self.device.seconds_between(*span) for span in ((start, end), *excluded_spans))
-            return max(0.0, total_s - sum(excluded_s))
-
-        return host_s, device_s
+        host_s, end = time.perf_counter() - start_s, self.device.moment()
+        return host_s, lambda: self.device.seconds_between(start, end)
 
     def _time_rows(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float]:
         """Runs several forwards and then as many backwards. Returns the host's seconds for each half of one call, from a host

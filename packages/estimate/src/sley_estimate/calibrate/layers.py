@@ -6,31 +6,25 @@ the plan's layers ──> its microbatches under other policies ──> other si
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
-from sley_core.comm.backends import CompletedWork
-from sley_core.comm.device import Device, Span
-from sley_core.comm.group import Exchange, Group
-from sley_core.comm.transport import Transport, Work, copy_shard
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import SleyError
 from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan
 from sley_core.process import keep_freed_memory
-from sley_core.protocols import SequenceCommunicator
 from sley_core.records import ActivationPolicyRecord
-from sley_core.topology import CHANNELS, DEFAULT_CHANNEL
 from sley_estimate.calibrate.bench import LayerBench, call_on_ranks
 from sley_estimate.calibrate.device import measure_device, measure_host
 from sley_estimate.calibrate.engine import measure_engine
@@ -83,10 +77,8 @@ def measure_machine(
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed on one microbatch of its data.
-
-    With sliced sequences the first slice is timed: attention sees all positions, and exchanges do not count. Raises the errors
-    of the plan's data and layers, and PlanError "calibrate-slice" for an attention that needs a message from another rank.
+    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed on one microbatch of its data, with whole
+    sequences. Raises the errors of the plan's data and layers.
     """
     bench = VariantBench(plan, device)
     bench.time_variant(bench.plan_variant, REPETITIONS)
@@ -113,9 +105,9 @@ def unmeasured_variants(plan: Plan) -> Iterator[Variant]:
     sizes.
     """
     policies = [choice for choice in list_choices(plan).policies if _is_allowed(plan, choice)]
-    micro_size, sp = plan.batch.micro_size, plan.parallel.sp
+    micro_size = plan.batch.micro_size
     sizes = [micro_size, *other_micro_sizes(micro_size, plan.batch.global_size)]
-    yield from islice((Variant(policy, size, sp) for size in sizes for policy in policies), 1, None)
+    yield from islice((Variant(policy, size) for size in sizes for policy in policies), 1, None)
 
 
 def other_micro_sizes(micro_size: int, max_size: int) -> list[int]:
@@ -154,7 +146,7 @@ class VariantBench:
     def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
         self.device = device
-        self.plan_variant = Variant(list_choices(plan).policies[0], plan.batch.micro_size, plan.parallel.sp)
+        self.plan_variant = Variant(list_choices(plan).policies[0], plan.batch.micro_size)
         self.tables: list[dict[str, Any]] = []
         self._keys: set[str] = set()
         self._outputs: dict[str, Value] = {}
@@ -179,20 +171,8 @@ class VariantBench:
         """
         if time.monotonic() > until_s:
             raise _TimeIsUpError
-        plan = apply_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size)
-        try:
-            self._time_layers(plan, variant, repetitions, until_s)
-        except MissingRankError as error:
-            assert plan.sequence is not None, variant
-            attention = f'the attention of `[sequence] use = "{plan.sequence.name}"`'
-            message = f"{attention} {error}, and a slice is timed without other ranks"
-            hint = (
-                "use `group.transport()` in the attention, or functions of `sley_core.api.comm` that send before they "
-                "receive; remove `--plan` for a machine file without these layers"
-            )
-            raise PlanError.from_diagnostics(
-                [plan.diagnostic("calibrate-slice", message, ("sequence", "use"), hint)]
-            ) from error
+        plan = apply_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size, sp=1)
+        self._time_layers(plan, variant, repetitions, until_s)
 
     def _time_layers(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
@@ -203,14 +183,10 @@ class VariantBench:
             return
         if variant.micro_size != self._size:  # the inputs have another shape
             self._size, self._outputs = variant.micro_size, {}
-        echo = EchoTransport(plan.parallel.sp, self.device)
-        attention: SequenceCommunicator | None = None
-        if plan.sequence is not None and plan.parallel.sp > 1:
-            attention = plan.sequence.build(echo_group("sp", echo, plan.parallel.sp))
         value: Value | None = None
         with self.device.preserve_random_state():
             gradients, working = DTYPES[plan.precision.gradients], weight_dtypes(plan)[0]
-            bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions, echo.spans, attention)
+            bench = LayerBench(plan, self.device, model, dataset, working, gradients, repetitions)
             for layer, key in zip(model.layers, keys, strict=True):
                 if key not in self._outputs:
                     self._time_layer(bench, layer, key, value, variant, until_s)
@@ -229,95 +205,6 @@ class VariantBench:
         if key not in self._keys:
             self._keys.add(key)
             output_bytes = sum(leaf.num_bytes for leaf in self._outputs[key][0].leaves)
-            layout = {"activations": str(variant.policy), "micro_size": variant.micro_size, "sp": variant.sp}
+            layout = {"activations": str(variant.policy), "micro_size": variant.micro_size}
             seconds = {name: value for name, value in asdict(times).items() if value or not name.startswith("host_")}
             self.tables.append({"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **layout})
-
-
-class MissingRankError(Exception):
-    """Raised for an operation of the simulated group that needs its other members, which do not exist."""
-
-
-class EchoTransport(Transport):
-    """Imitates a group of `size` ranks in which only this rank, the first, exists. Each peer's part is a copy of its own part.
-
-    rank 0 has a0 a1 gather of a0: a0 a0 reduction: a0 + a0 swap: a0 a1 message: the last equal one that was sent
-
-    Shapes and magnitudes are those of a run. Exchanges are complete when they start. Their copies are timed separately.
-    """
-
-    def __init__(self, size: int, device: Device) -> None:
-        self._size = size
-        self._device = device
-        self._sent: dict[tuple[object, ...], Tensor] = {}
-        self._spans: list[Span] = []
-
-    def spans(self) -> list[Span]:
-        """Returns the spans of exchanges since the last call, as moments of the device."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        def repeat() -> None:
-            for output, shard in zip(outputs, shards, strict=True):
-                for row in output.detach().view(self._size, *shard.shape):
-                    copy_shard(shard.detach(), row)
-
-        return self._time_copy(repeat)
-
-    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        local_rows = [output.detach()[: output.shape[0] // self._size] for output in outputs]
-        return self._time_copy(lambda: [rows.mul_(self._size) for rows in local_rows])
-
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return self._time_copy(lambda: copy_shard(sent.detach(), received.detach()))
-
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return self._time_copy(lambda: tensor.detach().mul_(self._size))
-
-    def imitate(self, exchange: Exchange, result: Tensor, source: Tensor, channel: str, what: str) -> Callable[[], None]:
-        """Imitates an exchange without a transport. This rank is the first, so it has the value of a broadcast."""
-        key = channel, source.numel(), source.dtype
-        match exchange:
-            case "sum":
-                self.all_reduce(result, what=what)
-            case "all_to_all":
-                self.all_to_all(result, source, what=what)
-            case "all_gather":
-                self.all_gather([result.view(-1)], [source.view(-1)], what=what)
-            case "send":
-                self._sent[key] = source.detach()
-            case "receive":  # the wait finds the message, which may be sent after this call
-                return lambda: self._receive(result, channel, what)
-        return lambda: None
-
-    def _receive(self, tensor: Tensor, channel: str, what: str) -> None:
-        sent = self._sent.get((channel, tensor.numel(), tensor.dtype))
-        if sent is None:
-            raise MissingRankError(f"waits for a message ({what}), but has sent no equal message itself")
-        self._time_copy(lambda: copy_shard(sent.view(tensor.shape), tensor.detach()))
-
-    def _time_copy(self, copy: Callable[[], object]) -> Work:
-        start = self._device.moment()
-        copy()
-        self._spans.append((start, self._device.moment()))
-        return CompletedWork()
-
-
-class _SingleRankChannels(dict[str, Any]):
-    """Raises MissingRankError, with `what`, for an unknown channel."""
-
-    def __init__(self, what: str, channels: dict[str, Any]) -> None:
-        super().__init__(channels)
-        self.what = what
-
-    def __missing__(self, channel: str) -> Any:
-        raise MissingRankError(f"asks for the {self.what} of the channel `{channel}`, which the simulated group does not have")
-
-
-def echo_group(axis: str, echo: EchoTransport, size: int) -> Group:
-    """Returns a group of `size` ranks whose exchanges `echo` imitates. The group raises MissingRankError for all other
-    operations.
-    """
-    transports = _SingleRankChannels("transport", dict.fromkeys(CHANNELS.get(axis, (DEFAULT_CHANNEL,)), echo))
-    return Group(axis, tuple(range(size)), 0, _SingleRankChannels("communicator", {}), transports, imitate=echo.imitate)

@@ -25,12 +25,12 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import Model
-from sley_core.plan.plan import Component, Plan
+from sley_core.plan.plan import Plan
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.trace import layer_works
 from sley_estimate.layers.variants import LayerVariants, Variant, layer_keys
 from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
-from sley_estimate.search.layouts import Choice, Choices, list_choices
+from sley_estimate.search.layouts import Choices, list_choices
 
 Source = Literal["measured", "in proportion", "counted"]
 """The source of a layer's seconds: the machine file, another variant there after scaling, or only counting."""
@@ -178,26 +178,23 @@ class MeasuredVariant:
 
 
 class NearestLayers:
-    """Prices layers of `variants` from the measured layers in `machine`. choices: the policies and attentions of possible
-    measurements.
+    """Prices layers of `variants` from the measured layers in `machine`, which have whole sequences. choices: the policies of
+    possible measurements.
     """
 
     def __init__(self, variants: LayerVariants, machine: MachineFile, choices: Choices) -> None:
         self.variants = variants
         self.machine = machine
         self.policies = choices.policies
-        self.attention: Choice | Component | None = choices.attention[0] if choices.attention else None
         self._measured_seconds = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
 
-    def price(
-        self, variant: Variant, works: Sequence[LayerWork], attention: Choice | Component | None = None
-    ) -> list[tuple[LayerSeconds, Source]]:
+    def price(self, variant: Variant, works: Sequence[LayerWork]) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
 
-        works: the work of each layer in this variant; equal layers share one object. attention: required for sliced sequences.
-        Raises PlanError "machine-matmul".
+        works: the work of each layer in this variant; equal layers share one object. Raises PlanError "machine-matmul".
         """
-        keys = self.variants.keys(variant, attention) if self._measured_seconds else [""] * len(works)
+        is_measured = bool(self._measured_seconds) and variant.sp == 1
+        keys = self.variants.keys(variant) if is_measured else [""] * len(works)
         priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
         result = []
         for index, (work, key, nearest) in enumerate(zip(works, keys, self._nearest_variants(variant), strict=True)):
@@ -219,12 +216,11 @@ class NearestLayers:
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
     def _nearest_variants(self, variant: Variant) -> list[MeasuredVariant | None]:
-        """Returns the nearest measured variant of each layer: by samples, then by slices, then by policy."""
+        """Returns the nearest measured variant of each layer: by samples, then by policy."""
 
-        def distance(measured: MeasuredVariant) -> tuple[float, bool, bool]:
+        def distance(measured: MeasuredVariant) -> tuple[float, bool]:
             candidate = measured.variant
-            samples = abs(log2(candidate.samples / variant.samples))
-            return samples, candidate.sp != variant.sp, str(candidate.policy) != str(variant.policy)
+            return abs(log2(candidate.samples / variant.samples)), str(candidate.policy) != str(variant.policy)
 
         nearest = {candidates: min(candidates, key=distance, default=None) for candidates in set(self._measured_variants)}
         return [nearest[candidates] for candidates in self._measured_variants]
@@ -236,14 +232,13 @@ class NearestLayers:
             return [()] * len(self.variants.model.layers)
         plan, tables = self.variants.plan, self.machine.layers
         sizes = {plan.batch.micro_size, *(table.micro_size for table in tables if table.micro_size)}
-        slices = {1, plan.parallel.sp, *(table.sp for table in tables)} if self.attention else {1}
         policies = [policy for policy in self.policies if not policy.copies]
         by_layer: list[dict[str, MeasuredVariant]] = [{} for _ in self.variants.model.layers]
         shared: dict[str, MeasuredVariant] = {}
-        for combination in product(policies, sorted(sizes), sorted(slices)):
+        for combination in product(policies, sorted(sizes)):
             variant = Variant(*combination)
             try:
-                keys = self.variants.keys(variant, self.attention)
+                keys = self.variants.keys(variant)
             except SleyError:  # a policy that cannot be built was not measured
                 continue
             for variants, key in zip(by_layer, keys, strict=True):
@@ -273,12 +268,12 @@ def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, fields)
     tables = {table.key: table for table in machine.layers}
-    if tables.keys() >= set(keys):
+    is_sliced = plan.parallel.sp > 1
+    if not is_sliced and tables.keys() >= set(keys):
         return [
             PricedLayer(layer.name, key, LayerSeconds.from_table(tables[key]), tables[key].output_bytes, "measured")
             for layer, key in zip(model.layers, keys, strict=True)
         ]
-    is_sliced = plan.parallel.sp > 1
     if is_sliced and not machine.layers:
         return None
     works = [] if is_sliced else layer_works(plan, model, fields, keys)
@@ -295,7 +290,7 @@ def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine
                 works = nearest.variants.works(variant)
             except SleyError:
                 return None
-        priced = nearest.price(variant, works, plan.sequence)
+        priced = nearest.price(variant, works)
         if is_sliced and all(source == "counted" for _, source in priced):
             return None
     return [

@@ -23,7 +23,6 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from sley_core.data.batches import SequenceSlicer, sliced_info
 from sley_core.engine.call import Keep
 from sley_core.errors import SleyError
 from sley_core.plan import document
@@ -35,7 +34,7 @@ from train_cli.meta_model import meta_micro_batch
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer, Model
-    from sley_core.plan.plan import Component, Plan
+    from sley_core.plan.plan import Plan
     from sley_core.protocols import ActivationPolicy
     from sley_estimate.search.layouts import Choice
 
@@ -89,20 +88,13 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
     """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta.
 
     fields: a microbatch, whose shapes and dtypes are part of the key, as are policy, precision and loss. `train-cli calibrate`
-    writes the same keys for the plan in any layout with its `micro_size` and `sp`.
+    writes the same keys for the plan in any layout with its `micro_size` and whole sequences.
     """
-    sequence = plan.sequence
-    slices = slice_key(plan.parallel.sp, sequence.name, sequence.config) if sequence is not None else ()
-    return LayerKeys(plan, model, policy).keys(fields, slices)
-
-
-def slice_key(sp: int, attention: str, config: Any) -> tuple[Any, ...]:
-    """Returns the key parts for sequences sliced over `sp` ranks, or () for whole sequences."""
-    return (sp, attention, plain_value(config, "sequence")) if sp > 1 else ()
+    return LayerKeys(plan, model, policy).keys(fields)
 
 
 class LayerKeys:
-    """Makes the keys of a plan's layers under one policy for any microbatch and slices."""
+    """Makes the keys of a plan's layers under one policy for any microbatch."""
 
     def __init__(self, plan: Plan, model: Model, policy: ActivationPolicy) -> None:
         last = len(model.layers) - 1
@@ -114,12 +106,12 @@ class LayerKeys:
             suffix = precision, (index == 0, loss), _policy_key(plan, policy, layer)
             self._texts.append((", ".join(map(repr, prefix)), ", ".join(map(repr, suffix))))
 
-    def keys(self, fields: Mapping[str, Tensor], slices: tuple[Any, ...] = ()) -> list[str]:
-        """Returns the key of each layer for a microbatch `fields`. slices: the result of `slice_key`."""
+    def keys(self, fields: Mapping[str, Tensor]) -> list[str]:
+        """Returns the key of each layer for a microbatch `fields`."""
         shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
         digests: dict[tuple[str, str], str] = {}
         for prefix, suffix in dict.fromkeys(self._texts):
-            text = f"({', '.join([prefix, repr(shapes), suffix, *map(repr, slices)])})"
+            text = f"({', '.join([prefix, repr(shapes), suffix])})"
             digests[prefix, suffix] = hashlib.sha256(text.encode()).hexdigest()[:16]
         return [digests[text] for text in self._texts]
 
@@ -190,8 +182,8 @@ class LayerVariants:
         """Returns the policy, built for the model's layers. Raises PlanError if it cannot be built."""
         return self._plan(policy)[1]
 
-    def keys(self, variant: Variant, attention: Choice | Component | None = None) -> list[str]:
-        """Returns each layer's key. attention: required if `sp` > 1. Raises PlanError for a policy that cannot be built."""
+    def keys(self, variant: Variant) -> list[str]:
+        """Returns each layer's key with whole sequences. Raises PlanError for a policy that cannot be built."""
 
         def make_keys() -> LayerKeys:
             plan, policy = self._plan(variant.policy)
@@ -202,14 +194,7 @@ class LayerVariants:
             variant.micro_size,
             lambda: meta_micro_batch(apply_variant(self.plan, micro_size=variant.micro_size, sp=1), self.dataset),
         )
-        slices: tuple[Any, ...] = ()
-        if variant.sp > 1:
-            assert attention is not None, variant
-            slices = slice_key(variant.sp, attention.name, attention.config)
-            info = sliced_info(self.dataset.info, variant.sp)  # raises if the data has no sequences
-            declared = {name: field for name, field in info.fields.items() if name in fields}
-            fields = SequenceSlicer(declared, variant.sp, 0)(fields)
-        return memoize(self._layer_keys, str(variant.policy), make_keys).keys(fields, slices)
+        return memoize(self._layer_keys, str(variant.policy), make_keys).keys(fields)
 
     def works(self, variant: Variant) -> list[LayerWork]:
         """Returns the work of each layer; equal layers share one object. For slices it includes the copies that attentions make

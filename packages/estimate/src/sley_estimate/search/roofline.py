@@ -172,7 +172,7 @@ class Roofline:
             works = self._variants.works(variant)
             rows = []
             copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()
-            priced = self._nearest.price(variant, works, layout.attention)
+            priced = self._nearest.price(variant, works)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
                 # A backward needs at least the gradient of the layer's output.
                 forward, backward, saved, backward_bytes = (
