@@ -20,7 +20,8 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MetricsWriter
 from sley_metrics import config
-from sley_metrics.config import TensorboardConfig, WandbConfig, check_metrics
+from sley_metrics.config import TensorboardConfig, WandbConfig
+from sley_metrics.plugin import sley_check_plan
 from sley_metrics.writers import TensorboardWriter, WandbWriter
 from sley_testing.plans import small_plan
 from sley_testing.writer_contract import MetricsWriterContract, Point
@@ -178,7 +179,7 @@ def plan_with(*writers: dict[str, Any]) -> Plan:
 @pytest.mark.parametrize("writer", [TENSORBOARD, WANDB])
 def test_a_missing_package_is_named_with_the_command(writer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda name: None)
-    (problem,) = check_metrics(plan_with(JSONL, writer))
+    (problem,) = sley_check_plan(plan_with(JSONL, writer))
     name = writer["use"].removeprefix("metrics.")
     assert (problem.code, problem.path) == (f"{name}-missing", ("metrics", 1, "use"))
     assert problem.hint is not None
@@ -187,5 +188,5 @@ def test_a_missing_package_is_named_with_the_command(writer: dict[str, Any], mon
 
 @pytest.mark.parametrize("writer", [TENSORBOARD, WANDB])
 def test_a_writer_that_is_listed_twice_is_refused(writer: dict[str, Any]) -> None:
-    (problem,) = check_metrics(plan_with(writer, JSONL, writer))
+    (problem,) = sley_check_plan(plan_with(writer, JSONL, writer))
     assert (problem.code, problem.path) == ("metrics-twice", ("metrics", 2))

@@ -1,9 +1,9 @@
 """Connects the members of a group, so that they can read each other's memory and write to each other's inboxes.
 
-Both need the right to trace the peer's process. Processes of one user have it unless Yama or a container forbids it.
-`Connection.open` tries it, and returns None if any pair of ranks lacks it. A process descriptor (`pidfd_open`) identifies each
-peer, and is checked before every copy, since the kernel may reuse the pid of a process that has ended. Only x86-64 is
-supported, since other processors may reorder the writes of an offer (`offers`).
+Both need the right to trace the peer's process. Processes of one user have this right unless Yama or a container forbids it.
+`Connection.open` returns None if any pair of ranks lacks it. A process descriptor (`pidfd_open`) identifies each peer, and is
+checked before every copy, since the kernel may reuse the pid of a process that has ended. Only x86-64 is supported, since other
+processors may reorder the writes of an offer (`offers`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SLOTS = 1024
 class Offer(ctypes.Structure):
     """An offer of tensors to a peer.
 
-    table: the address of a table with the addresses of `num_tensors` tensors. mark, num_bytes: the number of the exchange's
-    `Mark` and the size of the exchange. text, text_bytes: the address and size of the mark's text. number: the number of the
+    table: the address of a table with the addresses of `num_tensors` tensors. mark: the number of the exchange's `Mark`.
+    num_bytes: the size of the exchange. text, text_bytes: the address and size of the mark's text. number: the number of the
     offer in its ring, which is written last.
     """
 
@@ -62,11 +62,11 @@ _OFFER_WORDS = OFFER_BYTES // WORD_BYTES
 _RING_WORDS = SLOTS * (_OFFER_WORDS + 1)
 
 _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
-"""The words of all inboxes of this process. They are never freed, since peers of a failed run may still write to them."""
+"""The memory of all inboxes of this process, which is never freed, since peers of a failed run may still write to it."""
 
 
 class Inbox:
-    """Holds an inbox for `size` ranks with `num_rings` rings each, initially zeros. words: its memory.
+    """An inbox for `size` ranks with `num_rings` rings each. words: its memory, which is initially zero.
 
         token | for each peer and ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
 
@@ -88,26 +88,26 @@ class Inbox:
         return ctypes.addressof(self.words)
 
     def offer(self, peer: int, ring: int, slot: int) -> Offer:
-        """Returns a view of the offer of the peer at coordinate `peer` in `slot` of ring `ring`."""
+        """Returns a view of the offer from coordinate `peer` in `slot` of `ring`."""
         return Offer.from_buffer(self.words, self.offer_index(peer, ring, slot) * WORD_BYTES)
 
     def offer_index(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the first word of a peer's offer, which is equal in the inboxes of all members."""
+        """Returns the index of the first word of a peer's offer. The index is the same in all members' inboxes."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + slot * _OFFER_WORDS
 
     def number_index(self, peer: int, ring: int, slot: int) -> int:
         """Returns the index of the word with the number of a peer's offer."""
         return self.offer_index(peer, ring, slot) + _OFFER_WORDS - 1
 
-    def read_index(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word to which `peer` writes the number of this rank's offer after it has read the offer."""
+    def confirmation_index(self, peer: int, ring: int, slot: int) -> int:
+        """Returns the index of the word in which `peer` confirms reads, with the number of this rank's offer."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 
 def _allocate_zeros(num_bytes: int) -> mmap.mmap:
-    """Allocates zeros whose pages need memory only once they are written, so that unused rings need none.
+    """Allocates zeros whose pages need memory only after they are written, so that unused rings need none.
 
-    Systems except Linux cannot attach, but need an inbox until the ranks have told each other so.
+    Systems other than Linux cannot attach, but need an inbox until the ranks know it of each other.
     """
     if sys.platform == "linux":
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -118,19 +118,19 @@ _YIELD_S = 1e-3
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 5e-4
 _SLEEP_DIVISOR = 64
-"""A waiting rank yields for a millisecond, and then sleeps for 1/64 of the time that it has waited, which delays it little.
-Polling every 50 us would use 15 % of a core, which the awaited rank may need.
+"""A waiting rank yields for a millisecond, and then repeatedly sleeps for 1/64 of its waiting time, which delays it little.
+Polling every 50 us would use 15 % of a core, which the peer may need.
 """
 
 _PEER_CHECK_S = 0.5
-"""The interval at which a waiting rank checks whether the peer is alive."""
+"""The interval at which a waiting rank checks whether its peer is alive."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class _Address(NamedTuple):
-    """Locates a rank: its host, its pid, and the address and token of its inbox."""
+    """The host id and pid of a rank, and the address and token of its inbox."""
 
     host: Hashable
     pid: int
@@ -147,7 +147,7 @@ class Connection:
         self.peers = members.peers
         self.timeout_s = timeout_s
         self.inbox = Inbox(members.size, num_rings, secrets.randbits(62))
-        self._addresses = [_Address(_host(), os.getpid(), self.inbox.address, self.inbox.words[0])]
+        self._addresses = [_Address(_host_id(), os.getpid(), self.inbox.address, self.inbox.words[0])]
         self._process_polls: dict[int, select.poll] = {}
 
     @classmethod
@@ -161,7 +161,7 @@ class Connection:
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}
-        # Opens the descriptors before it reads the tokens, so that a token proves the identity of the descriptor's process.
+        # Opens the descriptors before reading the tokens, so that a token proves the identity of the descriptor's process.
         is_connected = (
             len(hosts) == 1
             and None not in hosts
@@ -171,10 +171,10 @@ class Connection:
         return connection if all(gather_values(is_connected, channel)) else None
 
     def read(self, peer: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan], label: str) -> None:
-        """Copies the spans `remote` of the memory of the peer at coordinate `peer` to `local`, which are equally long.
+        """Copies the spans `remote` of the peer's memory to the spans `local` of equal sizes.
 
-        label: the exchange, for errors. Raises RunError `collective-failed` if the peer has ended or its memory cannot be
-        read.
+        peer: the peer's coordinate. label: the description of the exchange for errors. Raises RunError `collective-failed` if
+        the peer has ended or its memory cannot be read.
         """
         num_bytes = -1 if self._has_ended(peer) else read(self._addresses[peer].pid, local, remote)
         self._check_copy(num_bytes, remote, peer, label)
@@ -184,7 +184,7 @@ class Connection:
         return not self._has_ended(peer) and read(self._addresses[peer].pid, [local], [remote]) == local.num_bytes
 
     def push(self, peer: int, local: Sequence[MemorySpan], index: int, label: str) -> None:
-        """Copies the spans `local`, one after another, to the peer's inbox from the word `index` on.
+        """Copies the spans `local`, one after another, to the peer's inbox, starting at the word `index`.
 
         Raises RunError `collective-failed` if the peer has ended or its memory cannot be written.
         """
@@ -196,16 +196,16 @@ class Connection:
         num_bytes = -1 if self._has_ended(peer) else write(self._addresses[peer].pid, local, remote)
         self._check_copy(num_bytes, remote, peer, label)
 
-    def wait_until(self, is_true: Callable[[], bool], late_peer: Callable[[], int], turn: Turn) -> None:
-        """Calls `is_true` until it returns True. After a millisecond, sleeps between the calls.
+    def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int], turn: Turn) -> None:
+        """Calls `condition` until it returns True. After a millisecond, sleeps between the calls.
 
-        late_peer: returns the coordinate of a peer that delays the wait. turn: describes the exchange. Raises RunError
+        late_peer: returns the coordinate of a peer that delays the wait. turn: the description of the exchange. Raises RunError
         `collective-failed` if that peer has ended or exceeds `timeout_s`, and `ranks-differ` if ranks wait for each other.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress
         progress.begin_wait(turn)
-        while not is_true():
+        while not condition():
             time_s = time.perf_counter()
             if time_s - start < _YIELD_S:
                 os.sched_yield()
@@ -215,19 +215,19 @@ class Connection:
                 last_check = time_s
                 peer = late_peer()
                 if not self._can_reach(peer):
-                    raise turn.wait_error(self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
+                    raise turn.wait_error(self._failure_message(peer, turn.what, "it has ended"), False, self._rank_of(peer))
                 if time_s - start > self.timeout_s:
                     reason = f"it did not arrive within {self.timeout_s:g} s"
-                    raise turn.wait_error(self._failure(peer, turn.what, reason), True, self._rank_of(peer))
+                    raise turn.wait_error(self._failure_message(peer, turn.what, reason), True, self._rank_of(peer))
         progress.end_wait()
 
     def _check_copy(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, label: str) -> None:
         """Raises RunError `collective-failed` unless `num_bytes` is the size of `spans`."""
         if num_bytes != sum(span.num_bytes for span in spans):
-            message = self._failure(peer, label, "its memory can no longer be reached")
+            message = self._failure_message(peer, label, "its memory can no longer be reached")
             raise RunError("collective-failed", message, hint="another rank of the group stopped")
 
-    def _failure(self, peer: int, label: str, reason: str) -> str:
+    def _failure_message(self, peer: int, label: str, reason: str) -> str:
         """Returns the error message of a failed exchange with a peer."""
         return f"the exchange of {label} with rank {self._rank_of(peer)} failed on rank {self.members.rank}: {reason}"
 
@@ -236,9 +236,9 @@ class Connection:
         return self.members.ranks[peer]
 
     def _open_descriptors(self) -> bool:
-        """Opens a descriptor of each peer's process, and returns whether that worked for all. Needs Linux 5.3.
+        """Opens descriptors of the peers' processes until this object is freed. Returns whether all are open.
 
-        The descriptors are closed with this object.
+        Needs Linux 5.3.
         """
         descriptors: list[int] = []
         weakref.finalize(self, _close_descriptors, descriptors)
@@ -252,11 +252,11 @@ class Connection:
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether the peer's process has ended, so that another process may have its pid. Takes 1 us."""
+        """Returns whether the peer's process has ended, so that another process may have its pid. This takes 1 us."""
         return bool(self._process_polls[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:
-        """Returns whether the peer is alive, and its inbox has its token and can be read and written."""
+        """Returns whether the peer is alive, and its inbox can be read and written and has the expected token."""
         if self._has_ended(peer):
             return False
         address = self._addresses[peer]
@@ -272,10 +272,10 @@ def _close_descriptors(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-def _host() -> Hashable:
-    """Returns the boot and pid namespace of this process, which are equal for processes that may read each other.
+def _host_id() -> Hashable:
+    """Returns the boot id and the pid namespace, which are equal for processes that can read each other's memory.
 
-    None if they are unknown, or if this is not Linux on x86-64.
+    Returns None if they are unknown, or if this is not Linux on x86-64.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None

@@ -13,15 +13,15 @@ from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Turn
 
 RING = SLOTS
-"""The limit of open offers. The next offer first completes the oldest, at the same point of the order on all ranks."""
+"""The maximum number of open offers. If all are open, the next offer of every rank first completes the oldest."""
 
 _Table = ctypes.Array[ctypes.c_int64]
 
 
 class Offers:
-    """Manages the offers of the members of `connection` in ring `ring` of their inboxes, numbered from 1.
+    """Makes and reads the offers, numbered from 1, of the members of `connection` in ring `ring` of their inboxes.
 
-    channel: the name of the channel, for errors. The tensors of an offer are contiguous, and must not be written before
+    channel: the channel's name for errors. The tensors of an offer must be contiguous, and must not be written before
     `wait_read` returns.
     """
 
@@ -42,10 +42,9 @@ class Offers:
     def offer(self, tensors: Sequence[Tensor], mark: Mark, complete: Callable[[], None] | None = None) -> int:
         """Lets every peer read `tensors`, and returns the number of the offer.
 
-        If RING offers are open, first completes the oldest and waits until peers have read it. All members must make their
-        offers in the same order, which `wait_table` checks by `mark`. complete: reads the peers' offers of this number, and
-        returns when peers have read this offer. It is called if the ring is full, since otherwise ranks could wait for each
-        other.
+        complete: a function that reads the peers' offers of this number, and waits until the peers have read this offer. If
+        RING offers are open, the oldest is completed first, since otherwise ranks could wait for each other. All members must
+        make their offers in the same order, which `wait_table` checks by `mark`.
         """
         number = self._num_offers = self._num_offers + 1
         self._progress.add_turn(Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes))
@@ -90,20 +89,20 @@ class Offers:
         self.connection.read(peer, local, remote, label)
 
     def finish_read(self, peer: int, number: int, label: str) -> None:
-        """Tells the peer that this rank does not read its offer `number` any more, and records that as progress."""
+        """Confirms to the peer that this rank no longer reads the peer's offer `number`, and records it as progress."""
         word = ctypes.c_int64(number)
-        index = self._inbox.read_index(self.coord, self._ring, number % RING)
+        index = self._inbox.confirmation_index(self.coord, self._ring, number % RING)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], index, label)
         queue, numbers = self._read_queues[peer], self._progress.numbers
         numbers[queue] = max(number, numbers.get(queue, 0))
 
     def is_offered(self, number: int) -> bool:
-        """Returns whether every peer has made its offer `number`. Never blocks."""
+        """Returns whether every peer has made its offer `number`, without blocking."""
         return self._late_peer(self._inbox.number_index, number) is None
 
     def is_read(self, number: int) -> bool:
-        """Returns whether every peer has read this rank's offer `number`. Never blocks."""
-        return self._late_peer(self._inbox.read_index, number) is None
+        """Returns whether every peer has read this rank's offer `number`, without blocking."""
+        return self._late_peer(self._inbox.confirmation_index, number) is None
 
     def late_offerer(self, number: int) -> int:
         """Returns the coordinate of a peer that has not made its offer `number`, or of any peer if all have."""
@@ -112,7 +111,7 @@ class Offers:
 
     def late_reader(self, number: int) -> int:
         """Returns the coordinate of a peer that has not read this rank's offer `number`, or of any peer if all have."""
-        peer = self._late_peer(self._inbox.read_index, number)
+        peer = self._late_peer(self._inbox.confirmation_index, number)
         return self.peers[0] if peer is None else peer
 
     def wait_read(self, number: int, label: str) -> None:
@@ -121,7 +120,7 @@ class Offers:
         Raises RunError `collective-failed` if a peer has ended or exceeds the time limit.
         """
         for peer in self.peers:
-            index = self._inbox.read_index(peer, self._ring, number % RING)
+            index = self._inbox.confirmation_index(peer, self._ring, number % RING)
             self._wait_word(index, number, peer, label, self._read_queues[self.coord])
         self._open_offers.pop(number, None)
 
@@ -136,7 +135,7 @@ class Offers:
     def _wait_word(self, index: int, number: int, peer: int, label: str, queue: str) -> None:
         """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`.
 
-        queue: the name of the sequence of numbers, for the progress.
+        queue: the name of the sequence of offers in progress reports.
         """
         words = self._inbox.words
         if words[index] < number:
@@ -144,18 +143,21 @@ class Offers:
             self.connection.wait_until(lambda: words[index] >= number, lambda: peer, turn)
 
     def _late_peer(self, word_index: Callable[[int, int, int], int], number: int) -> int | None:
-        """Returns the first peer whose word in this rank's inbox is below `number`, or None. word_index: returns its index."""
+        """Returns the first peer whose word in this rank's inbox is below `number`, or None.
+
+        word_index: returns the index of the word for a peer, a ring and a slot.
+        """
         words, slot = self._inbox.words, number % RING
         return next((peer for peer in self.peers if words[word_index(peer, self._ring, slot)] < number), None)
 
     def _push(self, offer: Offer, slot: int, label: str) -> None:
-        """Writes `offer` to every peer's inbox, its number last, so that a peer that sees the number sees all fields.
+        """Writes `offer` to every peer's inbox, and its number last, so that a peer that sees the number sees all fields.
 
-        This order is guaranteed for three reasons. (1) `process_vm_writev` copies the spans in order (its man page), so it
-        stores the fields before the number. (2) The two are separate spans. x86-64 may reorder stores within a copy by
-        `rep movs`, but not between two copies (Intel SDM, volume 3, "Fast-String Operation and Out-of-Order Stores"). (3) On
-        x86-64 all cores see the stores of a core in order, and loads are not reordered. So a peer that first loads the number
-        then loads the written fields. This process has written the table and the text of an offer earlier.
+        Three facts guarantee this order. (1) `process_vm_writev` copies spans in order (its man page), so it stores the fields
+        before the number. (2) The two are separate spans. x86-64 may reorder stores within a copy by `rep movs`, but not
+        between two copies (Intel SDM, volume 3, "Fast-String Operation and Out-of-Order Stores"). (3) On x86-64, all cores see
+        the stores of a core in order, and loads are not reordered. So a peer that first loads the number then loads the written
+        fields. The table and the text of the offer were written earlier.
         """
         start = ctypes.addressof(offer)
         spans = [MemorySpan(start, NUMBER_OFFSET), MemorySpan(start + NUMBER_OFFSET, WORD_BYTES)]
@@ -164,7 +166,7 @@ class Offers:
             self.connection.push(peer, spans, index, label)
 
     def _read_mark_text(self, peer: int, offer: Offer) -> str:
-        """Returns the text of the mark of a peer's offer, or an empty text if it cannot be read any more."""
+        """Returns the text of the mark of a peer's offer, or an empty text if the peer's memory cannot be read."""
         text = ctypes.create_string_buffer(offer.text_bytes)
         local = MemorySpan(ctypes.addressof(text), offer.text_bytes)
         is_read = self.connection.try_read(peer, local, MemorySpan(offer.text, offer.text_bytes))

@@ -1,7 +1,4 @@
-"""Copies between the memory of two processes of one user, with Linux's `process_vm_readv` and `process_vm_writev`.
-
-This is known as cross-memory attach (CMA).
-"""
+"""Cross-memory attach (CMA): copies between two processes by Linux's `process_vm_readv` and `process_vm_writev`."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 MAX_SPANS = 1024
-"""The limit of spans per call (IOV_MAX of Linux)."""
+"""The maximum number of spans per call (IOV_MAX of Linux)."""
 
 MAX_BYTES = 1 << 30
-"""The limit of bytes per call. Linux silently copies less than 2 GiB per call (MAX_RW_COUNT)."""
+"""The maximum number of bytes per call. Linux silently copies less than 2 GiB per call (MAX_RW_COUNT)."""
 
 
 class MemorySpan(NamedTuple):
-    """`num_bytes` bytes at `address` in a process."""
+    """A span of `num_bytes` bytes at `address` in the memory of a process."""
 
     address: int
     num_bytes: int
@@ -28,8 +25,8 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _function(name: str) -> Any:
-    """Returns the function `name` of the C library, or None if there is none."""
+def _load_function(name: str) -> Any:
+    """Returns the function `name` of the C library, or None if the library has no such function."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
@@ -38,12 +35,12 @@ def _function(name: str) -> Any:
     return function
 
 
-_readv = _function("process_vm_readv")
-_writev = _function("process_vm_writev")
+_readv = _load_function("process_vm_readv")
+_writev = _load_function("process_vm_writev")
 
 
 def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Copies the spans `remote` of process `pid` to `local`, which are equally long, without the GIL.
+    """Copies the spans `remote` of process `pid` to the spans `local` of equal sizes, without the GIL.
 
     Returns the number of copied bytes, or -1 if the copy is not permitted.
     """
@@ -59,8 +56,8 @@ def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -
 
 
 def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Calls `function` within Linux's limits. Returns the number of copied bytes, or -1 if a call fails or it is None."""
-    if function is None:
+    """Calls `function` as often as Linux's limits require, and returns the number of copied bytes, or -1 if a call fails."""
+    if function is None:  # the C library has no such function
         return -1
     num_copied = 0
     for local_part, remote_part in _split_calls(local, remote):
@@ -75,7 +72,7 @@ def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence
 def _split_calls(
     local: Sequence[MemorySpan], remote: Sequence[MemorySpan]
 ) -> Iterator[tuple[Sequence[MemorySpan], Sequence[MemorySpan]]]:
-    """Yields the local and remote spans of each call: all at once if they fit, or pairs of spans, split where necessary."""
+    """Yields the local and remote spans of each call. Splits them if they exceed the limits of a call."""
     if len(remote) <= MAX_SPANS and len(local) <= MAX_SPANS and sum(span.num_bytes for span in remote) <= MAX_BYTES:
         yield local, remote
         return

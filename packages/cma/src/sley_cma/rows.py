@@ -1,6 +1,6 @@
-"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory. The bits are those of messages.
+"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory, with the same bits as with messages.
 
-Data are read only in a wait, so that a wait takes the time of the copy, and nothing runs before.
+Ranks read data only in a wait, so the copy runs in the wait and not in the background.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Published, Work
 
 BLOCK_BYTES = 1 << 18
-"""The size of the blocks of a gradient that are read and then added, so that they stay in the cache."""
+"""The size of the blocks of a gradient that are read and added one at a time, so that each stays in the cache."""
 
 
 class _Exchange(Work):
-    """An exchange for which each rank offers `tensors` once. Subclasses read from the peers' tensors."""
+    """An exchange in which each rank offers `tensors` once. Subclasses read the peers' tensors."""
 
     def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
         self._offers = offers
@@ -50,19 +50,19 @@ class _Exchange(Work):
         self._offers.wait_read(self._number, self._label)
 
     def _read_peers(self) -> None:
-        """Reads the data of all peers, and tells them so."""
+        """Reads the data of all peers, and confirms it to them."""
         raise NotImplementedError
 
 
 class Gather(_Exchange):
-    """Fills each of `outputs` with the ranks' `shards`."""
+    """An all-gather of the ranks' `shards` into `outputs`."""
 
     def __init__(self, offers: Offers, outputs: Sequence[Tensor], shards: Sequence[Tensor], mark: Mark) -> None:
         super().__init__(offers, shards, mark)
         self._rows = copy_local_rows(outputs, shards, offers)
 
     def release(self) -> None:
-        """Drops the result, and tells the peers that unread data are not needed any more."""
+        """Drops the result, and confirms to the peers that this rank no longer needs their data."""
         if self._is_open:
             self._is_open = False
             for peer in self._offers.peers:
@@ -79,52 +79,49 @@ class Gather(_Exchange):
 
 
 class ReduceScatter(_Exchange):
-    """Adds the peers' rows of each of `inputs` to this rank's rows."""
+    """A reduce-scatter, which adds the peers' rows of each of `inputs` to this rank's rows."""
 
     def __init__(self, offers: Offers, inputs: Sequence[Tensor], size: int, mark: Mark) -> None:
         self._local_rows = [tensor.view(size, -1)[offers.coord] for tensor in inputs]
         super().__init__(offers, inputs, mark)
 
     def _read_peers(self) -> None:
-        """Waits for all peers, and adds their rows in the order of coordinates."""
+        """Waits for all peers, and adds their rows in ascending order of coordinates."""
         offers = self._offers
         tables = [offers.wait_table(peer, self._number, self._label) for peer in offers.peers]
         for index, rows in enumerate(self._local_rows):
             addresses = [table[index] + offers.coord * rows.nbytes for table in tables]
-            add_remote(offers, rows, addresses, self._label)
+            add_peer_tensors(offers, rows, addresses, self._label)
         for peer in offers.peers:
             offers.finish_read(peer, self._number, self._label)
 
 
 class AllToAll(_Exchange):
-    """Reads this rank's row of the i-th rank's `sent` into row i of `received`."""
+    """An all-to-all, which reads this rank's row of the i-th rank's `input` into row i of `output`."""
 
-    def __init__(self, offers: Offers, received: Tensor, sent: Tensor, mark: Mark) -> None:
-        super().__init__(offers, [sent], mark)
-        self._received = received
-        received[offers.coord].copy_(sent[offers.coord])
+    def __init__(self, offers: Offers, output: Tensor, input: Tensor, mark: Mark) -> None:
+        super().__init__(offers, [input], mark)
+        self._output = output
+        output[offers.coord].copy_(input[offers.coord])
 
     def _read_peers(self) -> None:
         offers = self._offers
         for peer in offers.peers:
             (address,) = offers.wait_table(peer, self._number, self._label)
-            local = span_of(self._received[peer])
+            local = span_of(self._output[peer])
             remote = MemorySpan(address + offers.coord * local.num_bytes, local.num_bytes)
             offers.read(peer, [local], [remote], self._label)
             offers.finish_read(peer, self._number, self._label)
 
 
 class PublishedOffer(Published):
-    """Lets the peers read `shards` with a single offer until `wait_sent`.
-
-    All gathers of the shards together wait only once for each peer.
-    """
+    """A single offer of `shards`, which peers may read until `wait_sent`. The gathers wait only once for each peer."""
 
     def __init__(self, offers: Offers, shards: Sequence[Tensor], mark: Mark) -> None:
         self.offers = offers
         self._label = mark.what
         self._shards = shards  # peers may read them
-        self._number = offers.offer(shards, mark)  # only one is open, in a separate ring
+        self._number = offers.offer(shards, mark)  # the only open offer of its ring
         self._indices = {shard.data_ptr(): index for index, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
@@ -133,7 +130,7 @@ class PublishedOffer(Published):
         return _PublishedGather(self, outputs, shards, [self._indices[shard.data_ptr()] for shard in shards])
 
     def read(self, peer: int, indices: Sequence[int], local: Sequence[MemorySpan]) -> None:
-        """Copies the peer's published shards at `indices` to `local`. The first call waits until the peer publishes them."""
+        """Copies the peer's published shards at `indices` to `local`. The first call waits until the peer has published."""
         if peer not in self._tables:
             self._tables[peer] = self.offers.wait_table(peer, self._number, self._label)
         table = self._tables[peer]
@@ -151,7 +148,7 @@ class PublishedOffer(Published):
 
 
 class _PublishedGather(Work):
-    """A gather of published shards. Peers need no message of its start or end."""
+    """A gather of published shards, whose start and end need no message to peers."""
 
     def __init__(
         self, published: PublishedOffer, outputs: Sequence[Tensor], shards: Sequence[Tensor], indices: Sequence[int]
@@ -172,7 +169,7 @@ class _PublishedGather(Work):
                 self._published.read(peer, self._indices, [span_of(rows[peer]) for rows in self._rows])
 
     def release(self) -> None:
-        """Drops the result. Unread data are not read any more."""
+        """Drops the result, and reads no more data."""
         self._is_open = False
         self._rows = []
 
@@ -182,7 +179,7 @@ class _PublishedGather(Work):
 
 
 def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
-    """Copies this rank's shards to their rows of `outputs`, and returns these as [size, *shard's shape].
+    """Copies this rank's shards to their rows of `outputs`, and returns the outputs as views [size, *shard's shape].
 
     A shard that is already a view of its rows is not copied.
     """
@@ -195,10 +192,10 @@ def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers:
     return views
 
 
-def add_remote(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
-    """Adds the tensors at `addresses`, one of each peer, in order, to `total`, block by block.
+def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
+    """Adds a tensor of each peer to `total`, in the order of peers, block by block.
 
-    The caller must have waited for the peers' offers.
+    addresses: the address of the tensor in each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
     memory = scratch(total)
@@ -212,7 +209,7 @@ def add_remote(offers: Offers, total: Tensor, addresses: Sequence[int], label: s
 
 
 def scratch(total: Tensor) -> Tensor:
-    """Returns the memory for a block of a peer's tensor that is added to `total`, at most 256 KiB."""
+    """Allocates the memory for a block of a peer's tensor that is added to `total`, at most 256 KiB."""
     return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 

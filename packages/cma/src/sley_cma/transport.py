@@ -11,17 +11,17 @@ from torch import Tensor
 from sley_cma.connection import Connection
 from sley_cma.offers import Offers
 from sley_cma.process_vm import MemorySpan
-from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_remote, span_of
+from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_peer_tensors, span_of
 from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
 
 RINGS = 4
-"""The number of rings of a channel: exchanges of rows, published shards, and two for sums. Each ring has its own order, so
-published shards may stay for a whole step without blocking exchanges.
+"""The number of rings of a channel: one for exchanges of rows, one for published shards, and two for sums. Each ring has its
+own order, so shards may stay published for a whole step without blocking exchanges.
 """
 
 
 class CmaTransport(Transport):
-    """Exchanges host tensors over `connection`. name, index: the name and the index of the channel, each with RINGS rings."""
+    """Exchanges host tensors over `connection`. name, index: the channel's name and index."""
 
     def __init__(self, connection: Connection, name: str, index: int) -> None:
         self.members = connection.members
@@ -30,18 +30,18 @@ class CmaTransport(Transport):
         self.published = published
         self.sums = SumQueue(inputs, slices)
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return Gather(self.rows, wholes, shards, Mark.of("all-gather", what, shards))
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        return Gather(self.rows, outputs, shards, Mark.of("all-gather", what, shards))
 
     def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
-        """Offers all `shards` at once, so that their gathers need no messages, and returns the object that gathers them."""
+        """Offers all `shards` at once, and returns an object that gathers them without further messages."""
         return PublishedOffer(self.published, shards, Mark.of("share", what, shards))
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        return ReduceScatter(self.rows, wholes, self.members.size, Mark.of("reduce-scatter", what, wholes, contents))
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+        return ReduceScatter(self.rows, tensors, self.members.size, Mark.of("reduce-scatter", what, tensors, contents))
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return AllToAll(self.rows, received, sent, Mark.of("all-to-all", what, [sent], contents))
+    def all_to_all(self, output: Tensor, input: Tensor, *, what: str, contents: int = 0) -> Work:
+        return AllToAll(self.rows, output, input, Mark.of("all-to-all", what, [input], contents))
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         return Sum(self.sums, tensor, Mark.of("all-reduce", f"{what} over {self.members}", [tensor], contents))
@@ -50,9 +50,8 @@ class CmaTransport(Transport):
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
     """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `channels`.
 
-    Returns {} on all ranks if a rank cannot read a peer's memory. A collective over `members`.
-
-    timeout_s: the time limit of every wait.
+    timeout_s: the time limit of every wait. Returns {} on all ranks if a rank cannot read a peer's memory. A collective over
+    `members`.
     """
     # Over the first channel's members, in the order of the table of groups.
     connection = Connection.open(members, RINGS * len(channels), next(iter(channels.values())), timeout_s)
@@ -64,31 +63,32 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
 class SumQueue:
     """Holds the sums of a group, which all members start in the same order.
 
-    inputs, slices: the offers of the two halves of a sum. num_reduced: the number of sums whose local slice is summed.
-    unfinished: the sums that are not complete, in order.
+    inputs, slices: the offers of the two halves of a sum. num_reduced: the number of sums whose local slice is complete.
+    open_sums: the sums that are not complete, in order.
 
         offer input ──> sum local slice ──> offer local slice ──> read the peers' slices ──> wait_sent
                           ^ all have offered                       ^ all have summed, and have read this rank's input
 
-    One rank sums a slice, its own values first, then by ascending coordinate. So all ranks get the same bits, in any timing.
+    Each slice is summed by one rank, which adds its own values first and then those of its peers, by ascending coordinate. So
+    all ranks get the same bits, whatever the timing.
     """
 
     def __init__(self, inputs: Offers, slices: Offers) -> None:
         self.inputs = inputs
         self.slices = slices
         self.num_reduced = 0
-        self.unfinished: list[Sum] = []
+        self.open_sums: list[Sum] = []
 
     def advance(self) -> bool:
-        """Advances the first sum that can advance without waiting. Returns whether there was one."""
-        return any(unfinished_sum.advance() for unfinished_sum in self.unfinished)
+        """Advances the first sum that can advance without waiting. Returns whether a sum advanced."""
+        return any(open_sum.advance() for open_sum in self.open_sums)
 
 
 class Sum(Work):
-    """Sums the contiguous host `tensor` over the group of `queue`, in place.
+    """A sum of the contiguous host `tensor` over the group of `queue`, in place.
 
-    A slice is summed after the slices of all earlier sums, so that its offer has the same number on all ranks. If a rank sums
-    something else, which `mark` tells, `wait` raises RunError `ranks-differ` on all ranks, and nothing is read.
+    A rank sums its slices in the order of the sums, so that their offers have the same numbers on all ranks. If the marks of
+    ranks differ, `wait` raises RunError `ranks-differ` on all ranks before any data are read.
     """
 
     def __init__(self, queue: SumQueue, tensor: Tensor, mark: Mark) -> None:
@@ -103,7 +103,7 @@ class Sum(Work):
         self._is_reduced = False
         self._is_complete = False
         self._number = queue.inputs.offer([tensor], mark, self.wait_sent)
-        queue.unfinished.append(self)
+        queue.open_sums.append(self)
 
     def advance(self) -> bool:
         """Advances this sum as far as possible without waiting. Returns whether it has advanced."""
@@ -141,25 +141,26 @@ class Sum(Work):
         return self._number == self._queue.num_reduced + 1
 
     def _turn(self) -> Turn:
-        """Returns the description of a wait for the peers' inputs, or then for their summed slices."""
+        """Returns the description of the current wait: for the peers' inputs, or for their slices once all have offered."""
         queue = self._queue
         offers = queue.slices if queue.inputs.is_offered(self._number) else queue.inputs
         return offers.turn(self._number, self._label)
 
-    def _wait_until(self, is_true: Callable[[], bool], late_peer: Callable[[], int], turn: Callable[[], Turn]) -> None:
-        """Waits for `is_true()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
+    def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int], turn: Callable[[], Turn]) -> None:
+        """Waits until `condition()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
 
-        late_peer: returns a peer that delays the wait. turn: describes the wait. An advance of a sum restarts the time limit.
+        late_peer: returns a peer that delays the wait. turn: returns the description of the wait. The time limit restarts when
+        a sum advances.
         """
-        while not is_true():
-            self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or is_true(), late_peer, turn())
+        while not condition():
+            self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or condition(), late_peer, turn())
 
     def _can_gather(self) -> bool:
         """Returns whether the peers have read this rank's input, so that it may be overwritten, and summed their slices."""
         return self._queue.inputs.is_read(self._number) and self._queue.slices.is_offered(self._number)
 
     def _late_peer(self) -> int:
-        """Returns a peer that has not read this rank's input, or if all have, a peer that has not offered its slice."""
+        """Returns a peer that has not read this rank's input, or has not offered its slice."""
         if not self._queue.inputs.is_read(self._number):
             return self._queue.inputs.late_reader(self._number)
         return self._queue.slices.late_offerer(self._number)
@@ -169,11 +170,11 @@ class Sum(Work):
         inputs = self._queue.inputs
         local_slice = self._slices[inputs.coord]
         addresses = [inputs.wait_table(peer, self._number, self._label)[0] + self._slice_offset for peer in inputs.peers]
-        add_remote(inputs, local_slice, addresses, self._label)
+        add_peer_tensors(inputs, local_slice, addresses, self._label)
         self._is_reduced = True
         self._queue.num_reduced += 1
-        # The ring is not full, since the offer of this input has completed the oldest sum. The mark is that of the input, since
-        # the last slice may be shorter than the others.
+        # The ring is not full, since the offer of this input completed the oldest sum. The mark is that of the input, since the
+        # last slice may be shorter.
         number = self._queue.slices.offer([local_slice], self._mark)
         assert number == self._number, f"offer {number} of slices for sum {self._number}"
         for peer in inputs.peers:
@@ -188,4 +189,4 @@ class Sum(Work):
             slices.read(peer, [local], [MemorySpan(address, local.num_bytes)], self._label)
             slices.finish_read(peer, self._number, self._label)
         self._is_complete = True
-        self._queue.unfinished.remove(self)
+        self._queue.open_sums.remove(self)

@@ -1,8 +1,8 @@
 """`dp.bucketed`: sums each bucket of gradients as soon as its last gradient is complete.
 
 A bucket is a slice of the gradient store. So it is reduced without a copy, and the optimizer reads the sum in place. Buckets
-are filled in reverse order of use. After the first step they are filled again, in the order in which its backward completed
-the gradients.
+are filled in reverse order of use. After the first step, they are filled again in the order in which that step completed the
+gradients.
 
     backward   |---- block 7 ----|---- block 6 ----|---- block 5 ----| ...
     reduction                    |-- bucket 0 --|  |-- bucket 1 --|
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from sley_dp.config import BucketedConfig
 
 CHUNK_BYTES = 64 << 20
-"""Size of the initial values in flight, in bytes, beyond which their broadcasts are awaited."""
+"""The size in bytes of initial values in flight, beyond which the rank waits for their broadcasts."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Holds a buffer of the store and the number of its gradients that are still incomplete in this step."""
+    """A buffer of the store, and the number of its gradients that are still incomplete in this step."""
 
     buffer: GradientBuffer
     num_missing: int = 0
@@ -45,7 +45,7 @@ class Bucket:
 class BucketedReducer(GradientHandler):
     """Sums each gradient over its reduce group once per optimizer step, overlapped with the last backward.
 
-    The sums equal those of `core.each`, or with `reduction = "bf16"` differ from them by at most 2^-7.
+    The sums equal those of `core.each`. With `reduction = "bf16"`, they differ by at most 2^-7, relatively.
     """
 
     def __init__(self, config: BucketedConfig) -> None:
@@ -59,8 +59,9 @@ class BucketedReducer(GradientHandler):
         self._has_finished_step = False
 
     def attach(self, parts: Parts) -> None:
-        """Lays the store out in buckets. With `start = "broadcast"`, copies the first replica's values to all ranks, which is a
-        collective.
+        """Lays the store out in buckets.
+
+        With `start = "broadcast"`, a collective copies the first replica's values to all ranks.
         """
         self._parts = parts
         self._store = parts.store
@@ -72,10 +73,9 @@ class BucketedReducer(GradientHandler):
             broadcast_values(parts)
 
     def begin_step(self, step: StepState) -> None:
-        """Resets the counts of missing gradients.
+        """Resets the counts of missing gradients. Before the second step, also lays the buckets out in their final order.
 
-        Before the second step, also lays the buckets out again, in the order in which the first step completed gradients. That
-        is a collective over the stage.
+        The latter is a collective over the stage.
         """
         self.sums.forget()
         self._sent.begin_step()
@@ -90,7 +90,7 @@ class BucketedReducer(GradientHandler):
             bucket.num_missing = len(bucket.buffer.params)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Counts the gradient of `param` as complete, and starts the sum of its bucket if it was the last.
+        """Counts the gradient of `param` as complete. If it is the last of its bucket, starts the bucket's sum.
 
         All ranks of a reduce group call this in the same order.
         """
@@ -109,11 +109,11 @@ class BucketedReducer(GradientHandler):
         self._has_finished_step = True
 
     def trim(self) -> int:
-        """Frees the scratch memory, which the next sums allocate again, and returns its size in bytes. Called between steps."""
+        """Frees the scratch memory between steps, and returns its size in bytes. The next sums allocate it again."""
         return self.sums.trim()
 
     def messages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each buffer that `trim` would free."""
+        """Yields the name and tensor of each buffer that `trim` would free."""
         return self.sums.messages() if isinstance(self.sums, Bf16Sums) else iter(())
 
     def counts(self) -> dict[str, float]:
@@ -121,27 +121,23 @@ class BucketedReducer(GradientHandler):
         return self._sent.counts()
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Returns the order of the buckets for a checkpoint.
+        """Returns the order of the buckets for a checkpoint, or after the first step the order in which it completed gradients.
 
-        Before the second step this is the order in which the first step completed gradients. The bits of a run depend on it,
-        since it decides in which order norms and sums are added.
+        The bits of a run depend on this order, since norms and sums are added in it.
         """
         if self._order is None and not self._has_finished_step:
             return {}
         name, order = ("seen", self._first_order()) if self._order is None else ("order", self._order)
         return {name: torch.tensor([param.index for param in order])}
 
-    def restore_saved_state(self, kept: Mapping[str, Tensor]) -> None:
-        """Restores the order of the buckets, which a first step's order changes from the next step on.
-
-        An empty mapping changes nothing.
-        """
-        self._has_finished_step |= "seen" in kept or "order" in kept
+    def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores the result of `saved_state`. An empty mapping changes nothing."""
+        self._has_finished_step |= "seen" in state or "order" in state
         params = self._parts.registry.params
-        if "seen" in kept:
-            self._order, self._restored_order = None, [params[index] for index in kept["seen"].tolist()]
-        if "order" in kept:
-            self._order = [params[index] for index in kept["order"].tolist()]
+        if "seen" in state:
+            self._order, self._restored_order = None, [params[index] for index in state["seen"].tolist()]
+        if "order" in state:
+            self._order = [params[index] for index in state["order"].tolist()]
             self._store.lay_out(self._plan_layout)
 
     def _first_order(self) -> list[Param]:
@@ -149,9 +145,9 @@ class BucketedReducer(GradientHandler):
         return self._restored_order or self._store.completion_order
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns the buckets of each family, filled in the agreed order. Parameters that the order lacks come last.
+        """Returns buckets for each family, filled in the agreed order. Parameters that the order lacks come last.
 
-        Drops the old buckets first, so that they do not exist together with the new ones, which the store allocates next.
+        Drops the old buckets first, so that their memory is free when the store allocates the new ones.
         """
         self.buckets, self._bucket_of_param = [], {}
         if self._order is not None:
@@ -166,7 +162,7 @@ class BucketedReducer(GradientHandler):
         """Broadcasts the order in which gradients were complete on the stage's first rank, and returns it on all its ranks.
 
         Parameters without a gradient, such as frozen ones, come last. So the order has the same length on all ranks, even if
-        different parameters are frozen on them, which is detected only later.
+        they differ in frozen parameters, which is detected only later.
         """
         order = self._first_order()
         missing = [param for param in self._parts.registry if param not in set(order)]
@@ -183,7 +179,7 @@ def assert_complete(buckets: Iterable[Bucket]) -> None:
 
 
 def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
-    """Returns the `params` of each family, which may share buckets, and the `params` whose reduce group has one rank."""
+    """Returns `params` by family, since those of a family may share buckets, and the params whose reduce group has one rank."""
     families: dict[tuple[object, ...], list[Param]] = {}
     unreduced: list[Param] = []
     for param in params:
@@ -195,13 +191,13 @@ def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tup
 def broadcast_values(parts: Parts) -> None:
     """Overwrites weights and buffers with those of the first rank of each group, so that replicas start equal.
 
-    Blocks. All ranks must call it. Values are sent as bytes, since gloo supports fewer dtypes than parameters may have.
+    A collective over all ranks, which blocks. Sends values as bytes, since gloo does not support all dtypes of parameters.
     """
     broadcasts: list[tuple[Tensor, Tensor, Pending]] = []
     num_bytes = 0
     for name, value, group in _replicated_values(parts):
         copy = value.contiguous()
-        # Over the group that holds copies of this value. All of its ranks iterate over the registry in the same order.
+        # Over the group that holds copies of this value, whose ranks iterate over the registry in the same order.
         broadcasts.append((value, copy, group.broadcast(_view_bytes(copy), what=name)))
         num_bytes += value.nbytes
         if num_bytes > CHUNK_BYTES:
@@ -211,7 +207,7 @@ def broadcast_values(parts: Parts) -> None:
 
 
 def _replicated_values(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
-    """Yields name, value and group of the parameters, with their reduce groups, then of the buffers, with the stage."""
+    """Yields the name, value and reduce group of each parameter, and then the name, value and stage of each buffer."""
     for param in parts.registry:
         group = parts.groups[param.reduce_group]
         if group.has_peers and param.numel:
@@ -224,9 +220,9 @@ def _replicated_values(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
 
 
 def _finish_broadcasts(broadcasts: list[tuple[Tensor, Tensor, Pending]]) -> None:
-    """Waits for all (value, contiguous copy, broadcast), writes the copies back to the values, and clears the list.
+    """Waits for all (value, contiguous copy, broadcast), copies the results to the values, and clears the list.
 
-    Writes only values that change, since an expanded tensor cannot be written.
+    Writes only values that change, since expanded tensors cannot be written.
     """
     for value, copy, pending in broadcasts:
         pending.wait()

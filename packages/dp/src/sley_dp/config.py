@@ -9,18 +9,18 @@ from pydantic import Field, PositiveFloat
 from sley_core.api.plan import Table
 
 BF16_TOLERANCE = 2**-7
-"""Relative error of a sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. Terms that cancel add to it."""
+"""The relative error of a sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. Cancellation can add to it."""
 
 
 class ReducerConfig(Table):
-    """The keys of every reducer of `dp`."""
+    """The keys that the reducers of `dp` share."""
 
     bucket_mb: PositiveFloat = 25.0
     """The size of a bucket of gradients in MiB. A larger parameter gets its own bucket."""
 
     start: Literal["check", "broadcast"] = "check"
-    """The treatment of replicas that do not start equal: `check` refuses them before the first step, `broadcast` overwrites
-    their weights and buffers with those of the first replica.
+    """The treatment of replicas whose values differ at the start: `check` refuses them before the first step, and `broadcast`
+    overwrites their weights and buffers with those of the first replica.
     """
 
     @property
@@ -33,13 +33,13 @@ class BucketedConfig(ReducerConfig):
     """Sums gradients over the ranks that share a weight, bucket by bucket, during the backward."""
 
     reduction: Literal["same", "bf16"] = "same"
-    """The dtype in which gradients are sent: that of their accumulation, or bf16, which halves the bytes of fp32 and is not
-    exact.
+    """The dtype in which gradients are sent: the dtype in which they are accumulated, or bf16, which sends half as many bytes
+    as fp32 but rounds.
     """
 
     @property
     def tolerance(self) -> float:
-        """The allowed relative error of a sum. 0 if sums are exact."""
+        """The allowed relative error of a sum, which is 0 for exact sums."""
         return BF16_TOLERANCE if self.reduction == "bf16" else 0.0
 
 
@@ -49,14 +49,14 @@ class ShardedConfig(ReducerConfig):
     """
 
     shards: Annotated[int, Field(ge=2)] | None = None
-    """The number of neighboring ranks that share one copy of master weights and optimizer states. The default is all ranks that
+    """The number of neighbouring ranks that share one copy of master weights and optimizer states. Default: all ranks that
     share a weight.
     """
 
 
 SUMS = "sums"
 WEIGHTS = "weights"
-"""The channels of a shards axis. There are two, since a gather of weights may wait for a layer and must not delay a sum."""
+"""The two channels of a shards axis. A gather of weights may wait for a layer, and must not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:

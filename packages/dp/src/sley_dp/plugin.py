@@ -51,7 +51,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroup
 
 @hookimpl
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
-    """Yields a problem if `shards` of `dp.sharded` does not divide a group, or makes several copies of canonical sums."""
+    """Yields a problem if `shards` of `dp.sharded` does not divide a group, or splits canonical sums into several."""
     for index, handler in enumerate(plan.gradient_handlers):
         if not isinstance(handler.config, ShardedConfig) or handler.config.shards is None:
             continue
@@ -78,11 +78,10 @@ def reduce_groups(topology: Topology) -> list[str]:
 
 
 def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGroupRecord]:
-    """Yields the process groups of the ranks that share one copy of the optimizer states and, if there are several copies, of
-    the ranks that hold the same shard.
+    """Yields the groups of ranks that share a copy of optimizer states, and the groups of ranks that hold the same shard.
 
-    For a reduce group of 8 ranks and shards = 4, the ranks 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the
-    same shard. shards: a divisor of the size of every reduce group, or None for that size.
+    shards: a divisor of the size of every reduce group, or None for that size. For a reduce group of 8 ranks and shards = 4,
+    the ranks 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the same shard.
     """
     for axis in reduce_groups(topology):
         groups = list(topology.partition(axis))

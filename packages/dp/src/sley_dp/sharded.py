@@ -4,7 +4,7 @@
     reduce-scatter               |-- bucket 0 --|  ...    local shard only  all-gather  |-- bucket n --|  |-- bucket n-1 --|
 
 Rajbhandari, Rasley, Ruwase, He (2020), ZeRO, section 5.1. Buckets are planned only once, since master weights and optimizer
-states follow their layout.
+states have the same layout.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class WeightGathers:
-    """All-gathers weight buffers in place; implements `Completion` for `parts.weights`.
+    """All-gathers weight buffers in place, as a `Completion` for `parts.weights`.
 
         update ──> start ──> layer 0 waits for its buffers ──> layer 1 ... ──> finish ──> update
 
-    gradients: the gradient buffers, all sharded, in forward order, which is the same on all ranks that share a copy. buffers:
-    the weight buffers of the same parameters, with this rank's shard of each.
+    gradients: the sharded gradient buffers in forward order, which must be the same on all ranks that share a copy. buffers:
+    the weight buffers of the same parameters, each with this rank's shard.
     """
 
     def __init__(self, parts: Parts, gradients: Sequence[GradientBuffer]) -> None:
@@ -46,17 +46,17 @@ class WeightGathers:
         self._sends: list[Work] = []
 
     def start(self) -> None:
-        """Starts the gathers of all buffers. This rank's shards must not be written until `finish` returns."""
+        """Starts to gather all buffers. This rank's shards must not be written until `finish` returns."""
         self.finish()
         for index, (buffer, shard) in enumerate(self.buffers):
             start, end = shard.bounds(buffer.data.numel())
             # Over the ranks that share a copy, on a separate channel, after the same updates, in the order of `buffers`.
             transport = self._groups[shard.axis].transport(WEIGHTS)
-            description = f"the weights from {buffer.params[0].name} on"
-            self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], what=description)
+            label = f"the weights from {buffer.params[0].name} on"
+            self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], what=label)
 
     def is_due(self, indices: Iterable[int]) -> bool:
-        """Returns whether `wait_for` would wait. The result depends only on earlier calls, so that it is equal on all ranks."""
+        """Returns whether `wait_for` would wait. The result depends only on earlier calls, so it is the same on all ranks."""
         return any(index in self._gathers for index in indices)
 
     def wait_for(self, indices: Iterable[int]) -> None:
@@ -80,7 +80,7 @@ class WeightGathers:
 
 
 class ShardedReducer(GradientHandler):
-    """Sums gradients so that each rank updates one shard; gathers the other ranks' weights before their next use."""
+    """Sums gradients into one shard per rank, and gathers the updated weights of all ranks before their next use."""
 
     def __init__(self, config: ShardedConfig) -> None:
         self._config = config
@@ -90,7 +90,7 @@ class ShardedReducer(GradientHandler):
     def attach(self, parts: Parts) -> None:
         """Lays out gradients and weights in the same buckets, and makes layers wait for their weights.
 
-        With `start = "broadcast"`, copies the first replica's values to all ranks, which is a collective.
+        With `start = "broadcast"`, a collective copies the first replica's values to all ranks.
         """
         self._parts = parts
         parts.store.lay_out(self._plan_layout)
@@ -100,7 +100,7 @@ class ShardedReducer(GradientHandler):
         self._bucket_of_param = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
         shard_sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
         self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or shard_sums
-        # Buckets are filled in the backward's order.
+        # Buckets are in backward order, gathers in forward order.
         self.gathers = WeightGathers(parts, [bucket.buffer for bucket in self.buckets][::-1])
         parts.weights.add_completion(self.gathers)
         index_of_param = {param: index for index, (buffer, _) in enumerate(self.gathers.buffers) for param in buffer.params}
@@ -113,13 +113,13 @@ class ShardedReducer(GradientHandler):
                 parts.waits.before_layer(layer.name, partial(self.gathers.wait_for, indices), is_due)
 
     def begin_step(self, step: StepState) -> None:
-        """Ends the sums that a failed step left in flight, and resets the counts of missing gradients."""
+        """Discards the sums of a failed step, and resets the counts of missing gradients."""
         self.sums.forget()
         for bucket in self.buckets:
             bucket.num_missing = len(bucket.buffer.params)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Counts the gradient of `param` as complete, and starts the sum of its bucket if it was the last.
+        """Counts the gradient of `param` as complete. If it is the last of its bucket, starts the bucket's sum.
 
         All ranks of a reduce group call this in the same order.
         """
@@ -133,20 +133,20 @@ class ShardedReducer(GradientHandler):
             self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.shard.axis])
 
     def finish_step(self, step: StepState) -> None:
-        """Blocks until this rank's shards hold their sums and its weights may be written."""
+        """Blocks until this rank's shards hold their sums and no peer reads its weights."""
         assert_complete(self.buckets)
         self.sums.finish()
         self.gathers.finish()  # includes layers that were not called in this step
 
     def detach(self) -> None:
-        """Completes the weights if the other ranks still answer."""
+        """Completes the weights, unless another rank has failed."""
         with suppress(RunError):
             self.gathers.wait()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns the buckets of each family, filled in the order of `params`, with this rank's shard of each bucket.
+        """Returns buckets for each family, filled in the order of `params`, with this rank's shard of each bucket.
 
-        Parameters that are tied across stages are ordered by name, so that all their stages cut them into the same shards.
+        Parameters that are tied across stages are sorted by name, so that all their stages split them into the same shards.
         """
         families, unreduced = split_by_family(params, self._parts.groups)
         buckets, shards = [], []

@@ -4,9 +4,9 @@
     Bf16Sums    all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
     ShardSums   reduce-scatter over the ranks that share a copy ──> all-reduce over the ranks that hold the same shard
 
-An all-reduce of bf16 tensors in gloo or NCCL adds in bf16. Then every rank adds a rounding error, and a sum stops growing after
-256 equal terms. `Bf16Sums` sends as many bytes, but rounds each term once and the sum once, however many ranks there are. All
-ranks get the same bits.
+An all-reduce of bf16 tensors in gloo or NCCL adds in bf16. Then every addition rounds, and a sum stops growing after 256 equal
+terms. `Bf16Sums` sends as many bytes, but rounds each term once and the sum once, for any number of ranks. All ranks get the
+same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import GradientBuffer
 
 MAX_ACTIVE = 2
-"""The limit of sums in flight that need scratch memory. One is gathered while the next is exchanged."""
+"""The maximum number of sums in flight that need scratch memory. One is gathered while the next is exchanged."""
 
 
 class ExactSums(Sums):
@@ -35,31 +35,31 @@ class ExactSums(Sums):
 
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
-        self._works: list[Work] = []
-        self._unfinished: list[Work] = []
+        self._handles: list[Work] = []
+        self._pending_handles: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        work = group.transport().all_reduce(buffer.data, what=describe_bucket(buffer), contents=buffer.contents)
+        self._handles.append(group.transport().all_reduce(buffer.data, what=describe_bucket(buffer), contents=buffer.contents))
         self.sent.add(buffer.data, group, passes=2)
-        self._works.append(work)
-        self._unfinished = [work for work in (*self._unfinished, work) if not work.test()]  # `test` advances the sums
+        # `test` advances the sums.
+        self._pending_handles = [handle for handle in (*self._pending_handles, self._handles[-1]) if not handle.test()]
 
     def finish(self) -> None:
-        for work in self._works:
-            work.wait()
-        # Only after all sums are complete, so that a peer that reads slowly does not delay them.
-        for work in self._works:
-            work.wait_sent()
-        self._works.clear()
-        self._unfinished.clear()
+        for handle in self._handles:
+            handle.wait()
+        # Only after all sums are complete, so that a slow peer does not delay them.
+        for handle in self._handles:
+            handle.wait_sent()
+        self._handles.clear()
+        self._pending_handles.clear()
 
     def forget(self) -> None:
         self.finish()
 
 
 class Bf16Sums(Sums):
-    """Sends gradients and sums in bf16, and advances earlier sums in the same order on all ranks of their groups."""
+    """Sums gradients in fp32, but sends them in bf16. Advances the sums in the same order on all ranks of their groups."""
 
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
@@ -68,7 +68,7 @@ class Bf16Sums(Sums):
         self._num_started = 0
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Copies `buffer` to bf16 and starts its exchange. First waits for the oldest sum if MAX_ACTIVE are in flight."""
+        """Copies `buffer` to bf16 and starts its exchange. If MAX_ACTIVE sums are in flight, first waits for the oldest."""
         if len(self._sums) == MAX_ACTIVE:
             self._sums.popleft().finish()
         for earlier_sum in self._sums:
@@ -93,11 +93,11 @@ class Bf16Sums(Sums):
         return num_bytes
 
     def messages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each scratch buffer."""
+        """Yields the name and tensor of each scratch buffer."""
         yield from ((f"wire.{index}", scratch) for index, scratch in enumerate(self._scratch_buffers))
 
     def _scratch_rows(self, buffer: GradientBuffer, group: Group) -> Tensor:
-        """Returns scratch rows to send and to receive: bf16 [2, columns], columns a multiple of the number of ranks."""
+        """Returns a row to send and a row to receive, bf16 [2, columns], with a multiple of the number of ranks as columns."""
         index = self._num_started % MAX_ACTIVE
         self._num_started += 1
         num_columns = round_up(buffer.data.numel(), group.size)
@@ -108,9 +108,9 @@ class Bf16Sums(Sums):
 
 
 class _Bf16Sum:
-    """Sums one bucket. The constructor starts the exchange; `gather` and `finish` follow.
+    """The sum of one bucket. The constructor starts the exchange, and `gather` and `finish` must follow.
 
-    scratch_rows: bf16 [2, columns], the row to send and the row to receive.
+    scratch_rows: the row to send and the row to receive, bf16 [2, columns].
     """
 
     def __init__(self, buffer: GradientBuffer, group: Group, scratch_rows: Tensor) -> None:
@@ -123,14 +123,14 @@ class _Bf16Sum:
         self.pending: Pending = group.all_to_all(self.receive_row, self.send_row, what=describe_bucket(buffer))
 
     def gather(self) -> None:
-        """Waits for the exchange, adds this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
+        """Waits for the exchange, sums this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
         if self._has_gathered:
             return
         self._has_gathered = True
         self.pending.wait()
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
-        # Over the same group. All its ranks call this between the same two starts, or after the last start.
+        # Over the same group, whose ranks all call this between the same two starts, or after the last start.
         self.pending = self.group.all_gather(self.send_row, local_slice, what=describe_bucket(self.buffer))
 
     def finish(self) -> None:
@@ -153,29 +153,26 @@ class ShardSums(Sums):
         self._scratch_users: list[tuple[Tensor, _ShardSum]] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`. Only this rank's shard of it is defined from now on.
-
-        group: the ranks that share a copy.
-        """
+        """Starts to sum `buffer` over `group`, the ranks that share a copy. Only this rank's shard remains defined."""
         transport = group.transport(SUMS)
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
         # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
-        work = transport.reduce_scatter([buffer.data], [scratch], what=describe_bucket(buffer), contents=buffer.contents)
-        self._sums.append(_ShardSum(buffer, work, copies_group.transport if copies_group else None))
+        scatter = transport.reduce_scatter([buffer.data], [scratch], what=describe_bucket(buffer), contents=buffer.contents)
+        self._sums.append(_ShardSum(buffer, scatter, copies_group.transport if copies_group else None))
         if scratch.numel():
             self._scratch_users.append((scratch, self._sums[-1]))
         if not self._is_async:
-            # From the oldest sum to the first with an incomplete reduce-scatter, so that all ranks use the same order.
+            # Stops at the first sum with an incomplete reduce-scatter, so that all ranks use the same order.
             all(bucket_sum.advance() for bucket_sum in self._sums)
 
     def finish(self) -> None:
-        """Blocks until this rank's shard of every started buffer holds the sum, with zeros in its padding."""
+        """Blocks until this rank's shard of each buffer holds the sum, with zeros in its padding."""
         for bucket_sum in self._sums:
             bucket_sum.reduce_copies()
         for bucket_sum in self._sums:
             bucket_sum.wait()
-        # Only after all sums are complete, so that a peer that reads slowly does not delay them.
+        # Only after all sums are complete, so that a slow peer does not delay them.
         for bucket_sum in self._sums:
             bucket_sum.wait_sent()
         self._sums.clear()
@@ -185,9 +182,9 @@ class ShardSums(Sums):
         self.finish()
 
     def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> Tensor:
-        """Returns `numel` elements of scratch memory for data from peers, of the dtype of `buffer`.
+        """Returns scratch memory for peers' data: `numel` elements of the dtype of `buffer`.
 
-        If MAX_ACTIVE sums in flight use scratch memory, waits for the oldest and reuses its memory if that is large enough.
+        If MAX_ACTIVE sums use scratch memory, waits for the oldest sum and reuses its memory if that is large enough.
         """
         if numel and len(self._scratch_users) == MAX_ACTIVE:
             scratch, oldest_sum = self._scratch_users.pop(0)
@@ -200,7 +197,7 @@ class ShardSums(Sums):
 
 
 class _ShardSum:
-    """Sums one bucket with a reduce-scatter and, if other ranks hold the same shard, an all-reduce over these ranks.
+    """The sum of one bucket: a reduce-scatter and, if other ranks hold the same shard, an all-reduce over these ranks.
 
     copies_transport: returns the transport of that all-reduce, or None if there is only one copy.
     """
@@ -221,7 +218,7 @@ class _ShardSum:
         return self._has_scattered
 
     def reduce_copies(self) -> None:
-        """Waits for the reduce-scatter and starts the all-reduce over copies, if there are several."""
+        """Waits for the reduce-scatter and, if there are several copies, starts the all-reduce over them."""
         if self._has_scattered:
             return
         self._has_scattered = True
@@ -245,5 +242,5 @@ class _ShardSum:
 
 
 def describe_bucket(buffer: GradientBuffer) -> str:
-    """Returns a description of a bucket for the error of a failed collective."""
+    """Returns the description of a bucket for errors of collectives."""
     return f"the bucket of {buffer.params[0].name}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MetricsWriterRecord, Problem
-from sley_metrics.config import TensorboardConfig, WandbConfig, check_metrics
+from sley_metrics.config import TensorboardConfig, WandbConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
@@ -24,5 +25,17 @@ def sley_records() -> list[MetricsWriterRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for each writer whose package is not installed or that the plan lists twice."""
-    yield from check_metrics(plan)
+    """Yields a problem for each TensorBoard or W&B writer whose package is not installed or that the plan lists twice."""
+    packages: set[str] = set()
+    for index, writer in enumerate(plan.metrics):
+        if not isinstance(writer.config, TensorboardConfig | WandbConfig):
+            continue
+        package = "tensorboard" if isinstance(writer.config, TensorboardConfig) else "wandb"
+        if package in packages:
+            yield Problem(("metrics", index), f"`{writer.name}` is listed twice", "remove one of them", "metrics-twice")
+        elif find_spec(package) is None:
+            message = f"`{writer.name}` needs the package `{package}`, which is not installed"
+            folder = f'"packages/metrics[{package}]"'
+            hint = f"install sley-metrics[{package}]; in a clone of Sley's repository, run `pip install -e {folder}`"
+            yield Problem(("metrics", index, "use"), message, hint, f"{package}-missing")
+        packages.add(package)

@@ -14,7 +14,7 @@ from sley_metrics.config import TensorboardConfig, WandbConfig
 
 
 class TensorboardWriter(MetricsWriter):
-    """The writer `metrics.tensorboard`. Each number of a row becomes a point of the curve with its name, at the row's step."""
+    """The writer `metrics.tensorboard`. Adds each number of a row to the curve with its name, at the row's step."""
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
@@ -22,18 +22,18 @@ class TensorboardWriter(MetricsWriter):
         self._writer = self._open()
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues a point for each number of the row except `step`. A TensorBoard thread writes the points."""
+        """Queues a point for each number of the row except `step`. A thread of TensorBoard writes the points."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
 
     def rewind(self, step: int) -> None:
-        """Starts a new file that makes TensorBoard hide the earlier points of the steps after `step`."""
+        """Starts a new file, which makes TensorBoard hide earlier points of the steps after `step`."""
         self._writer.close()
         self._writer = self._open(step + 1)
 
     def close(self) -> None:
-        """Writes all points to the file and closes it."""
+        """Writes all queued points and closes the file."""
         self._writer.close()
 
     def _open(self, purge_step: int | None = None) -> Any:
@@ -43,10 +43,10 @@ class TensorboardWriter(MetricsWriter):
 
 
 class WandbWriter(MetricsWriter):
-    """The writer `metrics.wandb`. Each number of a row becomes a point of the curve with its name, at the row's step.
+    """The writer `metrics.wandb`. Adds each number of a row to the curve with its name, at the row's step.
 
-    Weights & Biases cannot delete rows, so `rewind` starts a new W&B run in the same group. The resolved plan is the config of
-    each W&B run. The first row starts the W&B run, so a run of Sley without a step creates none.
+    The first row starts a W&B run, whose config is the resolved plan. Weights & Biases cannot delete rows, so the first row
+    after `rewind` starts another W&B run in the same group.
     """
 
     def __init__(self, config: WandbConfig, folder: Path) -> None:
@@ -55,7 +55,7 @@ class WandbWriter(MetricsWriter):
         self._run: Any = None
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues the row's numbers. A process of the package `wandb` sends or stores them.
+        """Queues the row's numbers, which a process of the package `wandb` sends or stores.
 
         Raises RunError `metrics-wandb` if the W&B run cannot start, for example without an API key.
         """
@@ -63,17 +63,17 @@ class WandbWriter(MetricsWriter):
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
 
     def rewind(self, step: int) -> None:
-        """Ends the W&B run, if there is one. The next row starts a new one."""
+        """Ends the W&B run, if there is one. The next row starts a new run."""
         self.close()
 
     def close(self) -> None:
-        """Ends the W&B run. The process of `wandb` may still write the last rows. A second call does nothing."""
+        """Ends the W&B run, if there is one. The process of `wandb` may still write the last rows."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
 
     def _start_run(self) -> Any:
-        """Starts a W&B run and returns it. Raises RunError `metrics-wandb` if W&B reports an error."""
+        """Starts and returns a W&B run. Raises RunError `metrics-wandb` if W&B reports an error."""
         wandb: Any = import_module("wandb")  # imported here, since `metrics.tensorboard` does not need this extra
         plan = self._folder / "plan.toml"
         try:
