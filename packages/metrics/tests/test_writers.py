@@ -19,7 +19,7 @@ from sley_core.api.plan import Plan
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MetricsWriter
-from sley_metrics import config
+from sley_metrics import plugin
 from sley_metrics.config import TensorboardConfig, WandbConfig
 from sley_metrics.plugin import sley_check_plan
 from sley_metrics.writers import TensorboardWriter, WandbWriter
@@ -178,7 +178,7 @@ def plan_with(*writers: dict[str, Any]) -> Plan:
 
 @pytest.mark.parametrize("writer", [TENSORBOARD, WANDB])
 def test_a_missing_package_is_named_with_the_command(writer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
     (problem,) = sley_check_plan(plan_with(JSONL, writer))
     name = writer["use"].removeprefix("metrics.")
     assert (problem.code, problem.path) == (f"{name}-missing", ("metrics", 1, "use"))
