@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, str, Tables]] = {
     "gpt2, tied, DoRA": ("hf.decoder", "gpt2", {"dora": True}),
     "head and norms": ("hf.decoder", "llama", {"train": ["head.*", "blocks.*_layernorm.weight"]}),
     "embedding": ("hf.decoder", "llama", {"targets": ["embed_tokens", "q_proj"]}),
+    "beside experts": ("hf.decoder", "mixtral", {}),
 }
 
 
@@ -60,6 +61,7 @@ def succeed(cli: Any, *arguments: Any) -> str:
     return str(result.out)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
     run, expected = trained(*CASES[case])

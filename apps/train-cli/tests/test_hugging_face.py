@@ -89,10 +89,10 @@ EXPORTS: dict[str, tuple[str, Tables, list[str]]] = {
     "tied": ("qwen3", {}, []),
     "bf16, norms that add 1": ("gemma", {"precision__compute": "bf16"}, []),
     "experts": ("qwen3_moe", {}, []),
-    "adapters": ("llama", {"adapters": LORA}, ["--merge"]),
+    "adapters beside experts": ("mixtral", {"adapters": LORA}, ["--merge"]),
     "extended": ("llama", {}, []),
     "other names in files": ("gpt_neox", {}, []),
-    "bf16, experts": ("mixtral", {"precision__compute": "bf16"}, []),
+    "mixtral": ("mixtral", {"precision__compute": "bf16"}, []),
     "olmoe": ("olmoe", {}, []),
     "gpt2": ("gpt2", {}, []),
 }

@@ -162,10 +162,14 @@ def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     tables = plan(base, run__steps=4)
     uninterrupted = stretch(tables, 4, folder=texts)
     ranks(2, 180)(stretch, changed(tables, **LAYOUTS["1f1b"]), 2, folder=texts, save=tmp_path / "saved")
-    names = [name for file in (tmp_path / "saved").glob("*.safetensors") for name in load_file(file)]
-    weights = [name for name in names if name.startswith("weights/")]
+    tensors = {name: value for file in (tmp_path / "saved").glob("*.safetensors") for name, value in load_file(file).items()}
+    weights = {name: value for name, value in tensors.items() if name.startswith("weights/")}
     assert len(weights) == 2 * 7 * 2
     assert all("lora_" in name for name in weights)
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
+    of_adapters = 3 * sum(value.nbytes for value in weights.values())  # with both moments of AdamW
+    print(num_bytes, of_adapters)
+    assert of_adapters < num_bytes < of_adapters + 100_000, "headers, index and states of random generators"
     for layout in ("dp sharded", "wp"):
         resumed = ranks(2, 180)(stretch, changed(tables, **LAYOUTS[layout]), 2, folder=texts, load=tmp_path / "saved")
         assert_resumed_parity(uninterrupted, resumed, "fp64")
@@ -190,3 +194,16 @@ def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> Non
 def test_targets_that_cannot_be_adapted_are_refused(targets: list[str], message: str, base: Path, texts: Path) -> None:
     with pytest.raises(PlanError, match=message):
         record(plan(base, adapters=LORA | {"targets": targets}), 1, folder=texts)
+
+
+def test_linears_beside_experts_have_adapters_and_experts_are_refused_or_trained(texts: Path, tmp_path: Path) -> None:
+    write_base(tmp_path, "mixtral", num_local_experts=4)
+
+    def run(**adapters: Any) -> set[str]:
+        tables = plan(tmp_path, adapters=LORA | adapters, model__experts="eager")
+        return {name.split(".")[-1] for name in record(tables, 1, folder=texts).gradients[0]}
+
+    assert run() == {"weight"}
+    assert run(targets=["q_proj"], train=["*.experts.*"]) == {"weight", "gate_up_proj", "down_proj"}
+    with pytest.raises(PlanError, match=r"experts.gate_up_proj` is one parameter of all experts"):
+        run(targets=["q_proj", "gate_up_proj"])

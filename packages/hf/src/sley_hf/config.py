@@ -122,7 +122,8 @@ class LoraConfig(Table):
 
     targets: Literal["all-linear"] | Array[str] = "all-linear"
     """The modules that get adapters: every linear of all layers but the last one, the head; or a list of names, which match at
-    the end (`"q_proj"`), and patterns of whole names (`"blocks.[67].*"`), as `train-cli show` lists them.
+    the end (`"q_proj"`), and patterns of whole names (`"blocks.[67].*_proj"`), as `train-cli show` lists them. Stacked experts
+    get none.
     """
 
     rslora: bool = False

@@ -47,7 +47,8 @@ def adapters(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Mod
 def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
     """Returns the paths, within the layer `name`, of the modules that get adapters.
 
-    Raises PlanError "model-adapters" for a named module that peft cannot adapt.
+    Raises PlanError "model-adapters" for a named module that peft cannot adapt, and for a named parameter of stacked experts:
+    peft's adapter of it replaces the parameter during each forward.
     """
     if config.targets == "all-linear":
         linears = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
@@ -56,11 +57,17 @@ def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: 
     for path, module in layer.named_modules():
         if path and matches(f"{name}.{path}", config.targets):
             if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
-                message = f"`{name}.{path}` is a {type(module).__name__}, which cannot have an adapter"
-                hint = "name linears and embeddings"
-                raise PlanError("model-adapters", message, path=("adapters", "targets"), hint=hint)
+                raise _target_error(f"`{name}.{path}` is a {type(module).__name__}, which cannot have an adapter")
             targets.append(path)
+    for path, parameter in layer.named_parameters(name):
+        if parameter.ndim == 3 and matches(path, config.targets):
+            raise _target_error(f"`{path}` is one parameter of all experts, which cannot have an adapter")
     return targets
+
+
+def _target_error(message: str) -> PlanError:
+    hint = "name linears and embeddings; `train` names parameters that are trained in full"
+    return PlanError("model-adapters", message, path=("adapters", "targets"), hint=hint)
 
 
 def peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> PeftConfig:
