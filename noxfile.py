@@ -344,7 +344,7 @@ def gpu(session: nox.Session) -> None:
         in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
         table = figures.read_text("utf-8") if figures.exists() else ""
         expected = ("tests", "a step with states away", "offload", "onload", "device memory given back")
-        missing = [what for what in expected if not re.search(f"^{what}", table, re.MULTILINE)]
+        missing = [label for label in expected if not re.search(f"^{label}", table, re.MULTILINE)]
         session.log("\n" + table)
         if missing or "NOT MET" in table:
             session.error(f"a target is not met, or not measured: {', '.join(missing)}")

@@ -33,12 +33,12 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     own: Any = dist
 
     def gather(by: Group) -> None:
-        exchange = by.transport(GATHER).all_gather([whole], [shard], what="rows")
+        exchange = by.transport(GATHER).all_gather([whole], [shard], label="rows")
         exchange.wait()
         exchange.wait_sent()
 
     def reduce(by: Group) -> None:
-        by.transport(REDUCE).reduce_scatter([whole], [scratch], what="rows").wait_sent()
+        by.transport(REDUCE).reduce_scatter([whole], [scratch], label="rows").wait_sent()
 
     kinds: dict[str, dict[str, Callable[[], object]]] = {
         "gather": {

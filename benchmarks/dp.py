@@ -123,8 +123,8 @@ def report_times(ranks: Ranks, whole: bool, tokens: int, micros: int, options: a
     facts: dict[str, object] = {"noise": round(noise, 4)}
     if tokens in targets:
         facts[f"dp.bucketed <= {targets[tokens]}"] = rows[-1].meets(targets[tokens], noise)
-    what = "whole step" if whole else "forward, backward, reduction"
-    report(f"{what}, {tokens} tokens, k = {micros}, {RANKS} ranks", rows, facts, options.json)
+    label = "whole step" if whole else "forward, backward, reduction"
+    report(f"{label}, {tokens} tokens, k = {micros}, {RANKS} ranks", rows, facts, options.json)
 
 
 def report_memory(ranks: Ranks, whole: bool, micros: int, options: argparse.Namespace) -> None:
@@ -132,8 +132,8 @@ def report_memory(ranks: Ranks, whole: bool, micros: int, options: argparse.Name
     for name in (step_contestants if whole else backward_contestants)(64, micros):
         live, rss = (ranks(measure, whole, name, micros)[0] for measure in (memory, resident))
         facts[f"{name}: live tensors, RSS above imports"] = (round(live), round(rss))
-    what = "three whole steps" if whole else "three times forward, backward, reduction"
-    title = f"peak MiB of {what}, 64 tokens, k = {micros} (target {MEMORY_TARGET} of ddp)"
+    label = "three whole steps" if whole else "three times forward, backward, reduction"
+    title = f"peak MiB of {label}, 64 tokens, k = {micros} (target {MEMORY_TARGET} of ddp)"
     report(title, [], facts, options.json)
 
 

@@ -147,13 +147,13 @@ def main() -> None:
         told = ", ".join(f"{name} {statistics.median(one):.3f} s (+{spread(one):.0%})" for name, one in vars(row).items())
         print(f"{layout!s:<50} {told}: {row.error:+6.1%}, noise {row.noise:+6.1%}", flush=True)
     copying = [row for layout, row in rows if layout.copies]
-    for what, some, targets in (
+    for label, some, targets in (
         ("layouts", [row for _, row in rows if row not in copying], f" (targets {MEAN:.0%}, {WORST:.0%})"),
         ("layouts that copy", copying, ""),
     ):
         for name, aims in (("error", targets), ("noise", "")):
             found = [abs(getattr(row, name)) for row in some]
-            print(f"{name} of {len(found)} {what}: mean {statistics.mean(found):.1%}, largest {max(found):.1%}{aims}")
+            print(f"{name} of {len(found)} {label}: mean {statistics.mean(found):.1%}, largest {max(found):.1%}{aims}")
 
 
 if __name__ == "__main__":

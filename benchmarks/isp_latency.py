@@ -47,9 +47,9 @@ class Wire:
         self.is_late, self.is_blocking = form.endswith("late"), form.startswith("blocking")
         self.num_messages = 0
 
-    def carry(self, work: Work, what: str) -> Work:
+    def carry(self, work: Work, label: str) -> Work:
         """Returns the handle of the exchange `work`, which has begun, as of one that takes `LATENCY_S` longer."""
-        name = f"{self.operation} {self.num_messages:2d}, {what}"
+        name = f"{self.operation} {self.num_messages:2d}, {label}"
         self.num_messages += 1
         late = work
         if self.is_late:
@@ -95,8 +95,8 @@ class _LateGathers(Published):
         self.published = published
         self.wire = wire
 
-    def all_gather(self, wholes: Any, shards: Any, *, what: str) -> Work:
-        return self.wire.carry(self.published.all_gather(wholes, shards, what=what), what)
+    def all_gather(self, wholes: Any, shards: Any, *, label: str) -> Work:
+        return self.wire.carry(self.published.all_gather(wholes, shards, label=label), label)
 
     def wait_sent(self) -> None:
         self.published.wait_sent()
@@ -109,17 +109,17 @@ class _LateTransport(Transport):
         self.transport = transport
         self.wire = wire
 
-    def all_gather(self, wholes: Any, shards: Any, *, what: str) -> Work:
-        return self.wire.carry(self.transport.all_gather(wholes, shards, what=what), what)
+    def all_gather(self, wholes: Any, shards: Any, *, label: str) -> Work:
+        return self.wire.carry(self.transport.all_gather(wholes, shards, label=label), label)
 
-    def publish(self, shards: Any, *, what: str) -> Published:
-        return _LateGathers(self.transport.publish(shards, what=what), self.wire)
+    def publish(self, shards: Any, *, label: str) -> Published:
+        return _LateGathers(self.transport.publish(shards, label=label), self.wire)
 
     def num_scratch_rows(self, num_rows: int) -> int:
         return self.transport.num_scratch_rows(num_rows)
 
-    def reduce_scatter(self, wholes: Any, scratches: Any, *, what: str, contents: int = 0) -> Work:
-        return self.wire.carry(self.transport.reduce_scatter(wholes, scratches, what=what, contents=contents), what)
+    def reduce_scatter(self, wholes: Any, scratches: Any, *, label: str, contents: int = 0) -> Work:
+        return self.wire.carry(self.transport.reduce_scatter(wholes, scratches, label=label, contents=contents), label)
 
 
 def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int, Sleeps]:

@@ -211,8 +211,8 @@ def report_memory(name: str, stages: int, path: Path | None) -> None:
     facts: dict[str, object] = {}
     ranks = Ranks(stages, timeout_s=600)
     for who in ("torch", "sley"):
-        for what, measure in (("live tensors", live), ("RSS above imports", resident)):
-            facts[f"{who}, {what} of each rank"] = [round(found, 1) for found in ranks(measure, name, stages, who)]
+        for label, measure in (("live tensors", live), ("RSS above imports", resident)):
+            facts[f"{who}, {label} of each rank"] = [round(found, 1) for found in ranks(measure, name, stages, who)]
     report(f"peak MiB of three steps, {name}, {stages} stages", [], facts, path)
 
 

@@ -112,9 +112,9 @@ def drawn(draw: random.Random) -> Fault:
         return Fault(layout, kind, of, rank, draw.randrange(3, 12))
 
 
-def drawn_at(draw: random.Random, what: str, place: str) -> Fault:
+def drawn_at(draw: random.Random, label: str, place: str) -> Fault:
     """A fault of `KINDS` on the first stage, on one in the middle, or on the last."""
-    kinds, of_kinds = KINDS[what]
+    kinds, of_kinds = KINDS[label]
     of = draw.choice(of_kinds)
     layout = draw.choice([one for one, pp in STAGES.items() if of in LAYOUTS[one][2] and (pp > 2 or place != "middle")])
     pp, stage_spans = STAGES[layout], LAYOUTS[layout][0] // STAGES[layout]
@@ -126,7 +126,7 @@ def drawn_at(draw: random.Random, what: str, place: str) -> Fault:
 
 def campaign(draw: random.Random, num: int) -> list[Fault]:
     """Faults of each kind on each stage, and others anywhere; `num` in all."""
-    placed = [drawn_at(draw, what, place) for what in KINDS for place in ("first", "middle", "last")]
+    placed = [drawn_at(draw, label, place) for label in KINDS for place in ("first", "middle", "last")]
     return (placed + [drawn(draw) for _ in range(num - len(placed))])[:num]
 
 
@@ -145,7 +145,7 @@ def is_found(fault: Fault, told: Verdict, hit: str, number: int) -> bool:
     if fault.layout == "dp 2, sockets" and told.kind == "killed":
         # Gloo has ended one process. The other may be in another sum, since several are under way.
         return any(abs(one.number - number) <= UNDER_WAY for one in told.exchanges if one.queue == "stage main")
-    names = [one.what.removesuffix(", again") for one in told.exchanges]
+    names = [one.label.removesuffix(", again") for one in told.exchanges]
     return any(_is_one(hit, name) for name in names)
 
 
@@ -154,8 +154,8 @@ def _is_one(hit: str, name: str) -> bool:
     return name.startswith(hit) or (" sends to " in hit and _message(hit) == _message(name))
 
 
-def _message(what: str) -> tuple[str, ...]:
-    words = what.replace(",", "").split()
+def _message(label: str) -> tuple[str, ...]:
+    words = label.replace(",", "").split()
     stages = sorted(word for before, word in pairwise(words) if before == "stage")
     flow = next((word for word in words if word in ("forward", "backward")), "")
     micro = next((word for before, word in pairwise(words) if before == "microbatch"), "")

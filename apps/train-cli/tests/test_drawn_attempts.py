@@ -142,8 +142,8 @@ class World:
 
     def act(self) -> None:
         """Does something that is drawn, and checks all folders."""
-        what = self.draw.choice(["run"] * 8 + ["move", "away", "damage"])
-        self.told.append(getattr(self, f"_{what}")())
+        label = self.draw.choice(["run"] * 8 + ["move", "away", "damage"])
+        self.told.append(getattr(self, f"_{label}")())
         for host in HOSTS:
             self._check(self.folder / host / "small")
 

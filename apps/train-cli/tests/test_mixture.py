@@ -147,7 +147,7 @@ def assert_sources(wanted: Recorded, layouts: Sequence[Recorded]) -> None:
     for layout in layouts:
         for one, other in zip(wanted.rows, layout.rows, strict=True):
             limit = (GRADIENTS if one["step"] == 1 else WEIGHTS)["fp64"]
-            for key in (f"{what}/{name}" for what in ("loss", "share") for name in NAMES):
+            for key in (f"{label}/{name}" for label in ("loss", "share") for name in NAMES):
                 assert math.isclose(one[key], other[key], rel_tol=limit), (key, one, other)
 
 

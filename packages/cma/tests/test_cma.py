@@ -50,11 +50,11 @@ def run_exchanges() -> list[float]:
             time.sleep(0.005)
         shard.fill_(10.0 * step + group.coord)
         gathered = torch.empty(3 * group.size)
-        exchange = group.transport(GATHER).all_gather([gathered], [shard], what="rows")
+        exchange = group.transport(GATHER).all_gather([gathered], [shard], label="rows")
         exchange.wait()
         exchange.wait_sent()
         gradient = gathered.clone()
-        reduction = group.transport(REDUCE).reduce_scatter([gradient], [], what="rows")
+        reduction = group.transport(REDUCE).reduce_scatter([gradient], [], label="rows")
         reduction.wait_sent()
         sums.append(float(gradient.view(group.size, 3)[group.coord][0]))
     return sums
@@ -69,11 +69,11 @@ def test_peers_read_shards_before_they_are_overwritten(ranks):
 def gather_without_wait() -> float:
     group = wp()
     exchanges = [
-        group.transport(GATHER).all_gather([torch.empty(2 * group.size)], [torch.full((2,), 1.0)], what="weights")
+        group.transport(GATHER).all_gather([torch.empty(2 * group.size)], [torch.full((2,), 1.0)], label="weights")
         for _ in range(3)
     ]
     gathered = torch.empty(2 * group.size)
-    last = group.transport(GATHER).all_gather([gathered], [torch.full((2,), 5.0)], what="weights")
+    last = group.transport(GATHER).all_gather([gathered], [torch.full((2,), 5.0)], label="weights")
     last.wait()
     for exchange in (*exchanges, last):
         exchange.wait_sent()
@@ -95,11 +95,11 @@ def publish_and_gather() -> list[list[float]]:
             shard.fill_(10.0 * step + group.coord)
         if step % 3 == group.coord:
             time.sleep(0.01)
-        share = group.transport(GATHER).publish(shards, what="weights")
+        share = group.transport(GATHER).publish(shards, label="weights")
         outputs = [torch.empty(group.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
         for indices in ([2, 1], [0], [2]):
             args = [outputs[index] for index in indices], [shards[index] for index in indices]
-            exchange = share.all_gather(*args, what="some")
+            exchange = share.all_gather(*args, label="some")
             exchange.wait()
             exchange.wait_sent()
         share.wait_sent()
@@ -119,10 +119,10 @@ def memory_before_and_after_release(is_shared: bool) -> list[bool]:
     """Returns whether the gathered memory is alive before and after `release`."""
     group = wp()
     shards = [torch.ones(2)]
-    share = group.transport(GATHER).publish(shards, what="weights")
+    share = group.transport(GATHER).publish(shards, label="weights")
     output = torch.empty(2 * group.size)
     source = share if is_shared else group.transport(GATHER)
-    exchange = source.all_gather([output], shards, what="weights")
+    exchange = source.all_gather([output], shards, label="weights")
     exchange.wait()
     storage = weakref.ref(output.untyped_storage())
     del output
@@ -141,15 +141,15 @@ def test_release_frees_the_gathered_memory(ranks, is_shared):
 
 
 def error_without_the_peer(sums: bool) -> str:
-    limit, what = timedelta(seconds=1), "the weights of block.3"
+    limit, label = timedelta(seconds=1), "the weights of block.3"
     group = groups(limit)["stage"] if sums else wp(limit)
     if group.coord == 1:
         time.sleep(2.5)
         return ""
     if sums:
-        wait = group.transport().all_reduce(torch.ones(4), what=what).wait_sent
+        wait = group.transport().all_reduce(torch.ones(4), label=label).wait_sent
     else:
-        wait = group.transport(GATHER).all_gather([torch.empty(4)], [torch.ones(2)], what=what).wait
+        wait = group.transport(GATHER).all_gather([torch.empty(4)], [torch.ones(2)], label=label).wait
     with pytest.raises(RunError) as raised:
         wait()
     return str(raised.value)
@@ -206,7 +206,7 @@ def errors_after_the_peers_end() -> list[str]:
     memory = rows.connection
     peer = 1 - group.coord
     shard = torch.ones(2)
-    group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights").wait_sent()
+    group.transport(GATHER).all_gather([torch.empty(4)], [shard], label="weights").wait_sent()
     pid = os.posix_spawn("/bin/true", ["true"], {})
     memory._process_polls[peer] = connection.select.poll()
     memory._process_polls[peer].register(os.pidfd_open(pid), connection.select.POLLIN)
@@ -214,7 +214,7 @@ def errors_after_the_peers_end() -> list[str]:
     before = list(memory.inbox.words)
     codes = []
     for call in (
-        lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights"),
+        lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], label="weights"),
         lambda: rows.finish_read(peer, 7, "weights"),
         lambda: memory.read(peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._addresses[peer].inbox, 8)], "weights"),
     ):
@@ -240,15 +240,15 @@ def run_many_exchanges() -> list[list[float]]:
     for number in range(20):
         result = torch.full((2 * size,), -1.0)
         exchanges.append(
-            group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], what="weights")
+            group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], label="weights")
         )
         results.append(result)
         gradient = torch.full((2 * size,), 10.0 * number + coord)
-        exchanges.append(group.transport(REDUCE).reduce_scatter([gradient], [], what="gradients"))
+        exchanges.append(group.transport(REDUCE).reduce_scatter([gradient], [], label="gradients"))
         results.append(gradient[2 * coord : 2 * coord + 2])
         received = torch.empty(size, 1)
         sent = 100.0 * number + 10.0 * coord + torch.arange(size, dtype=torch.float32)[:, None]
-        exchanges.append(group.transport(GATHER).all_to_all(received, sent, what="vectors"))
+        exchanges.append(group.transport(GATHER).all_to_all(received, sent, label="vectors"))
         results.append(received.view(-1))
     for exchange in exchanges:
         exchange.wait()
@@ -290,7 +290,7 @@ def run_many_sums() -> list[torch.Tensor]:
             if number % group.size == coord:
                 time.sleep(0.003)
             tensor.copy_(values(coord, number + 10 * round_number, tensor.numel()))
-            works.append(sums.all_reduce(tensor, what=f"tensor {number}"))
+            works.append(sums.all_reduce(tensor, label=f"tensor {number}"))
             for work in works:
                 work.test()
         for work in works:
@@ -319,7 +319,7 @@ def poll_first_sum() -> list[bool]:
     results = []
     if group.coord == 1:
         dist.barrier(group=group.channel())
-    work = sums.all_reduce(tensor, what="ones")
+    work = sums.all_reduce(tensor, label="ones")
     if group.coord == 0:
         results = [work.test()]
         dist.barrier(group=group.channel())
@@ -337,7 +337,7 @@ def poll_second_sum() -> list[bool]:
     group = stage()
     sums = group.transport()
     ones, twos = torch.ones(5), torch.full((5,), 2.0)
-    first, second = sums.all_reduce(ones, what="ones"), sums.all_reduce(twos, what="twos")
+    first, second = sums.all_reduce(ones, label="ones"), sums.all_reduce(twos, label="twos")
     dist.barrier(group=group.channel())
     results = [second.test()]
     first.wait_sent()

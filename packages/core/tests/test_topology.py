@@ -163,7 +163,7 @@ def summed(monkeypatched: str, folder: Path, timeout_s: float = 5.0) -> Any:
                     one = torch.ones(1)
                     group = run.groups[axis]
                     one_channel = replace(group, channels=dict.fromkeys(["main"], next(iter(group.channels.values()), None)))
-                    one_channel.all_reduce(one, what="ones").wait()
+                    one_channel.all_reduce(one, label="ones").wait()
                     found[axis] = (group.ranks, sorted(group.channels), float(one))
                 return found
         except RunError as error:

@@ -133,14 +133,14 @@ def gone_apart(folder: Any) -> str:
     with World.join("cpu", timeout_s=20) as world:
         groups = world.groups(Topology.of(2), timedelta(seconds=LIMIT_S).total_seconds())
         for name in ("one", "two"):
-            groups["all"].all_reduce(torch.ones(2), what=name).wait()
+            groups["all"].all_reduce(torch.ones(2), label=name).wait()
         if rank == 1:
             time.sleep(LIMIT_S + 1.5)
             return ""
         groups.progress.step_progress.begin(4)
         groups.progress.step_progress.begin_entry("B0.1")
         try:
-            groups["all"].all_reduce(torch.ones(4), what="three").wait()
+            groups["all"].all_reduce(torch.ones(4), label="three").wait()
         except RunError as error:
             report_error(folder, world, error.diagnostics[0], error)
             return error.diagnostics[0].code
@@ -158,4 +158,4 @@ def test_a_wait_that_runs_out_of_time_is_told_with_what_came_before_it(ranks: An
     assert LIMIT_S * 0.9 < report.wait.seconds < LIMIT_S + 1
     assert str(report.wait.exchange) == "all-reduce of three over all[0, 1]"
     assert (report.wait.exchange.number, report.wait.exchange.num_bytes) == (3, 16)
-    assert [one.what for one in report.exchanges["all main"]] == ["one", "two", "three"]
+    assert [one.label for one in report.exchanges["all main"]] == ["one", "two", "three"]

@@ -15,9 +15,9 @@ from sley_doctor.verdict.verdict import Verdict, find_verdict, list_evidence
 FOUR = (0, 1, 2, 3)
 
 
-def exchange(number: int, what: str, ranks: tuple[int, ...] = (0, 1), axis: str = "stage", **more: Any) -> ExchangeRecord:
+def exchange(number: int, label: str, ranks: tuple[int, ...] = (0, 1), axis: str = "stage", **more: Any) -> ExchangeRecord:
     given = {"operation": "all-reduce", "queue": f"{axis} main", "num_bytes": 64} | more
-    return ExchangeRecord(what=what, group=f"{axis}{list(ranks)}", ranks=ranks, number=number, **given)
+    return ExchangeRecord(label=label, group=f"{axis}{list(ranks)}", ranks=ranks, number=number, **given)
 
 
 def report(rank: int, *exchanges: ExchangeRecord, wait: ExchangeRecord | None = None, **more: Any) -> FaultReport:
@@ -41,13 +41,13 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
     """One may have left it out, or the other may have made it in addition."""
     told = found(report(0, A, B, C, wait=B), report(1, A, exchange(2, "c"), wait=exchange(2, "c")))
     assert (told.kind, told.ranks) == ("left out", ())
-    assert [one.what for one in told.exchanges] == ["b", "c"]
+    assert [one.label for one in told.exchanges] == ["b", "c"]
     assert "the 2nd of that queue" in told.cause
     assert "one rank has skipped it, or the other rank makes it once too often" in told.cause
 
 
 @pytest.mark.parametrize(
-    ("odd", "kind", "what"),
+    ("odd", "kind", "label"),
     [
         ([A, exchange(2, "c")], "left out", "b"),
         ([A, exchange(2, "x"), exchange(3, "b")], "too many", "x"),
@@ -55,32 +55,32 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
         ([A, exchange(2, "x"), exchange(3, "y")], "other", "b"),
     ],
 )
-def test_among_four_the_odd_one_is_named(odd: list[ExchangeRecord], kind: str, what: str) -> None:
+def test_among_four_the_odd_one_is_named(odd: list[ExchangeRecord], kind: str, label: str) -> None:
     def of_all(one: ExchangeRecord) -> ExchangeRecord:
         return replace(one, ranks=FOUR, group="stage[0, 1, 2, 3]")
 
     usual = [of_all(one) for one in (A, B, C)]
     reports = [report(rank, *usual, wait=usual[-1]) for rank in (0, 1, 3)]
     told = found(*reports, report(2, *map(of_all, odd), wait=of_all(odd[-1])))
-    assert (told.kind, told.ranks, told.exchanges[0].what) == (kind, (2,), what)
+    assert (told.kind, told.ranks, told.exchanges[0].label) == (kind, (2,), label)
 
 
 def test_ranks_that_wait_in_different_queues() -> None:
     """Rank 1 has gone on to the sum that ends the step: it never made the exchange in which rank 0 waits."""
     told = found(report(0, A, B, wait=B), report(1, A, TOTAL, wait=TOTAL))
     assert (told.kind, told.ranks) == ("not started", ())
-    assert [one.what for one in told.exchanges] == ["b", "loss"]
+    assert [one.label for one in told.exchanges] == ["b", "loss"]
 
 
 @pytest.mark.parametrize(("has_been", "kind", "what"), [(True, "left out", "b"), (False, "too many", "loss")])
-def test_a_rank_that_three_wait_for_is_named(has_been: bool, kind: str, what: str) -> None:
+def test_a_rank_that_three_wait_for_is_named(has_been: bool, kind: str, label: str) -> None:
     """It has left out what they wait for if what it waits in is something that all make, as in the step before."""
     here = [replace(one, ranks=FOUR, group="stage[0, 1, 2, 3]") for one in (A, B)]
     before, total = (replace(TOTAL, ranks=FOUR, number=number) for number in (1, 2))
     earlier = [before] if has_been else []
     others = [report(rank, *earlier, *here, wait=here[1]) for rank in (0, 2, 3)]
     told = found(*others, report(1, *earlier, here[0], total, wait=total))
-    assert (told.kind, told.ranks, told.exchanges[0].what) == (kind, (1,), what)
+    assert (told.kind, told.ranks, told.exchanges[0].label) == (kind, (1,), label)
 
 
 def test_a_rank_in_another_group_is_named() -> None:
@@ -92,8 +92,8 @@ def test_a_rank_in_another_group_is_named() -> None:
 
 def message(number: int, micro: int, operation: str, **more: Any) -> ExchangeRecord:
     verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("receives from", "1 {} stage 0")
-    what = f"what stage {stages.format(verb)}, forward, its output of microbatch {micro} (chunk 0)"
-    return exchange(number, what, axis="pp", operation=operation, queue="pp up 0>1", **more)
+    label = f"what stage {stages.format(verb)}, forward, its output of microbatch {micro} (chunk 0)"
+    return exchange(number, label, axis="pp", operation=operation, queue="pp up 0>1", **more)
 
 
 def test_both_ends_of_a_message_are_one() -> None:
@@ -125,7 +125,7 @@ def test_what_all_ranks_raise_is_nobodys() -> None:
 @pytest.mark.parametrize(("code", "words"), [(-9, "was killed by SIGKILL"), (7, "exited with code 7")])
 def test_a_rank_that_died_is_told_by_those_that_waited(code: int, words: str) -> None:
     told = found(report(0, A, B, wait=B), launch=LaunchReport(2, {0: 1, 1: code}, {}, 1))
-    assert (told.kind, told.ranks, [one.what for one in told.exchanges]) == ("killed", (1,), ["b"])
+    assert (told.kind, told.ranks, [one.label for one in told.exchanges]) == ("killed", (1,), ["b"])
     assert told.cause.startswith(f"rank 1 {words}")
     assert told.cause.endswith("rank 0 waited for it in the all-reduce of b over stage[0, 1]")
 
@@ -167,9 +167,9 @@ def test_words() -> None:
     assert line.endswith("...")
 
 
-def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> ExchangeRecord:
+def crossing(operation: str, number: int, queue: str, peer: int, label: str) -> ExchangeRecord:
     given = {"operation": operation, "queue": queue, "peer": peer}
-    return exchange(number, f"what {what} (chunk 0)", (0, 2, 4), "pp", **given)
+    return exchange(number, f"what {label} (chunk 0)", (0, 2, 4), "pp", **given)
 
 
 def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
@@ -185,5 +185,5 @@ def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
         report(2, last, middle, wait=middle),
         report(4, missing, wait=missing),
     )
-    assert {one.what for one in told.exchanges} == {missing.what, middle.what}
+    assert {one.label for one in told.exchanges} == {missing.label, middle.label}
     assert told.ranks == (), told

@@ -99,8 +99,8 @@ def test_freezing_and_unfreezing_between_steps(ranks, small, own, bucket_mb):
 def record_without_collectives(tables, folder):
     """Runs three steps in which a collective over a bucket raises an error."""
 
-    def refuse(*args, what, contents):
-        raise AssertionError(what)
+    def refuse(*args, label, contents):
+        raise AssertionError(label)
 
     MessageTransport.all_reduce = MessageTransport.reduce_scatter = refuse
     return record(tables, 3, folder=folder)

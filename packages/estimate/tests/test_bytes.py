@@ -213,8 +213,8 @@ def imitated() -> tuple[FakeTransport, Members, list[int]]:
 def test_a_sum_is_made_once_where_it_is_awaited() -> None:
     transport, _, taken = imitated()
     works = [
-        transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], what="two"),
-        transport.all_reduce(torch.ones(7), what="one"),
+        transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], label="two"),
+        transport.all_reduce(torch.ones(7), label="one"),
     ]
     for work in works:
         assert not work.test()
@@ -229,7 +229,7 @@ def test_a_sum_is_made_once_where_it_is_awaited() -> None:
 def test_a_look_in_a_later_entry_finds_that_peers_have_come() -> None:
     """What they offer is read then, but the exchange stays under way: its wait is where the list has it."""
     transport, members, taken = imitated()
-    work = transport.reduce_scatter([torch.ones(4, 3)], [], what="one")
+    work = transport.reduce_scatter([torch.ones(4, 3)], [], label="one")
     assert not work.test()
     assert not taken
     members.progress.step_progress.begin_entry("B0.1")

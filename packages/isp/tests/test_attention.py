@@ -187,7 +187,7 @@ def test_invalid_calls_are_refused(ranks):
 def gather_slices(tensor, group):
     """Gathers all slices of a sequence, which the exchange avoids."""
     rows = tensor.new_empty((group.size, *tensor.shape))
-    group.all_gather(rows, tensor.detach().contiguous()[None], what="the oracle").wait()
+    group.all_gather(rows, tensor.detach().contiguous()[None], label="the oracle").wait()
     return torch.cat(list(rows), dim=1)
 
 
@@ -229,7 +229,7 @@ def exchanges(seed, dtype):
                 assert torch.equal(one, local_heads(whole, group)), (seed, case, shapes)
                 (share,) = torch.autograd.grad(local_heads(whole, group), whole, factor)
                 every = share.new_empty((group.size, *share.shape))
-                group.all_gather(every, share.contiguous()[None], what="the oracle's gradient").wait()
+                group.all_gather(every, share.contiguous()[None], label="the oracle's gradient").wait()
                 own = every.sum(0).chunk(group.size, dim=1)[group.coord]
                 limit = 1e-14 if dtype is torch.float64 else 2**-6
                 torch.testing.assert_close(tensor.grad, own, rtol=limit, atol=limit)

@@ -160,7 +160,7 @@ def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offe
             steps, calls, kept = [], [0], {}
 
             def count(ring: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
-                steps[-1] += "weights" in mark.what
+                steps[-1] += "weights" in mark.label
                 return offer(ring, tensors, mark, *more)
 
             @torch.no_grad()

@@ -212,9 +212,9 @@ def record_messages(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
     sent: list[Sent] = []
     send = Group.send
 
-    def send_and_record(group: Group, tensor: torch.Tensor, channel: str, peer: int, *, what: str) -> Any:
+    def send_and_record(group: Group, tensor: torch.Tensor, channel: str, peer: int, *, label: str) -> Any:
         sent.append((group.axis, channel, tensor.nbytes))
-        return send(group, tensor, channel, peer, what=what)
+        return send(group, tensor, channel, peer, label=label)
 
     Group.send = send_and_record  # type: ignore[method-assign]
     found = []

@@ -50,9 +50,9 @@ def sends_and_waits(tables, folder):
 
         link.send = sent
 
-        def reduce(*args, what):
-            pending = all_reduce(*args, what=what)
-            return RecordedReduction(pending, events) if what in names else pending
+        def reduce(*args, label):
+            pending = all_reduce(*args, label=label)
+            return RecordedReduction(pending, events) if label in names else pending
 
         Group.all_reduce = reduce
         run.step()
@@ -200,7 +200,7 @@ def test_a_timeout_names_its_message(ranks, small, own):
 
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 MICROS = 3
-CALLS = [f"{when}_{what}" for what in ("forward", "loss", "backward") for when in ("before", "after")]
+CALLS = [f"{when}_{label}" for label in ("forward", "loss", "backward") for when in ("before", "after")]
 
 
 class Spy:
@@ -214,9 +214,9 @@ class Spy:
         if name not in CALLS:
             raise AttributeError(name)
 
-        def note(micro, what):
+        def note(micro, label):
             self.calls.append((name, micro.chunk, micro.micro, str(micro.phase), micro.layer))
-            self.gave.append((name, str(micro.phase), what is not None))
+            self.gave.append((name, str(micro.phase), label is not None))
 
         return note
 
@@ -262,8 +262,8 @@ def expected_calls(actions, names, *, again):
     return found
 
 
-def _around(what, place, phase):
-    return [(f"{when}_{what}", *place, phase, "") for when in ("before", "after")]
+def _around(label, place, phase):
+    return [(f"{when}_{label}", *place, phase, "") for when in ("before", "after")]
 
 
 @pytest.mark.sample(1)

@@ -133,8 +133,8 @@ def test_a_swapped_order_that_runs_through_is_caught(ranks):
     recorded = ranks(WORLD)(the_other_way_round_on_rank_1)
     with pytest.raises(AssertionError) as caught:
         assert_same_sequence(recorded)
-    what, *lines = str(caught.value).splitlines()
-    assert what == "the order on dp is not the same on all ranks: call 1 differs"
+    label, *lines = str(caught.value).splitlines()
+    assert label == "the order on dp is not the same on all ranks: call 1 differs"
     second = lines.index("  rank 1: all_reduce of 4 int32")
     assert lines[0] == "  rank 0: all_reduce of 4 float32"
     assert lines[second + 1].startswith("      at ")
@@ -147,7 +147,7 @@ def by_several_names(order):
     groups = make_groups(Topology.of(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
     with collectives() as calls:
         for axis in order[dist.get_rank()]:
-            groups[axis].all_reduce(torch.ones(1), what="the test's").wait()
+            groups[axis].all_reduce(torch.ones(1), label="the test's").wait()
     groups.close()
     return calls
 

@@ -380,7 +380,7 @@ KINDS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for-loop": {"f
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["weight", "gradient", "state"])
-def test_optimizers_are_seen(kind: str, what: str) -> None:
+def test_optimizers_are_seen(kind: str, label: str) -> None:
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.AdamW(weights, **KINDS[kind])
     for weight in weights:
@@ -389,7 +389,7 @@ def test_optimizers_are_seen(kind: str, what: str) -> None:
         optimizer.step()
         last = weights[1]
         assert last.grad is not None
-        free({"weight": last.data, "gradient": last.grad, "state": optimizer.state[last]["exp_avg"]}[what])
+        free({"weight": last.data, "gradient": last.grad, "state": optimizer.state[last]["exp_avg"]}[label])
         with pytest.raises(AssertionError, match=r"\[2\], which needs 8 bytes of a storage of 0"):
             optimizer.step()
 

@@ -247,7 +247,7 @@ def is_finished(run: Run, folder: Path) -> bool:
         has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
         text = (folder / PLAN).read_text("utf-8") if has_weights else ""
     # Over all ranks: rank 0 decides, since it owns the folder.
-    saved_plan: str = run.groups["control"].gather_objects(text, what="whether the run has finished")[0]
+    saved_plan: str = run.groups["control"].gather_objects(text, label="whether the run has finished")[0]
     if saved_plan:
         from sley_core.plan.write import check_changes, compare_plans
 
@@ -279,7 +279,7 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     elif resume != AUTO and is_restarted():
         has_started = attempt is not None and attempt.given == resume
         # Over all ranks, which have the same command and environment.
-        if run.groups["control"].gather_objects(has_started, what="where the run has started")[0]:
+        if run.groups["control"].gather_objects(has_started, label="where the run has started")[0]:
             resume = AUTO
     # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
     allow_fresh_start = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""

@@ -68,9 +68,9 @@ class Fault:
         self.left -= 1
         return self.left == 0
 
-    def act(self, what: str) -> None:
+    def act(self, label: str) -> None:
         """Does what does not depend on an exchange."""
-        HIT.write_text(json.dumps({"what": what}), "utf-8")
+        HIT.write_text(json.dumps({"what": label}), "utf-8")
         match self.kind:
             case "slow":
                 time.sleep(SLOW_S)
@@ -93,7 +93,7 @@ class Fault:
             self._front(kind, "all_gather", "gather", 1)
         self._front_sends()
 
-    def exchange(self, what: str, call: Call, args: tuple[Any, ...], *, elsewhere: Call, skipped: Any) -> Any:
+    def exchange(self, label: str, call: Call, args: tuple[Any, ...], *, elsewhere: Call, skipped: Any) -> Any:
         """Does wrong in place of `call(*args, what=what)`. elsewhere: the same call on another group or channel."""
         match self.kind:
             case "skipped":
@@ -101,30 +101,30 @@ class Fault:
             case "extra":
                 again = tuple(each(arg, Tensor.clone) for arg in args)
                 # Without its handle, a message may never leave.
-                self.kept = again, call(*again, what=f"{what}, again")
+                self.kept = again, call(*again, label=f"{label}, again")
             case "wrong size":
                 args = tuple(each(arg, lambda tensor: tensor[: max(1, tensor.shape[0] // 2)]) for arg in args)
             case "wrong group":
-                return elsewhere(*args, what=what)
+                return elsewhere(*args, label=label)
             case _:
-                self.act(what)
-        return call(*args, what=what)
+                self.act(label)
+        return call(*args, label=label)
 
     def _front(self, kind: type, method: str, of: str, at: int) -> None:
         plain: Call = getattr(kind, method)
 
-        def call(transport: Any, *args: Any, what: str, **options: Any) -> Any:
+        def call(transport: Any, *args: Any, label: str, **options: Any) -> Any:
             if not self.is_due(of):
-                return plain(transport, *args, what=what, **options)
+                return plain(transport, *args, label=label, **options)
             numbers = transport.members.progress.numbers
-            HIT.write_text(json.dumps({"what": what, "number": numbers.get(f"{transport.members.axis} main", 0) + 1}))
+            HIT.write_text(json.dumps({"what": label, "number": numbers.get(f"{transport.members.axis} main", 0) + 1}))
 
-            def of_all_ranks(*args: Any, what: str) -> Any:
+            def of_all_ranks(*args: Any, label: str) -> Any:
                 (groups,) = [held for held in gc.get_objects() if type(held) is Groups]
-                return getattr(groups["all"].transport(), method)(*args, what=what, **options)
+                return getattr(groups["all"].transport(), method)(*args, label=label, **options)
 
             own = partial(plain, transport, **options)
-            return self.exchange(what, own, args, elsewhere=of_all_ranks, skipped=CompletedWork())
+            return self.exchange(label, own, args, elsewhere=of_all_ranks, skipped=CompletedWork())
 
         setattr(kind, method, call)
 
@@ -133,14 +133,14 @@ class Fault:
 
         plain = Group.send
 
-        def call(group: Group, tensor: Tensor, channel: str, peer: int, *, what: str) -> Any:
-            if not what.startswith("what stage") or "walks" in what or not self.is_due("send"):
-                return plain(group, tensor, channel, peer, what=what)
-            HIT.write_text(json.dumps({"what": what}), "utf-8")
+        def call(group: Group, tensor: Tensor, channel: str, peer: int, *, label: str) -> Any:
+            if not label.startswith("what stage") or "walks" in label or not self.is_due("send"):
+                return plain(group, tensor, channel, peer, label=label)
+            HIT.write_text(json.dumps({"what": label}), "utf-8")
             own, other = (
                 partial(plain, group, channel=to, peer=peer) for to in (channel, {"up": "down", "down": "up"}[channel])
             )
-            return self.exchange(what, own, (tensor.reshape(-1),), elsewhere=other, skipped=Pending())
+            return self.exchange(label, own, (tensor.reshape(-1),), elsewhere=other, skipped=Pending())
 
         Group.send = call  # type: ignore[method-assign, assignment]
 

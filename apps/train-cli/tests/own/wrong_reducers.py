@@ -36,7 +36,7 @@ class Right(GradientHandler):
 
     def sum(self, param: Param, gradient: Any) -> None:
         # The parameter's reduce group; the store reports parameters in one order on all of its ranks.
-        self.groups[param.reduce_group].all_reduce(gradient, what=param.name).wait()
+        self.groups[param.reduce_group].all_reduce(gradient, label=param.name).wait()
 
 
 class Mean(Right):

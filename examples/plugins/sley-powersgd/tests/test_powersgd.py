@@ -272,9 +272,9 @@ def test_discard_waits_for_collectives(monkeypatch):
     """A pending collective of a failed step would write into memory of the next step."""
     pending = []
 
-    def start_all_reduce(*args, what):
-        pending.append(what)
-        return SimpleNamespace(wait=lambda: pending.remove(what))
+    def start_all_reduce(*args, label):
+        pending.append(label)
+        return SimpleNamespace(wait=lambda: pending.remove(label))
 
     monkeypatch.setattr(Group, "all_reduce", start_all_reduce)
     group = Group("stage", (0, 1), 0, {}, {})

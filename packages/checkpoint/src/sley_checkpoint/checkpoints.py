@@ -203,7 +203,7 @@ class AnyLayout(Checkpointer):
     def _check_success(self, failure: str) -> None:
         """Counts a complete save. Raises RunError `checkpoint-failed` on all ranks if the save failed on any rank."""
         # All ranks join: the checkpoint is complete once rank 0 has renamed it and no rank has failed.
-        failures = self._control.gather_objects(failure, what="the result of the save")
+        failures = self._control.gather_objects(failure, label="the result of the save")
         if any(failures):
             raise RunError(FAILURE_CODE, next(filter(None, failures)))
         self._counts["saved"] += 1
@@ -301,7 +301,7 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
     world, control = state.parts.world, state.parts.groups["control"]
     # All ranks join; rank 0 lists the checkpoints.
     candidates = _list_candidates(state, path, reads, allow_fresh_start=allow_fresh_start) if world.rank == 0 else {}
-    candidates = control.gather_objects(candidates, what="the list of checkpoints")[0]
+    candidates = control.gather_objects(candidates, label="the list of checkpoints")[0]
     if candidates["problem"]:
         code, message, hint = candidates["problem"]
         error_type = UsageError if code == "never-anew" else RunError
@@ -313,7 +313,7 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
         index, report = _examine_share(folder, world.rank, world.size)
         # All ranks join and examine the same candidates in the same order. No rank reads the index again, since another run may
         # delete it.
-        reports = control.gather_objects(report, what="the damages of a checkpoint")
+        reports = control.gather_objects(report, label="the damages of a checkpoint")
         rank_damages, tokens, stalls = zip(*reports, strict=True)
         for rank, stall in zip(control.ranks, stalls, strict=True):
             if stall:

@@ -61,7 +61,7 @@ class SavePreparation:
         state_digest = sha256(json.dumps(description.state).encode()).hexdigest()
         # All ranks join the exchange, even after an error, so no rank waits for another.
         reports = control.gather_objects(
-            [problem, destination.path, state_digest, _digest(infos), target], what="the contents of a save"
+            [problem, destination.path, state_digest, _digest(infos), target], label="the contents of a save"
         )
         problems, paths, state_digests, digests, targets = (list(column) for column in zip(*reports, strict=True))
         path, token, target_problem = targets[0]
@@ -156,7 +156,7 @@ class SavePreparation:
         """Returns the tensors that each rank writes. The ranks exchange their lists only if a list has changed."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
-            lists = self._control.gather_objects(infos, what="the tensors of all ranks")
+            lists = self._control.gather_objects(infos, label="the tensors of all ranks")
             self._assignment = digests, assign_pieces([parse_pieces(fields) for fields in lists])
         return self._assignment[1]
 

@@ -215,10 +215,10 @@ class Connection:
                 last_check = time_s
                 peer = late_peer()
                 if not self._can_reach(peer):
-                    raise turn.wait_error(self._failure_message(peer, turn.what, "it has ended"), False, self._rank_of(peer))
+                    raise turn.wait_error(self._failure_message(peer, turn.label, "it has ended"), False, self._rank_of(peer))
                 if time_s - start > self.timeout_s:
                     reason = f"it did not arrive within {self.timeout_s:g} s"
-                    raise turn.wait_error(self._failure_message(peer, turn.what, reason), True, self._rank_of(peer))
+                    raise turn.wait_error(self._failure_message(peer, turn.label, reason), True, self._rank_of(peer))
         progress.end_wait()
 
     def _check_copy(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, label: str) -> None:

@@ -47,13 +47,15 @@ class Offers:
         make their offers in the same order, which `wait_table` checks by `mark`.
         """
         number = self._num_offers = self._num_offers + 1
-        self._progress.add_turn(Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes))
+        self._progress.add_turn(
+            Turn("exchange", self.connection.members, mark.label, self._queue, number, None, mark.num_bytes)
+        )
         slot = number % RING
         if number > RING:
             complete_oldest = self._open_offers.pop(number - RING, None)
             if complete_oldest is not None:
                 complete_oldest()
-            self.wait_read(number - RING, mark.what)
+            self.wait_read(number - RING, mark.label)
         if complete is not None:
             self._open_offers[number] = complete
         table = (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
@@ -61,7 +63,7 @@ class Offers:
         self._buffers[slot] = table, text  # peers may read them
         self._marks[slot] = mark
         mark_fields = (mark.number, mark.num_bytes, ctypes.addressof(text), len(text))
-        self._push(Offer(ctypes.addressof(table), len(tensors), *mark_fields, number), slot, mark.what)
+        self._push(Offer(ctypes.addressof(table), len(tensors), *mark_fields, number), slot, mark.label)
         return number
 
     def wait_table(self, peer: int, number: int, label: str) -> Sequence[int]:
@@ -76,7 +78,7 @@ class Offers:
         mark = self._marks[slot]
         if (offer.mark, offer.num_bytes) != (mark.number, mark.num_bytes):
             members = self.connection.members
-            self._progress.begin_wait(self.turn(number, mark.what))
+            self._progress.begin_wait(self.turn(number, mark.label))
             self._progress.fail_wait("differs", members.ranks[peer])
             raise mark.mismatch_error(members.rank, self._read_mark_text(peer, offer), members.ranks[peer])
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()

@@ -23,7 +23,7 @@ class _Exchange(Work):
 
     def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
         self._offers = offers
-        self._label = mark.what
+        self._label = mark.label
         self._tensors = tensors  # peers may read them
         self._is_open = True
         self._number = offers.offer(tensors, mark, self._complete)
@@ -119,13 +119,13 @@ class PublishedOffer(Published):
 
     def __init__(self, offers: Offers, shards: Sequence[Tensor], mark: Mark) -> None:
         self.offers = offers
-        self._label = mark.what
+        self._label = mark.label
         self._shards = shards  # peers may read them
         self._number = offers.offer(shards, mark)  # the only open offer of its ring
         self._indices = {shard.data_ptr(): index for index, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
-    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Gathers `shards`, which must be among the published shards."""
         return _PublishedGather(self, outputs, shards, [self._indices[shard.data_ptr()] for shard in shards])
 

@@ -30,21 +30,21 @@ class CmaTransport(Transport):
         self.published = published
         self.sums = SumQueue(inputs, slices)
 
-    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return Gather(self.rows, outputs, shards, Mark.of("all-gather", what, shards))
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        return Gather(self.rows, outputs, shards, Mark.of("all-gather", label, shards))
 
-    def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
+    def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
         """Offers all `shards` at once, and returns an object that gathers them without further messages."""
-        return PublishedOffer(self.published, shards, Mark.of("share", what, shards))
+        return PublishedOffer(self.published, shards, Mark.of("share", label, shards))
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
-        return ReduceScatter(self.rows, tensors, self.members.size, Mark.of("reduce-scatter", what, tensors, contents))
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+        return ReduceScatter(self.rows, tensors, self.members.size, Mark.of("reduce-scatter", label, tensors, contents))
 
-    def all_to_all(self, output: Tensor, input: Tensor, *, what: str, contents: int = 0) -> Work:
-        return AllToAll(self.rows, output, input, Mark.of("all-to-all", what, [input], contents))
+    def all_to_all(self, output: Tensor, input: Tensor, *, label: str, contents: int = 0) -> Work:
+        return AllToAll(self.rows, output, input, Mark.of("all-to-all", label, [input], contents))
 
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return Sum(self.sums, tensor, Mark.of("all-reduce", f"{what} over {self.members}", [tensor], contents))
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+        return Sum(self.sums, tensor, Mark.of("all-reduce", f"{label} over {self.members}", [tensor], contents))
 
 
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
@@ -94,7 +94,7 @@ class Sum(Work):
     def __init__(self, queue: SumQueue, tensor: Tensor, mark: Mark) -> None:
         self._queue = queue
         self._mark = mark
-        self._label = mark.what
+        self._label = mark.label
         members = queue.inputs.connection.members
         flat = tensor.view(-1)
         length = -(-flat.numel() // members.size)

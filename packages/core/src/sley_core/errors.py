@@ -98,9 +98,9 @@ class StateError(RunError):
     """A call is not possible in the present state of the run: its memory is offloaded, or a step is in progress."""
 
     @staticmethod
-    def away(part: str, what: str) -> StateError:
-        """Returns the error `memory-away` for an offloaded part of the run's memory. what: the caller, such as "a step"."""
-        message = f"{what} needs the run's {part.replace('_', ' ')}, but they are offloaded"
+    def away(part: str, caller: str) -> StateError:
+        """Returns the error `memory-away` for an offloaded part of the run's memory. caller: such as "a step"."""
+        message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
 

@@ -104,7 +104,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 mine = bool(self.listeners)
                 control = self.groups["control"]
                 self._has_listeners = self.parts.weights.arrive_late and any(
-                    control.gather_objects(mine, what="who listens to steps")
+                    control.gather_objects(mine, label="who listens to steps")
                 )
                 self._restart_timer()
                 with self.parts.weights.settle_on_error():
@@ -350,9 +350,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         yield
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
-    def _require_memory(self, what: str, parts: Sequence[Part]) -> None:
+    def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
         """Lets the device wait for `parts`, and for all that is stepped if the optimizer has modes. Raises StateError."""
-        self.memory.require(what, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
+        self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -373,7 +373,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still use this run's memory."""
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
-            what = "step" if stepper.left_in_flight else "evaluation"
-            message = f"the last {what} failed, and its communication with other ranks may still use the memory to be offloaded"
+            label = "step" if stepper.left_in_flight else "evaluation"
+            message = (
+                f"the last {label} failed, and its communication with other ranks may still use the memory to be offloaded"
+            )
             raise StateError("step-failed", message, hint="run a step first, or close the run")
         self._checkpointer.copy_unwritten_state()

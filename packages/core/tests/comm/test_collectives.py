@@ -28,20 +28,20 @@ def results():
         for axis in ("all", "dp", "sp", "wp"):
             for op in ("sum", "max", "min"):
                 value = torch.tensor([rank, -rank])
-                pending = groups[axis].all_reduce(value, op, what="the test")
+                pending = groups[axis].all_reduce(value, op, label="the test")
                 pending.wait()
                 pending.wait()
                 found[axis, op] = value.tolist()
             value = torch.tensor([rank])
-            groups[axis].broadcast(value, what="the test").wait()
+            groups[axis].broadcast(value, label="the test").wait()
             found[axis, "first"] = value.item()
             size = groups[axis].size
             gathered, exchanged = torch.empty(size), torch.empty(size)
-            groups[axis].all_gather(gathered, torch.tensor([rank]), what="the test").wait()
+            groups[axis].all_gather(gathered, torch.tensor([rank]), label="the test").wait()
             mine = 10 * rank + torch.arange(size, dtype=torch.float32)
-            groups[axis].all_to_all(exchanged, mine, what="the test").wait()
+            groups[axis].all_to_all(exchanged, mine, label="the test").wait()
             found[axis, "gathered"], found[axis, "exchanged"] = gathered.tolist(), exchanged.tolist()
-        found["objects"] = groups["control"].gather_objects({"rank": world.rank}, what="the test")
+        found["objects"] = groups["control"].gather_objects({"rank": world.rank}, label="the test")
         return found
 
 
@@ -72,7 +72,7 @@ def lonely(how, path):
     groups = {}
     if how != "groups":
         groups = world.groups(Topology.of(2), 3)
-        groups["dp"].all_reduce(value, what="the first").wait()
+        groups["dp"].all_reduce(value, label="the first").wait()
     if world.rank == 1:
         if how in ("absent", "groups"):
             time.sleep(8)
@@ -82,9 +82,9 @@ def lonely(how, path):
         if how == "groups":
             world.groups(Topology.of(2), 1.5)
         elif how == "objects":
-            groups["control"].gather_objects(1, what="the facts")
+            groups["control"].gather_objects(1, label="the facts")
         else:
-            groups["dp"].all_reduce(value, what="layers.3.weight").wait()
+            groups["dp"].all_reduce(value, label="layers.3.weight").wait()
     except RunError as error:
         path.write_text(f"{time.monotonic() - began} {error}")
     os._exit(0)
@@ -120,15 +120,15 @@ def messages_by_host():
         group = world.groups(Topology.of(2, pp=2), 30)["pp"]
         if world.rank == 0:
             given = torch.arange(3.0)
-            pending = group.send(given, "up", 1, what="the test")
+            pending = group.send(given, "up", 1, label="the test")
             given.add_(10)  # what was sent is a copy
             pending.wait()
-            group.send(given, "up", 1, what="the test").wait()
+            group.send(given, "up", 1, label="the test").wait()
             return given.tolist()
         found = []
         for _ in range(2):
             place = torch.zeros(3)
-            pending = group.receive(place, "up", 0, what="the test")
+            pending = group.receive(place, "up", 0, label="the test")
             pending.wait()
             found.append(place.tolist())
             place.zero_()

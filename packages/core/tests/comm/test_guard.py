@@ -35,19 +35,19 @@ def make(memory: bool = True, limit_s: float = 20.0, **sizes: int) -> Groups:
     return make_groups(topology, int(os.environ["RANK"]), backend="gloo", timeout=limit, cross_memory=memory)
 
 
-def reduced(group: Any, rows: int, what: str = "gradients", contents: int = 0) -> Any:
+def reduced(group: Any, rows: int, label: str = "gradients", contents: int = 0) -> Any:
     whole = torch.ones(2 * rows, 3)
     scratch = torch.empty(group.transport(REDUCE).num_scratch_rows(rows), 3)
-    return group.transport(REDUCE).reduce_scatter([whole], [scratch], what=what, contents=contents)
+    return group.transport(REDUCE).reduce_scatter([whole], [scratch], label=label, contents=contents)
 
 
-def gathered(group: Any, rows: int, what: str = "weights") -> Any:
-    return group.transport(GATHER).all_gather([torch.empty(2 * rows)], [torch.ones(rows)], what=what)
+def gathered(group: Any, rows: int, label: str = "weights") -> Any:
+    return group.transport(GATHER).all_gather([torch.empty(2 * rows)], [torch.ones(rows)], label=label)
 
 
 def swapped(group: Any, width: int, channel: str = GATHER, dtype: torch.dtype = torch.float32) -> Any:
     return group.transport(channel).all_to_all(
-        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), what="rows"
+        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), label="rows"
     )
 
 
@@ -56,20 +56,20 @@ def gather(groups: Groups) -> None:
 
 
 def total(groups: Groups) -> None:
-    groups["all"].all_reduce(torch.ones(2), what="loss and gradient norm").wait()
+    groups["all"].all_reduce(torch.ones(2), label="loss and gradient norm").wait()
 
 
 def message(groups: Groups) -> None:
     """From the first stage to the second."""
     group = groups["pp"]
     start = group.receive if group.coord else group.send
-    start(torch.ones(2), "up", 1 - group.coord, what="what stage 0 sends").wait()
+    start(torch.ones(2), "up", 1 - group.coord, label="what stage 0 sends").wait()
 
 
 def answer(groups: Groups) -> None:
     group = groups["pp"]
     start = group.send if group.coord else group.receive
-    start(torch.ones(2), "down", 1 - group.coord, what="what stage 1 sends").wait()
+    start(torch.ones(2), "down", 1 - group.coord, label="what stage 1 sends").wait()
 
 
 def ended(acts: list[list[Act]], memory: bool, share: float = 2.0, **sizes: int) -> tuple[str, str, float]:
@@ -192,7 +192,7 @@ def sums_that_differ() -> list[str]:
         # Behind the shorter one lies what is nobody's business.
         whole = torch.full((size + 100,), 7.0)[:size].fill_(1.0)
         given = whole if size < 4096 or not rank else whole.double()
-        one = transport.all_reduce(given, what="the bucket of w", contents=contents)
+        one = transport.all_reduce(given, label="the bucket of w", contents=contents)
         with pytest.raises(RunError) as caught:
             one.wait_sent()
         assert bool((whole == 1).all()), "nothing of another length was added"
@@ -225,8 +225,8 @@ def others() -> list[str]:
 def shared(rank: int) -> None:
     group = make(wp=2)["wp"]
     shards = [torch.ones(3 + rank)]
-    share = group.transport(GATHER).publish(shards, what="the weights")
-    share.all_gather([torch.empty(2 * (3 + rank))], shards, what="the weights").wait()
+    share = group.transport(GATHER).publish(shards, label="the weights")
+    share.all_gather([torch.empty(2 * (3 + rank))], shards, label="the weights").wait()
 
 
 @reads

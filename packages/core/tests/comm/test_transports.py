@@ -40,11 +40,11 @@ def exchange(dtype, cross_memory):
     sent = value(rank, len(SHAPES), (size, 3, 2), dtype)
     received = torch.empty_like(sent)
     with collectives() as calls:
-        first = by_gather.all_gather(wholes, shards, what="weights")
+        first = by_gather.all_gather(wholes, shards, label="weights")
         given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(wholes)]
         scratches = [torch.empty((by_reduce.num_scratch_rows(shape[0]), *shape[1:]), dtype=dtype) for shape in SHAPES]
-        second = by_reduce.reduce_scatter(given, scratches, what="gradients")
-        third = by_gather.all_to_all(received, sent, what="rows")
+        second = by_reduce.reduce_scatter(given, scratches, label="gradients")
+        third = by_gather.all_to_all(received, sent, label="rows")
         for work in (third, second, first):
             work.wait()
             work.wait_sent()
@@ -64,10 +64,10 @@ def out_of_order(cross_memory):
         received, sent = torch.zeros(size, 1), torch.full((size, 1), 1.0 + rank)
         total = torch.full((3,), 1.0 + rank)
         works = [
-            transport.all_gather([whole], [shard], what="weights"),
-            transport.reduce_scatter([given], [scratch], what="gradients"),
-            transport.all_to_all(received, sent, what="rows"),
-            sums.all_reduce(total, what="a bucket"),
+            transport.all_gather([whole], [shard], label="weights"),
+            transport.reduce_scatter([given], [scratch], label="gradients"),
+            transport.all_to_all(received, sent, label="rows"),
+            sums.all_reduce(total, label="a bucket"),
         ]
         for work in works:
             for call in [*calls, "wait_sent", "test", "wait_sent"]:
@@ -76,8 +76,8 @@ def out_of_order(cross_memory):
         results = [given[2 * rank : 2 * rank + 2], received.view(-1), total]
         # A gather that nobody awaited may be left unread.
         found.append([one.tolist() for one in (results if calls[0] != "test" else [whole, *results])])
-    published = transport.publish([shard], what="the weights")
-    work = published.all_gather([whole.zero_()], [shard], what="weights")
+    published = transport.publish([shard], label="the weights")
+    work = published.all_gather([whole.zero_()], [shard], label="weights")
     for call in ("test", "wait", "wait", "release", "release", "wait", "wait_sent", "test"):
         getattr(work, call)()
     published.wait_sent()
@@ -158,8 +158,8 @@ def together(dtype, device, coalesced):
         assert all(transport.num_scratch_rows(shape[0]) == 0 for shape in SHAPES), "the sum is in place"
         scratches = [torch.empty((0, *shape[1:]), dtype=dtype, device=place) for shape in SHAPES]
         with collectives() as calls:
-            exchanges = [transport.all_gather(wholes, shards, what="weights")]
-            exchanges.append(transport.reduce_scatter(given, scratches, what="gradients"))
+            exchanges = [transport.all_gather(wholes, shards, label="weights")]
+            exchanges.append(transport.reduce_scatter(given, scratches, label="gradients"))
             for exchange in exchanges:
                 exchange.wait()
                 exchange.wait_sent()

@@ -29,7 +29,7 @@ def members():
             # Nobody leaves while another still connects, as no run does: it agrees on its plan first.
             for axis in ("control", *sorted(axis for axis in groups if axis.startswith("tie"))):
                 value = torch.ones(())
-                groups[axis].all_reduce(value, what="a test").wait()
+                groups[axis].all_reduce(value, label="a test").wait()
                 sums[axis] = sums.get(axis, 0.0) + value.item()
         inside = dist.is_initialized()
         names = {axis: (group.size, group.coord, sorted(group.channels)) for axis, group in groups.items()}
@@ -67,7 +67,7 @@ def sums_twice(port):
     for _ in range(2):
         with World.join("cpu", timeout_s=10, environ=environ) as world:
             value = torch.full((), float(world.rank + 1))
-            world.groups(Topology.of(2), 10)["control"].all_reduce(value, what="a test").wait()
+            world.groups(Topology.of(2), 10)["control"].all_reduce(value, label="a test").wait()
             if port is not None:
                 time.sleep(0.5 * (1 - world.rank))
         found.append(value.item())
@@ -123,7 +123,7 @@ def gloo_threads():
 def threads_before_and_after():
     with World.join("cpu", timeout_s=20) as world:
         groups = world.groups(Topology.of(2), 20)
-        groups["dp"].all_reduce(torch.ones(3), what="the test").wait()
+        groups["dp"].all_reduce(torch.ones(3), label="the test").wait()
         before = gloo_threads()
     return before, gloo_threads(), groups["dp"].channels
 
@@ -146,7 +146,7 @@ def leave_with_an_error(path):
             if world.rank == 1:
                 time.sleep(3)
                 os._exit(0)
-            pending = groups["dp"].all_reduce(torch.ones(3), what="the test")
+            pending = groups["dp"].all_reduce(torch.ones(3), label="the test")
             began = time.monotonic()
             raise ValueError("as asked")
     except ValueError:

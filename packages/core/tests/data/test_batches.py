@@ -109,14 +109,14 @@ def test_a_model_is_told_of_positions_and_of_the_whole_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "what"),
+    ("fields", "label"),
     [
         ({"tokens": Field("int64"), "labels": Field("int64")}, "no field"),
         ({**TOKENS, "positions": Field("int64")}, "the field `positions` does not declare"),
     ],
 )
-def test_data_that_does_not_say_where_sequences_lie(fields: dict[str, Field], what: str) -> None:
-    with pytest.raises(PlanError, match=what) as caught:
+def test_data_that_does_not_say_where_sequences_lie(fields: dict[str, Field], label: str) -> None:
+    with pytest.raises(PlanError, match=label) as caught:
         sliced_info(DataInfo(fields), 2)
     assert caught.value.diagnostics[0].code == "sequence-field"
 

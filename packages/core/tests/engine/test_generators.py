@@ -67,15 +67,15 @@ def test_the_generators_of_one_seed_draw_different_numbers():
         assert abs(one - other).min() > 1e-6
 
 
-@pytest.mark.parametrize("what", ["step", "train", "evaluate"])
-def test_a_programs_own_draws_go_on(alone, tables, what):
+@pytest.mark.parametrize("label", ["step", "train", "evaluate"])
+def test_a_programs_own_draws_go_on(alone, tables, label):
     with alone(tables("numpy", evaluation={"every": 2, "steps": 1})) as run:
         before = host_state()
         wanted = np.random.rand(3), random.random()
         seed_state = host_state()
         np.random.set_state(before[2])
         random.setstate(before[1])
-        getattr(run, what)()
+        getattr(run, label)()
         assert (np.random.rand(3) == wanted[0]).all()
         assert random.random() == wanted[1]
         assert random.getstate() == seed_state[1]

@@ -30,7 +30,7 @@ class Spy:
     def __getattr__(self, name):
         if name not in FORWARD + BACKWARD:
             raise AttributeError(name)
-        return lambda micro, what: self.seen.append((name, micro, what))
+        return lambda micro, label: self.seen.append((name, micro, label))
 
     def told(self):
         """(call, chunk, micro, phase, step, global_micro) in order; empties what was seen."""
@@ -68,9 +68,9 @@ def test_hooks_are_given_the_tensors_that_an_action_concerns(watched):
     with watched() as run:
         row = run.step()
         seen = Spy.latest.seen
-        losses = [what.item() for name, _, what in seen if name == "after_loss"]
-        weight = sum(what.item() for name, _, what in seen if name == "before_backward")
-        outputs = [what for name, _, what in seen if name in ("after_forward", "before_loss")]
+        losses = [label.item() for name, _, label in seen if name == "after_loss"]
+        weight = sum(label.item() for name, _, label in seen if name == "before_backward")
+        outputs = [label for name, _, label in seen if name in ("after_forward", "before_loss")]
     assert row["loss"] == pytest.approx(sum(losses) * weight / 2, rel=1e-12)
     assert [tuple(output.shape) for output in outputs] == [(1, 12, 16)] * 4
     assert outputs[0] is outputs[1]
@@ -127,7 +127,7 @@ def waited(alone, small):
 
 
 def uses(names):
-    return [f"{what} {name}" for name in names for what in ("first", "second", "run")]
+    return [f"{label} {name}" for name in names for label in ("first", "second", "run")]
 
 
 def test_in_recomputation_too(waited):

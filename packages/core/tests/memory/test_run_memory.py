@@ -60,9 +60,9 @@ class Shelf:
         self.copies = []
         return lambda: None
 
-    def require(self, part: Any, what: str) -> None:
+    def require(self, part: Any, caller: str) -> None:
         if self.copies:
-            raise StateError.away(part, what)
+            raise StateError.away(part, caller)
 
     def where(self, part: Any) -> Where:
         return Where.AWAY if self.copies else Where.HERE
@@ -126,8 +126,8 @@ def test_what_is_away_is_asked_for_by_name(run):
     with_shelves(run, "masters")
     run.step()
     run.memory.offload()
-    for call, what in ((run.step, "a step"), (run.train, "a step"), (lambda: run.load_weights({}), "loading weights")):
-        with pytest.raises(StateError, match=f"{what} needs the run's masters, but they are offloaded"):
+    for call, label in ((run.step, "a step"), (run.train, "a step"), (lambda: run.load_weights({}), "loading weights")):
+        with pytest.raises(StateError, match=f"{label} needs the run's masters, but they are offloaded"):
             call()
     run.evaluate()
     run.memory.onload()

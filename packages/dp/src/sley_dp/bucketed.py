@@ -168,7 +168,7 @@ class BucketedReducer(GradientHandler):
         missing = [param for param in self._parts.registry if param not in set(order)]
         indices = torch.tensor([param.index for param in [*order, *missing]], device=self._parts.world.device.torch_device)
         # Over the stage, whose ranks hold the same parameters. All of them call this at the start of their second step.
-        self._parts.groups["stage"].broadcast(indices, what="the order of gradients").wait()
+        self._parts.groups["stage"].broadcast(indices, label="the order of gradients").wait()
         return [self._parts.registry.params[index] for index in indices.tolist()]
 
 
@@ -198,7 +198,7 @@ def broadcast_values(parts: Parts) -> None:
     for name, value, group in _replicated_values(parts):
         copy = value.contiguous()
         # Over the group that holds copies of this value, whose ranks iterate over the registry in the same order.
-        broadcasts.append((value, copy, group.broadcast(_view_bytes(copy), what=name)))
+        broadcasts.append((value, copy, group.broadcast(_view_bytes(copy), label=name)))
         num_bytes += value.nbytes
         if num_bytes > CHUNK_BYTES:
             _finish_broadcasts(broadcasts)

@@ -53,7 +53,7 @@ class WeightGathers:
             # Over the ranks that share a copy, on a separate channel, after the same updates, in the order of `buffers`.
             transport = self._groups[shard.axis].transport(WEIGHTS)
             label = f"the weights from {buffer.params[0].name} on"
-            self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], what=label)
+            self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)
 
     def is_due(self, indices: Iterable[int]) -> bool:
         """Returns whether `wait_for` would wait. The result depends only on earlier calls, so it is the same on all ranks."""

@@ -40,7 +40,7 @@ class ExactSums(Sums):
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        self._handles.append(group.transport().all_reduce(buffer.data, what=describe_bucket(buffer), contents=buffer.contents))
+        self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), contents=buffer.contents))
         self.sent.add(buffer.data, group, passes=2)
         # `test` advances the sums.
         self._pending_handles = [handle for handle in (*self._pending_handles, self._handles[-1]) if not handle.test()]
@@ -120,7 +120,7 @@ class _Bf16Sum:
         self.send_row[: buffer.data.numel()].copy_(buffer.data)
         self._has_gathered = False
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        self.pending: Pending = group.all_to_all(self.receive_row, self.send_row, what=describe_bucket(buffer))
+        self.pending: Pending = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
         """Waits for the exchange, sums this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
@@ -131,7 +131,7 @@ class _Bf16Sum:
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
         # Over the same group, whose ranks all call this between the same two starts, or after the last start.
-        self.pending = self.group.all_gather(self.send_row, local_slice, what=describe_bucket(self.buffer))
+        self.pending = self.group.all_gather(self.send_row, local_slice, label=describe_bucket(self.buffer))
 
     def finish(self) -> None:
         """Waits for the all-gather and writes the sum into the buffer."""
@@ -158,7 +158,7 @@ class ShardSums(Sums):
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
         # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
-        scatter = transport.reduce_scatter([buffer.data], [scratch], what=describe_bucket(buffer), contents=buffer.contents)
+        scatter = transport.reduce_scatter([buffer.data], [scratch], label=describe_bucket(buffer), contents=buffer.contents)
         self._sums.append(_ShardSum(buffer, scatter, copies_group.transport if copies_group else None))
         if scratch.numel():
             self._scratch_users.append((scratch, self._sums[-1]))
@@ -226,7 +226,7 @@ class _ShardSum:
         if self._copies_transport is not None:
             shard, contents = self.buffer.own, self.buffer.contents
             # Over the ranks that hold the same shard. They call this in the order in which the buckets were started.
-            self._reduction = self._copies_transport().all_reduce(shard, what=describe_bucket(self.buffer), contents=contents)
+            self._reduction = self._copies_transport().all_reduce(shard, label=describe_bucket(self.buffer), contents=contents)
 
     def wait(self) -> None:
         """Blocks until this rank's shard holds the sum."""

@@ -146,7 +146,7 @@ class LoadBalance:
         *_, probabilities, counts = routed
         totals = torch.cat([counts, num_labels.view(1)])
         if self.sp is not None:
-            self.sp.all_reduce(totals, what="the tokens of experts").wait()
+            self.sp.all_reduce(totals, label="the tokens of experts").wait()
         counts, num_labels = totals[:-1], totals[-1]
         loss = self.routers.loss(probabilities, counts)
         if torch.is_grad_enabled():  # not when losses are summed by source

@@ -60,7 +60,7 @@ class TokenGather:
 
     def gather(self, full: Sequence[Tensor], tensors: Sequence[Tensor], label: str) -> None:
         """Fills each of `full` [size x n, ...] with the `tensors` [n, ...] of all ranks. Blocks until sends are complete."""
-        work = self.group.transport("gather").all_gather(full, tensors, what=label)
+        work = self.group.transport("gather").all_gather(full, tensors, label=label)
         for tensor in full:
             self.counters.sent.add(tensor, self.group, passes=1)
         work.wait()
@@ -149,7 +149,7 @@ class ColumnEmbeddings:
         self.token_gather.counters.add("embedding_exchanges", 1)
         self.count_bytes(received)
         self.token_gather.counters.sent.add(tensor, self.token_gather.group, passes=1)
-        return self.token_gather.group.transport(channel).all_to_all(received, tensor, what=label)
+        return self.token_gather.group.transport(channel).all_to_all(received, tensor, label=label)
 
     def count_bytes(self, received: Tensor) -> None:
         """Counts the bytes of `received` that came from peers."""

@@ -82,7 +82,7 @@ class UnshardedGroup:
             views = group.layout.views(flat)
             self.num_bytes = flat.nbytes
             # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
-            self._work = source.all_gather(views, shards, what=f"the weights of {group.name}")
+            self._work = source.all_gather(views, shards, label=f"the weights of {group.name}")
             self._lease = lease.pop_all()  # not reached if the all-gather could not start
         self._full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
 
@@ -131,7 +131,7 @@ class PublishedShards:
             shards = [parameter.detach() for group in self._versions for parameter in group.parameters]
             # A collective over `wp`, before the first gather of a step or an evaluation, which all its ranks begin together.
             label = f"the weights except {due_names}" if due_names else "the weights"
-            self._published = self._group.transport("gather").publish(shards, what=label)
+            self._published = self._group.transport("gather").publish(shards, label=label)
 
     def source(self, group: ParamGroup) -> Transport | Published:
         """Returns the published shards if those of `group` are unchanged, or the transport; the same on all ranks of `wp`."""

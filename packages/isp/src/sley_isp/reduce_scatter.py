@@ -233,7 +233,7 @@ class GradientReducer:
         scratch_shapes = [(transport.num_scratch_rows(param.row_shard.size), *param.shape[1:]) for param in gradients]
         scratch = self._lease(scratch_shapes, open_bucket.lease)
         label, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in gradients)
-        handle = transport.reduce_scatter(list(gradients.values()), scratch, what=label, contents=contents)
+        handle = transport.reduce_scatter(list(gradients.values()), scratch, label=label, contents=contents)
         rows = {param: gradient.chunk(self.group.size)[coord] for param, gradient in gradients.items()}
         return Reduction(bucket, [handle], rows, open_bucket.lease)
 
@@ -243,7 +243,7 @@ class GradientReducer:
         shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
         rows = dict(zip(gradients, self._lease(shapes, open_bucket.lease), strict=True))
         handles = [
-            transport.all_to_all(rows[param], gradient.view(rows[param].shape), what=f"the gradient of {param.name}")
+            transport.all_to_all(rows[param], gradient.view(rows[param].shape), label=f"the gradient of {param.name}")
             for param, gradient in gradients.items()
         ]
         return Reduction(open_bucket.bucket, handles, rows, open_bucket.lease, microbatches)

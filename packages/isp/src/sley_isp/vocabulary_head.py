@@ -121,7 +121,7 @@ class VocabularyHead:
         (inputs,) = self.token_gather.gather_with_padding([x], [0], "the head's inputs")
         logits = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
         received = torch.empty_like(logits)
-        work = self.group.transport("reduce").all_to_all(received, logits, what="logits")
+        work = self.group.transport("reduce").all_to_all(received, logits, label="logits")
         self.token_gather.counters.sent.add(logits, self.group, passes=1)
         work.wait()
         work.wait_sent()
@@ -141,7 +141,7 @@ class VocabularyHead:
         with self.pool.lease(shape, gradient.dtype, gradient.device) as buffer:
             full = buffer[: len(gradient)]
             torch.mm(gradient, self.shard.to(gradient.dtype), out=full)
-            work = transport.reduce_scatter([full], [buffer[len(gradient) :]], what="the head's input gradient")
+            work = transport.reduce_scatter([full], [buffer[len(gradient) :]], label="the head's input gradient")
             self.token_gather.counters.sent.add(full, self.group, passes=1)
             yield results
             work.wait()

@@ -76,7 +76,7 @@ class HostOptimizer(OffloadManager):
         """Counts the call and does nothing: the part stays on the host."""
         return self.offload(part)
 
-    def require(self, part: Part, what: str) -> None: ...
+    def require(self, part: Part, caller: str) -> None: ...
 
     def where(self, part: Part) -> Where:
         return Where.AWAY

@@ -211,13 +211,13 @@ class Manager(OffloadManager):
     def host(self, part: Part) -> Mapping[int, Tensor]:
         return self._movers[part].host()
 
-    def require(self, part: Part, what: str) -> None:
+    def require(self, part: Part, caller: str) -> None:
         """Makes later device work wait for `part` if it is coming. Raises StateError `memory-away` if it is away or leaving,
         and is not onloaded automatically.
         """
         mover = self._movers[part]
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
-            raise StateError.away(part, what)
+            raise StateError.away(part, caller)
         mover.require()
         self._open_gate()
 
@@ -241,7 +241,7 @@ class Manager(OffloadManager):
         if all(self._movers[part].where is Where.HERE for part in LAYER_PARTS if part in self._movers):
             self._gate.open()
 
-    def _check_layers(self, what: str = "a layer's forward") -> None:
+    def _check_layers(self, label: str = "a layer's forward") -> None:
         for part in LAYER_PARTS:
             if part in self._movers:
-                self.require(part, what)
+                self.require(part, label)

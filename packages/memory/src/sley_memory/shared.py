@@ -174,8 +174,8 @@ class SharedCopies(Mover):
             into.copy(local_part[:length], self._host[start : start + length])
             into.record().hold_device()
             # The ranks of the group have agreed on these pieces and on this call.
-            what = f"the run's {self._part.replace('_', ' ')}, which were offloaded"
-            self._group.all_gather(all_parts[: count * length], local_part[:length], what=what).wait()
+            label = f"the run's {self._part.replace('_', ' ')}, which were offloaded"
+            self._group.all_gather(all_parts[: count * length], local_part[:length], label=label).wait()
             for rank in range(count):
                 for memory, offset in self._slices(rank * size + start, length):
                     memory.copy_(all_parts[rank * length + offset : rank * length + offset + memory.numel()])
@@ -223,7 +223,7 @@ class SharedCopies(Mover):
         """
         # All ranks call this for each `offload` and `onload` of each part, in the same order.
         message = [[call, self._part, self._is_away], report]
-        messages = self._control.gather_objects(message, what=f"which memory `run.memory.{call}` moves")
+        messages = self._control.gather_objects(message, label=f"which memory `run.memory.{call}` moves")
         for rank, (state, _) in zip(self._control.ranks, messages, strict=True):
             if state != messages[0][0]:
                 texts = [

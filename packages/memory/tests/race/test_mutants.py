@@ -152,10 +152,10 @@ LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("what", LOSES)
-def test_gradients_that_vanish_are_seen_in_the_bits(what: str, train: Train, texts: Path) -> None:
+def test_gradients_that_vanish_are_seen_in_the_bits(label: str, train: Train, texts: Path) -> None:
     """No rule is broken and no error raised: the sums are wrong, and so is the digest."""
     tables = changed(PLAN, **CASES["optimizer on the host"])
-    micro, lose = LOSES[what]
+    micro, lose = LOSES[label]
     plain = train(PLAN, texts)
     assert train(tables, texts, 0) == plain
     assert train(tables, texts, 0, lambda run: Loses(run, micro, lose)) != plain

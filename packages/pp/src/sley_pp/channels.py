@@ -74,7 +74,7 @@ class Channels:
             byte, label = torch.zeros(1, dtype=torch.uint8, device=device.torch_device), f"the first byte, of stage {peer}"
             for sender, receiver in (sorted((self.stage, peer)), sorted((self.stage, peer), reverse=True)):
                 operation = self.group.send if sender == self.stage else self.group.receive
-                operation(byte, direction_of(sender, receiver), peer, what=label).wait()
+                operation(byte, direction_of(sender, receiver), peer, label=label).wait()
 
     def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
         """Starts to send the `pieces` of a message to stage `peer`, and returns a handle for each, in the same order.
@@ -87,7 +87,7 @@ class Channels:
         pending = [self.send_host(header, peer, label) for header in headers]
         if body.numel():
             group, channel, coord = self._tensor_route(self.stage, peer, peer)
-            pending.append(group.send(body, channel, coord, what=label))
+            pending.append(group.send(body, channel, coord, label=label))
         return pending
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
@@ -96,18 +96,18 @@ class Channels:
         pending = [self.receive_host(header, peer, label) for header in headers]
         if body.numel():
             group, channel, coord = self._tensor_route(peer, self.stage, peer)
-            pending.append(group.receive(body, channel, coord, what=label))
+            pending.append(group.receive(body, channel, coord, label=label))
         return pending
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to send a host `tensor`, such as a header or an announcement, to stage `peer`."""
         group, channel, coord = self._host_route(self.stage, peer, peer)
-        return group.send(tensor, channel, coord, what=label)
+        return group.send(tensor, channel, coord, label=label)
 
     def receive_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
         group, channel, coord = self._host_route(peer, self.stage, peer)
-        return group.receive(tensor, channel, coord, what=label)
+        return group.receive(tensor, channel, coord, label=label)
 
     def _tensor_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
         """Returns the group, the channel and the peer's index in the group for tensors from stage `sender` to `receiver`."""

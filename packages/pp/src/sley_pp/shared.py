@@ -53,7 +53,7 @@ class SharedModules(GradientHandler):
             flat = gradients[0] if len(gradients) == 1 else torch.cat([gradient.reshape(-1) for gradient in gradients])
             # Over the ties' group, which has a rank of each of their stages. All ranks use the same order of groups.
             group, label = self._groups[axis], f"the tied gradients of {', '.join(param.name for param in params)}"
-            reductions.append((group.all_reduce(flat, what=label), flat, gradients))
+            reductions.append((group.all_reduce(flat, label=label), flat, gradients))
             self._sent.add(flat, group, passes=2)
         for pending, flat, gradients in reductions:
             pending.wait()
@@ -93,8 +93,8 @@ class SharedModules(GradientHandler):
             value = param.parameter.detach()
             maximum, minimum = value.clone(), value.clone()
             # Over the tie's group, whose ranks check the same ties after the same step.
-            group.all_reduce(maximum, "max", what=f"the tied weight {name}").wait()
-            group.all_reduce(minimum, "min", what=f"the tied weight {name}").wait()
+            group.all_reduce(maximum, "max", label=f"the tied weight {name}").wait()
+            group.all_reduce(minimum, "min", label=f"the tied weight {name}").wait()
             if not torch.equal(maximum, minimum):
                 difference = float((maximum - minimum).abs().max())
                 raise RunError(

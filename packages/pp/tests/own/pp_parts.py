@@ -103,8 +103,8 @@ def tied(
     for at in range(num_blocks):
         kind = Sometimes if at in sometimes else Block
         blocks.append(kind(hidden, ("two", "one") if at in reverse else ("one", "two")))
-    for what, (first, *others) in ties:
-        *path, attribute = what.split(".")
+    for label, (first, *others) in ties:
+        *path, attribute = label.split(".")
         for other in others:
             owner, shared = blocks[other], blocks[first]
             for part in path:

@@ -184,7 +184,7 @@ def _merge_bytes(run: Run, full: Tensor, axis: str) -> None:
     group, local = run.groups[axis], full.view(-1).view(torch.uint8)
     gathered = local.new_empty(group.size, *local.shape)
     # All ranks of the group use the registry order.
-    group.all_gather(gathered, local[None], what="parts of states", channel=next(iter(group.channels), DEFAULT_CHANNEL)).wait()
+    group.all_gather(gathered, local[None], label="parts of states", channel=next(iter(group.channels), DEFAULT_CHANNEL)).wait()
     local.copy_(gathered.sum(0))
 
 

@@ -40,7 +40,7 @@ class Late(GradientHandler):
         for param in self._ready:
             # The parameter's reduce group, in the store's order, which is the same on all of its ranks.
             group = self._parts.groups[param.reduce_group]
-            group.all_reduce(self._parts.store.gradient(param), what=param.name).wait()
+            group.all_reduce(self._parts.store.gradient(param), label=param.name).wait()
         self._ready.clear()
 
 
@@ -71,7 +71,7 @@ class Halves(GradientHandler):
         if not self._missing[buffer]:
             # The buffer's reduce group; its ranks are told of the same parameters in one order.
             group = self._groups[buffer.reduce_group]
-            self._pending.append(group.all_reduce(buffer.data, what=f"the half of {param.name}"))
+            self._pending.append(group.all_reduce(buffer.data, label=f"the half of {param.name}"))
 
     def finish_step(self, step: StepState) -> None:
         self._wait()

@@ -35,7 +35,7 @@ class World(Late):
 
     def finish_step(self, step) -> None:
         for param in self._ready:
-            self._parts.groups["all"].all_reduce(self._parts.store.gradient(param), what=param.name).wait()
+            self._parts.groups["all"].all_reduce(self._parts.store.gradient(param), label=param.name).wait()
 
 
 class Early(GradientHandler):
@@ -54,7 +54,7 @@ class Early(GradientHandler):
         buffer = next(one for one in self._store.buffers if param in one.params)
         if buffer not in self._summed:
             self._summed.append(buffer)
-            self._groups[buffer.reduce_group].all_reduce(buffer.data, what="a buffer").wait()
+            self._groups[buffer.reduce_group].all_reduce(buffer.data, label="a buffer").wait()
 
 
 class Tail(Late):
@@ -65,7 +65,7 @@ class Tail(Late):
             flat = self._parts.store.gradient(param).view(-1)
             whole = flat[: flat.numel() // 4 * 4]
             if whole.numel():
-                self._parts.groups[param.reduce_group].all_reduce(whole, what=param.name).wait()
+                self._parts.groups[param.reduce_group].all_reduce(whole, label=param.name).wait()
 
 
 class Reverse(Late):
@@ -77,7 +77,7 @@ class Reverse(Late):
             gradient = self._parts.store.gradient(param)
             wire = gradient.new_zeros(WIRE)
             wire[: gradient.numel()] = gradient.view(-1)
-            self._parts.groups[param.reduce_group].all_reduce(wire, what="a gradient").wait()
+            self._parts.groups[param.reduce_group].all_reduce(wire, label="a gradient").wait()
             gradient.copy_(wire[: gradient.numel()].view_as(gradient))
 
 
@@ -96,7 +96,7 @@ class Chatty(Late):
 
     def finish_step(self, step) -> None:
         for _ in range(step.num_micros):
-            self._parts.groups["control"].all_reduce(torch.zeros(1), what="nothing").wait()
+            self._parts.groups["control"].all_reduce(torch.zeros(1), label="nothing").wait()
         super().finish_step(step)
 
 
@@ -105,7 +105,7 @@ class Types(Late):
 
     def finish_step(self, step) -> None:
         given = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self._parts.world.rank]
-        self._parts.groups["control"].all_reduce(given, what="what each has").wait()
+        self._parts.groups["control"].all_reduce(given, label="what each has").wait()
         super().finish_step(step)
 
 

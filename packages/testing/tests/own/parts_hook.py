@@ -54,7 +54,7 @@ class Differs(Naive):
 
     def after_loss(self, micro, loss) -> None:
         given = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self.parts.world.rank]
-        self.parts.groups["control"].all_reduce(given, what="what each has").wait()
+        self.parts.groups["control"].all_reduce(given, label="what each has").wait()
 
 
 class Unbalanced(Naive):

@@ -47,9 +47,9 @@ class Naive(OffloadManager):
         self._hold(self._stream.record())
         return lambda: None
 
-    def require(self, part, what) -> None:
+    def require(self, part, caller) -> None:
         if part in self._away:
-            raise StateError.away(part, what)
+            raise StateError.away(part, caller)
 
     def where(self, part):
         return Where.AWAY if part in self._away else Where.HERE
@@ -94,16 +94,16 @@ class Skips(Naive):
 class Open(Naive):
     """Refuses nothing."""
 
-    def require(self, part, what) -> None:
+    def require(self, part, caller) -> None:
         pass
 
 
 class Vague(Naive):
     """Refuses, and does not say what."""
 
-    def require(self, part, what) -> None:
+    def require(self, part, caller) -> None:
         if part in self._away:
-            raise StateError.away("memory", what)
+            raise StateError.away("memory", caller)
 
 
 class Twice(Naive):

@@ -18,7 +18,7 @@ class Whole(torch.autograd.Function):
     def forward(ctx, own, attention):
         ctx.attention = attention
         parts = own.new_empty((attention.group.size, *own.shape))
-        attention.group.all_gather(parts, own.detach()[None].contiguous(), what="slices").wait()
+        attention.group.all_gather(parts, own.detach()[None].contiguous(), label="slices").wait()
         return torch.cat(parts.unbind(), dim=1)
 
     @staticmethod
@@ -51,7 +51,7 @@ class Naive(SequenceCommunicator):
 
     def summed(self, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
-        self.group.all_reduce(total, what="gradients of slices").wait()
+        self.group.all_reduce(total, label="gradients of slices").wait()
         return total
 
 

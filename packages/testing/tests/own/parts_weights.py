@@ -18,7 +18,7 @@ def gathered(param, group):
     """The whole of which `param.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
     own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
-    group.all_gather(parts, own[None].contiguous(), what=param.name, channel="gather").wait()
+    group.all_gather(parts, own[None].contiguous(), label=param.name, channel="gather").wait()
     return param.shard.joined(parts)
 
 
@@ -26,7 +26,7 @@ def summed(param, group, gradient):
     """This rank's shard of the sum of all ranks' gradients of the whole."""
     parts = torch.stack([replace(param.shard, index=index).cut(gradient) for index in range(group.size)])
     received = torch.empty_like(parts)
-    group.all_to_all(received, parts, what=f"the gradient of {param.name}", channel="reduce").wait()
+    group.all_to_all(received, parts, label=f"the gradient of {param.name}", channel="reduce").wait()
     return received.sum(0)
 
 

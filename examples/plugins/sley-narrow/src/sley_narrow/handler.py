@@ -36,7 +36,7 @@ class Narrow(GradientHandler):
         gradient = self._store.gradient(param)
         sent = gradient if param.numel < self.config.min_numel else gradient.to(torch.bfloat16)
         # The parameter's reduce group. The store reports parameters in the same order on all of its ranks.
-        self._pending.append((group.all_reduce(sent, what=param.name), gradient, sent))
+        self._pending.append((group.all_reduce(sent, label=param.name), gradient, sent))
 
     def finish_step(self, step: StepState) -> None:
         for pending, gradient, summed in self._pending:

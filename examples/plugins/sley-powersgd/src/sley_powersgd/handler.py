@@ -85,7 +85,7 @@ class LowRankSums:
         for gradient, sent in pairs:
             sent.copy_(gradient)
         name = f"the bucket of {next(iter(gradients)).name}"
-        pending = group.all_reduce(first.data, what=name)
+        pending = group.all_reduce(first.data, label=name)
         self.sent.add(first.data, group, passes=2)
         self._in_flight.append(_Bucket(name, group, second, compressed, pairs, pending))
 
@@ -99,7 +99,7 @@ class LowRankSums:
                 entry.state.expand(entry.gradient, entry.p, entry.q)
             if bucket.compressed:
                 # Over the bucket's reduce group, whose ranks get here for the same buckets in the same order.
-                bucket.pending = bucket.group.all_reduce(bucket.second.data, what=bucket.name)
+                bucket.pending = bucket.group.all_reduce(bucket.second.data, label=bucket.name)
                 self.sent.add(bucket.second.data, bucket.group, passes=2)
         for bucket in self._in_flight:
             bucket.pending.wait()

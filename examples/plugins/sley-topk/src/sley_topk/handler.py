@@ -49,7 +49,7 @@ class TopK(GradientHandler):
         gradient = self._store.gradient(param)
         if not self._is_sparse(param):
             # The parameter's reduce group. The store reports parameters in the same order on all of its ranks.
-            self._dense.append(group.all_reduce(gradient, what=param.name))
+            self._dense.append(group.all_reduce(gradient, label=param.name))
             self._sent.add(gradient, group, passes=2)
             return
         if param.name in self._errors:

@@ -31,7 +31,7 @@ class SparseSum:
         self._pending: list[Pending] = []
         # The parameter's reduce group: its ranks send equally many elements, values first.
         for gathered, local, label in ((self._values, self._flat[indices], "values"), (self._indices, indices, "indices")):
-            self._pending.append(group.all_gather(gathered, local[None], what=f"{label} of {name}"))
+            self._pending.append(group.all_gather(gathered, local[None], label=f"{label} of {name}"))
             sent.add(gathered, group, passes=1)
 
     def wait(self) -> None:

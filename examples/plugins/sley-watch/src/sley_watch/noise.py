@@ -52,7 +52,7 @@ class Noise(GradientHandler):
 
     def finish_step(self, step: StepState) -> None:
         # All replicas, once per step: the mean over ranks of a small batch's squared norm, (R g)^2.
-        self._group.all_reduce(self._local_square, what="the squared gradients of small batches").wait()
+        self._group.all_reduce(self._local_square, label="the squared gradients of small batches").wait()
 
     def saved_state(self) -> Mapping[str, Tensor]:
         """Returns the averages, on which the next step's scale depends."""

@@ -41,28 +41,28 @@ class CollectiveTransport(Transport):
         self._log = log
         self._is_coalesced = is_coalesced
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        mark = Mark.of("all-gather", what, shards)
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        mark = Mark.of("all-gather", label, shards)
         self._log.add(self._name, mark)
-        turn = begin_turn("all-gather", self.members, what, self._name, mark.num_bytes)
+        turn = begin_turn("all-gather", self.members, label, self._name, mark.num_bytes)
         return GroupWork(run_guarded(lambda: self._start_gather(wholes, shards), turn), [], turn)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
         own_rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
-        mark = Mark.of("reduce-scatter", what, wholes, contents)
+        mark = Mark.of("reduce-scatter", label, wholes, contents)
         self._log.add(self._name, mark)
-        turn = begin_turn("reduce-scatter", self.members, what, self._name, mark.num_bytes)
+        turn = begin_turn("reduce-scatter", self.members, label, self._name, mark.num_bytes)
         return GroupWork(run_guarded(lambda: self._start_reduce(own_rows, wholes), turn), [], turn)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        self._log.add(self._name, Mark.of("all-to-all", what, [sent], contents))
-        turn = begin_turn("all-to-all", self.members, what, self._name, sent.nbytes)
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+        self._log.add(self._name, Mark.of("all-to-all", label, [sent], contents))
+        turn = begin_turn("all-to-all", self.members, label, self._name, sent.nbytes)
         work = run_guarded(lambda: dist.all_to_all_single(received, sent, group=self._channel, async_op=True), turn)
         return GroupWork([work], [], turn)
 
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return start_all_reduce(tensor, self.members, self._name, self._channel, what)
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+        return start_all_reduce(tensor, self.members, self._name, self._channel, label)
 
     def _start_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
         """Starts to gather the ranks' `shards` into `wholes`; returns the works to wait for."""
@@ -108,11 +108,11 @@ class MessageTransport(Transport):
         self._channel = channel
         self._peers = members.peers
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         rows = [whole.view(self.members.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         places = [[whole[peer] for peer in self._peers] for whole in rows]
         parts = [[shard] * len(self._peers) for shard in shards]
-        started = self._start_messages(places, parts, Mark.of("all-gather", what, shards), "all-gather")
+        started = self._start_messages(places, parts, Mark.of("all-gather", label, shards), "all-gather")
         for whole, shard in zip(rows, shards, strict=True):
             copy_shard(shard, whole[self.members.coord])
         return started
@@ -121,7 +121,7 @@ class MessageTransport(Transport):
         """Returns the scratch rows for the parts of all peers: `num_rows` per peer."""
         return num_rows * len(self._peers)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         size = self.members.size
         rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:]) for whole in wholes]
         own_rows = [buffer[self.members.coord] for buffer in rows]
@@ -133,18 +133,18 @@ class MessageTransport(Transport):
                     total.add_(part)
 
         parts = [[buffer[peer] for peer in self._peers] for buffer in rows]
-        mark = Mark.of("reduce-scatter", what, wholes, contents)
+        mark = Mark.of("reduce-scatter", label, wholes, contents)
         return self._start_messages([list(buffer) for buffer in arriving], parts, mark, "reduce-scatter", finish)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         places, parts = ([[whole[peer] for peer in self._peers]] for whole in (received, sent))
-        started = self._start_messages(places, parts, Mark.of("all-to-all", what, [sent], contents), "all-to-all")
+        started = self._start_messages(places, parts, Mark.of("all-to-all", label, [sent], contents), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
 
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         """Starts gloo's own ring, which is faster than messages to every peer. The ranks' marks are not compared."""
-        return start_all_reduce(tensor, self.members, self._name, self._channel, what)
+        return start_all_reduce(tensor, self.members, self._name, self._channel, label)
 
     def _start_messages(
         self,
@@ -174,7 +174,7 @@ class MessageTransport(Transport):
                     sent.append(self._channel.send([input_part], peer, mark.number))
             return headers
 
-        turn = begin_turn(operation, self.members, mark.what, self._name, mark.num_bytes)
+        turn = begin_turn(operation, self.members, mark.label, self._name, mark.num_bytes)
         headers = run_guarded(start, turn)
         return GroupWork(received, sent, turn, finish, headers)
 
@@ -198,19 +198,19 @@ class CompletedWork(Work):
 class SingleRankTransport(Transport):
     """The transport of a group of one rank: copies inputs to outputs."""
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         for whole, shard in zip(wholes, shards, strict=True):
             copy_shard(shard, whole)
         return CompletedWork()
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         return CompletedWork()
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         received.copy_(sent)
         return CompletedWork()
 
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         return CompletedWork()
 
 

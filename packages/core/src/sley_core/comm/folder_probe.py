@@ -83,12 +83,12 @@ def probe(
         except Exception as error:  # whatever a file system raises
             return format_cause(error)
 
-    def wait_for_files(names: Iterable[str], what: str) -> str:
+    def wait_for_files(names: Iterable[str], label: str) -> str:
         """Waits until files with these `names` exist; returns a text if they do not appear in time."""
         expected, deadline = set(names), time.monotonic() + patience_s
         while not expected <= set(scratch.names(token)):
             if time.monotonic() > deadline:
-                return f"it cannot see {what}"
+                return f"it cannot see {label}"
             time.sleep(_POLL_S)
         return ""
 
@@ -96,19 +96,19 @@ def probe(
     if is_first:
         token = secrets.token_hex(8)
         first_failure = run_steps(problem, lambda: scratch.write(token, file_name))
-    token, first_failure = control.gather_objects([token, first_failure], what="the location of the checkpoints")[0]
+    token, first_failure = control.gather_objects([token, first_failure], label="the location of the checkpoints")[0]
     failure = first_failure if is_first else ""
     if writes and not is_first and not first_failure:
         failure = run_steps(
             lambda: wait_for_files(["rank-00000"], "the file of rank 0"), lambda: scratch.write(token, file_name)
         )
-    reports = control.gather_objects([failure, writes], what="the ranks that write checkpoints")
+    reports = control.gather_objects([failure, writes], label="the ranks that write checkpoints")
     if is_first:
         if not any(reason for reason, _ in reports):
             names = [f"rank-{coord:05}" for coord, (_, is_writer) in enumerate(reports) if is_writer]
             first_failure = run_steps(lambda: wait_for_files(names, "the files of the other ranks"))
         run_steps(lambda: scratch.remove(token))
-    first_failure = control.gather_objects(first_failure, what="the files that rank 0 sees")[0]
+    first_failure = control.gather_objects(first_failure, label="the files that rank 0 sees")[0]
     for rank, reason in [
         (0, first_failure),
         *((rank, reason) for rank, (reason, _) in zip(control.ranks, reports, strict=True)),

@@ -89,9 +89,9 @@ class HostReceive(Pending):
 class Imitate(Protocol):
     """Simulates the exchanges of a group whose other members do not exist."""
 
-    def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, what: str, /) -> Callable[[], None]:
+    def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str, /) -> Callable[[], None]:
         """Simulates an exchange of `tensor` on `channel`, which fills `result`, maybe the same tensor. Returns a function to
-        call when the rank waits for it. what: the description of the exchange in errors.
+        call when the rank waits for it. label: the description of the exchange in errors.
         """
 
 
@@ -102,7 +102,7 @@ class Group(Members):
     A group of one rank has no communicator, and every collective on it is the identity. log: records the exchanges without
     marks. imitate: simulates exchanges if the other ranks do not exist.
 
-    In the collectives below tensors are contiguous, all members make the same calls on one channel in one order, and `what`
+    In the collectives below tensors are contiguous, all members make the same calls on one channel in one order, and `label`
     describes the content, for errors.
     """
 
@@ -124,45 +124,45 @@ class Group(Members):
         """Returns the transport of `channel`. Call this at each use: closed groups have no transports."""
         return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, what: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, label: str) -> Pending:
         """Starts an all-reduce of `tensor` in place; returns its handle."""
-        return self._start(op, partial(dist.all_reduce, tensor, OPS[op]), tensor, tensor, what)
+        return self._start(op, partial(dist.all_reduce, tensor, OPS[op]), tensor, tensor, label)
 
-    def broadcast(self, tensor: Tensor, *, what: str) -> Pending:
+    def broadcast(self, tensor: Tensor, *, label: str) -> Pending:
         """Starts a broadcast of `tensor` in place from the first rank of the group; returns its handle."""
-        return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, what)
+        return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, label)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, *, what: str, channel: str = DEFAULT_CHANNEL) -> Pending:
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Pending:
         """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it. Both are of one
         size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
         """
-        return self._start("all_to_all", partial(dist.all_to_all_single, output, tensor), output, tensor, what, channel)
+        return self._start("all_to_all", partial(dist.all_to_all_single, output, tensor), output, tensor, label, channel)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, *, what: str, channel: str = DEFAULT_CHANNEL) -> Pending:
+    def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Pending:
         """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order; returns its handle."""
-        return self._start("all_gather", partial(all_gather_single, output, tensor), output, tensor, what, channel)
+        return self._start("all_gather", partial(all_gather_single, output, tensor), output, tensor, label, channel)
 
-    def send(self, tensor: Tensor, channel: str, peer: int, *, what: str) -> Pending:
+    def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Pending:
         """Starts to send `tensor` to the member at coordinate `peer`, on `channel`; returns its handle. Calls the communicator
         itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the call.
         """
         if self.imitate is not None:
-            return SimulatedPending(self.imitate("send", tensor, tensor, channel, what))
-        turn = begin_turn("send", self, what, channel, tensor.nbytes, (self.coord, peer))
+            return SimulatedPending(self.imitate("send", tensor, tensor, channel, label))
+        turn = begin_turn("send", self, label, channel, tensor.nbytes, (self.coord, peer))
         message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
         return Pending(run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn), turn)
 
-    def receive(self, tensor: Tensor, channel: str, peer: int, *, what: str) -> Pending:
+    def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Pending:
         """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
         if self.imitate is not None:
-            return SimulatedPending(self.imitate("receive", tensor, tensor, channel, what))
-        turn = begin_turn("receive", self, what, channel, tensor.nbytes, (peer, self.coord))
+            return SimulatedPending(self.imitate("receive", tensor, tensor, channel, label))
+        turn = begin_turn("receive", self, label, channel, tensor.nbytes, (peer, self.coord))
         if self.needs_host_copy(tensor, channel):
             landed = torch.empty_like(tensor, device="cpu")
             return HostReceive(run_guarded(lambda: self.channel(channel).recv([landed], peer, 0), turn), turn, landed, tensor)
         return Pending(run_guarded(lambda: self.channel(channel).recv([tensor], peer, 0), turn), turn)
 
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
+    def gather_objects(self, value: Any, *, label: str) -> list[Any]:
         """Gathers the `value` of each rank of the group `control`, in the order of ranks; blocks.
 
         value: small and serialisable as JSON. If the other members do not exist, the result repeats this rank's value.
@@ -170,7 +170,7 @@ class Group(Members):
         if not self.has_peers:
             return [value] * self.size
         values: list[Any] = run_guarded(
-            lambda: gather_values(value, self.channel()), begin_turn("all-gather of objects", self, what)
+            lambda: gather_values(value, self.channel()), begin_turn("all-gather of objects", self, label)
         )
         return values
 
@@ -180,7 +180,7 @@ class Group(Members):
         call: Callable[..., Any],
         result: Tensor,
         tensor: Tensor,
-        what: str,
+        label: str,
         channel: str = DEFAULT_CHANNEL,
     ) -> Pending:
         """Starts the collective `call` of torch, which sends `tensor` and fills `result`; returns its handle."""
@@ -189,9 +189,9 @@ class Group(Members):
                 result.copy_(tensor)
             return Pending()
         if self.imitate is not None:
-            return SimulatedPending(self.imitate(kind, result, tensor, channel, what))
+            return SimulatedPending(self.imitate(kind, result, tensor, channel, label))
         operation = "all-reduce" if kind in OPS else kind.replace("_", "-")
-        turn = begin_turn(operation, self, what, channel, tensor.nbytes)
+        turn = begin_turn(operation, self, label, channel, tensor.nbytes)
         return Pending(run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn), turn)
 
     def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:

@@ -171,10 +171,10 @@ def _unbind_default_group() -> Iterator[None]:
 class SilentTransport(SingleRankTransport):
     """A transport that exchanges no data: results keep their contents."""
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return CompletedWork()
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         return CompletedWork()
 
 
@@ -211,7 +211,7 @@ class Simulation:
         return dict.fromkeys(channels, SilentTransport())
 
     def imitate(
-        self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, what: str
+        self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
         """Simulates an exchange of `members` (`Imitate`): the result keeps its contents."""
         return nothing

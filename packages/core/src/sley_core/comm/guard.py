@@ -27,13 +27,13 @@ _TIMED_OUT = "Timed out"
 class Turn(NamedTuple):
     """Describes an exchange that this rank has started: the `number`-th in `queue`.
 
-    `members` start the exchanges of a queue in one order. what: the description of the content. peer: the rank at the other end
-    of a message; None if all members participate. num_bytes: the bytes that this rank sends or receives.
+    `members` start the exchanges of a queue in one order. label: describes the content. peer: the rank at the other end of a
+    message; None if all members participate. num_bytes: the bytes that this rank sends or receives.
     """
 
     operation: str
     members: Members
-    what: str
+    label: str
     queue: str
     number: int
     peer: int | None = None
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
 
     def __str__(self) -> str:
         over = f" over {self.members}"  # some descriptions already end with it
-        return f"{self.operation} of {self.what.removesuffix(over)}{over}"
+        return f"{self.operation} of {self.label.removesuffix(over)}{over}"
 
     @property
     def waiting(self) -> RankWait:
@@ -63,31 +63,33 @@ class Turn(NamedTuple):
             return RunError("collective-failed", message, hint=HINT)
         waits = exchange_waits(self.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
         if pairs := find_blocked(waits):
-            text = ", ".join(f"rank {wait.rank} waits in {wait.what} for rank {late.rank}" for wait, late in pairs[:MOST_SHOWN])
+            text = ", ".join(
+                f"rank {wait.rank} waits in {wait.label} for rank {late.rank}" for wait, late in pairs[:MOST_SHOWN]
+            )
             hint = f"ranks start the exchanges of a group in one order; {ONE_ORDER}"
             return RunError("ranks-differ", f"ranks wait for each other: {text}", hint=hint)
-        details = [f"; rank {wait.rank} waited in {wait.what}" for wait in waits.values() if wait.rank != self.members.rank]
+        details = [f"; rank {wait.rank} waited in {wait.label}" for wait in waits.values() if wait.rank != self.members.rank]
         return RunError("collective-failed", message + "".join(details), hint=HINT)
 
 
 def begin_turn(
     operation: str,
     members: Members,
-    what: str,
+    label: str,
     channel: str = DEFAULT_CHANNEL,
     num_bytes: int = 0,
     ends: tuple[int, int] | None = None,
 ) -> Turn:
     """Counts an exchange of `members` on `channel` and returns its turn.
 
-    what: the description of the content, for errors. ends: the coordinates of a message's sender and receiver, which both call
+    label: the description of the content, for errors. ends: the coordinates of a message's sender and receiver, which both call
     this; None if all members participate.
     """
     queue, peer = f"{members.axis} {channel}", None
     if ends is not None:
         queue = f"{queue} {ends[0]}>{ends[1]}"
         peer = members.ranks[ends[1] if members.coord == ends[0] else ends[0]]
-    turn = Turn(operation, members, what, queue, members.progress.numbers.get(queue, 0) + 1, peer, num_bytes)
+    turn = Turn(operation, members, label, queue, members.progress.numbers.get(queue, 0) + 1, peer, num_bytes)
     members.progress.add_turn(turn)
     return turn
 
@@ -124,8 +126,8 @@ _STORE_TIMEOUT_S = 2.0
 class RankWait(NamedTuple):
     """Describes the exchange in which a rank waits.
 
-    what: its description. ranks: its participants. queue, number: the exchange is the `number`-th in `queue`. numbers: how many
-    exchanges of each queue the rank has started.
+    label: its description. ranks: its participants. queue, number: the exchange is the `number`-th in `queue`. numbers: the
+    number of exchanges in each queue that the rank has started.
 
     A rank whose wait fails writes this record into the run's store. It waits for each participant that has started fewer than
     `number` exchanges of the queue. Ranks that wait for each other in a circle never finish: they have started their exchanges
@@ -136,7 +138,7 @@ class RankWait(NamedTuple):
     """
 
     rank: int
-    what: str
+    label: str
     ranks: tuple[int, ...]
     queue: str
     number: int
@@ -190,8 +192,8 @@ def _read_waits_once(waits: dict[int, RankWait], store: Store) -> bool:
     while unread := {rank for wait in waits.values() for rank in wait.ranks} - waits.keys() - silent_ranks:
         for rank in sorted(unread)[: MOST_RANKS - len(waits) - len(silent_ranks)]:
             if store.check([_key(rank)]):
-                number, what, ranks, *details = json.loads(store.get(_key(rank)))
-                waits[rank] = RankWait(number, what, tuple(ranks), *details)
+                number, label, ranks, *details = json.loads(store.get(_key(rank)))
+                waits[rank] = RankWait(number, label, tuple(ranks), *details)
             else:
                 silent_ranks.add(rank)
         if len(waits) + len(silent_ranks) >= MOST_RANKS:

@@ -38,15 +38,15 @@ HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange. what: its description. number: a 31-bit checksum that ranks compare. num_bytes: its length."""
+    """Identifies an exchange. label: its description. number: a 31-bit checksum that ranks compare. num_bytes: its length."""
 
-    what: str
+    label: str
     number: int
     num_bytes: int
 
     @classmethod
-    def of(cls, operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-        """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order. what: the
+    def of(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
+        """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order. label: the
         description, equal on all ranks. contents: a checksum of anything else to compare (`checksum`).
         """
         sizes = array("q", (contents,))
@@ -55,7 +55,7 @@ class Mark(NamedTuple):
             num_bytes += tensor.nbytes
             sizes.append(tensor.nbytes)
             sizes.append(_DTYPES[tensor.dtype])
-        return cls(what, zlib.crc32(sizes, _crc(operation, what)) & _BITS, num_bytes)
+        return cls(label, zlib.crc32(sizes, _crc(operation, label)) & _BITS, num_bytes)
 
     def mismatch_error(self, rank: int, peer_words: str, peer: int) -> RunError:
         """Returns RunError `ranks-differ`: `rank` exchanges this, and rank `peer` exchanges `peer_words`."""
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
     @property
     def words(self) -> bytes:
         """Returns the encoded description and length, for the peers' error messages."""
-        return _words(self.what, self.num_bytes)
+        return _words(self.label, self.num_bytes)
 
     def header(self) -> Tensor:
         """Returns the mark as a header, uint8 [HEADER_BYTES], for `mark_from_header`."""
@@ -87,15 +87,15 @@ def checksum(names: Iterable[str]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _crc(operation: str, what: str) -> int:
-    return zlib.crc32(f"{operation}\0{what}".encode())
+def _crc(operation: str, label: str) -> int:
+    return zlib.crc32(f"{operation}\0{label}".encode())
 
 
 @lru_cache(maxsize=4096)
-def _words(what: str, num_bytes: int) -> bytes:
+def _words(label: str, num_bytes: int) -> bytes:
     size = f" ({num_bytes} bytes)"
     room = HEADER_BYTES - 16 - len(size)
-    return what.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()
+    return label.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()
 
 
 class ExchangeSummary(NamedTuple):
@@ -123,7 +123,7 @@ class ExchangeLog:
     def add(self, channel: str, mark: Mark) -> None:
         self._channels[channel] = zlib.crc32(mark.number.to_bytes(4, "little"), self._channels.get(channel, 0))
         self._count += 1
-        self._last = mark.what
+        self._last = mark.label
 
     def clear(self) -> None:
         """Discards the log at the start of a step or an evaluation."""

@@ -9,7 +9,7 @@
     SingleRankTransport  a group of one      the identity
 
 A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in one order, with equal
-numbers and shapes of tensors, and equal descriptions `what`. `MessageTransport` and CMA send a mark first, so different
+numbers and shapes of tensors, and equal descriptions `label`. `MessageTransport` and CMA send a mark first, so different
 exchanges are an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a step ends
 (`marks`). An all-reduce of gloo or NCCL does neither.
 
@@ -61,7 +61,7 @@ class Work(Protocol):
 class Gatherer(Protocol):
     """Gathers full tensors from shards: a transport, or its published shards."""
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Starts to gather the ranks' `shards` [n, ...] into `wholes` [size x n, ...], in the order of the group. A shard may
         be a view of its full tensor, and may not be written until `wait_sent` has returned.
         """
@@ -79,7 +79,7 @@ class Transport(Gatherer, Protocol):
     `wait_sent` has returned. contents: a checksum of further content, compared between ranks.
     """
 
-    def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
+    def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
         """Publishes `shards`, which are constant until `wait_sent` of the result; by default, each gather is an ordinary
         exchange. All ranks call this and `wait_sent` in one order with their other exchanges; one publication is open at a
         time.
@@ -90,18 +90,18 @@ class Transport(Gatherer, Protocol):
         """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows`."""
         return 0
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum, and may
         be written. The other ranks' rows of `wholes` are undefined then. scratches: [`num_scratch_rows(n)`, ...] of the same
         dtype.
         """
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         """Starts to send row i of `sent` [size, ...] to the i-th rank, and to receive row i of `received`, of the same shape
         and dtype, from it.
         """
 
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         """Starts to sum `tensor` over the group in place, to the same bits on all ranks; only some transports compare marks."""
 
 
@@ -117,8 +117,8 @@ class RepeatedGather(Published):
     def __init__(self, transport: Gatherer) -> None:
         self._transport = transport
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return self._transport.all_gather(wholes, shards, what=what)
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        return self._transport.all_gather(wholes, shards, label=label)
 
     def wait_sent(self) -> None:
         """Returns at once: each gather has its own handle."""
@@ -145,7 +145,7 @@ class Headers:
         for row, peer in zip(self._received, self._peers, strict=True):
             peer_mark = mark_from_header(row)
             if peer_mark[1:] != self._mark[1:]:
-                raise self._mark.mismatch_error(self._members.rank, peer_mark.what, self._members.ranks[peer])
+                raise self._mark.mismatch_error(self._members.rank, peer_mark.label, self._members.ranks[peer])
 
 
 @dataclass(eq=False)
@@ -198,7 +198,7 @@ class GroupWork(Work):
             run_guarded(work.wait, self._turn)
 
 
-def start_all_reduce(tensor: Tensor, members: Members, name: str, channel: dist.ProcessGroup, what: str) -> Work:
+def start_all_reduce(tensor: Tensor, members: Members, name: str, channel: dist.ProcessGroup, label: str) -> Work:
     """Starts the backend's all-reduce of `tensor`, in place, on `channel`, named `name`. The ranks' marks are not compared."""
-    turn = begin_turn("all-reduce", members, what, name, tensor.nbytes)
+    turn = begin_turn("all-reduce", members, label, name, tensor.nbytes)
     return GroupWork([run_guarded(lambda: dist.all_reduce(tensor, group=channel, async_op=True), turn)], [], turn)

@@ -78,10 +78,10 @@ class Agreement:
         self._sum = torch.zeros(0, dtype=torch.float64)
         self._pending: Pending | None = None
 
-    def begin(self, what: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
+    def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
         """Starts one asynchronous all-reduce over all ranks on the host. Every rank calls it, and then `check`.
 
-        what: the name, for the error, of the work that begins. refusal: why this rank cannot; if any rank has one, `check`
+        label: the name, for the error, of the work that begins. refusal: why this rank cannot; if any rank has one, `check`
         raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
         on the ranks of one stage, and on ranks without the loss they weigh 0. So are their counts, on the first stage.
         """
@@ -93,7 +93,7 @@ class Agreement:
             return self
         num_micros = batch.num_micros if batch else 0
         self._facts = [
-            {"all": (what, checksum([what]))},
+            {"all": (label, checksum([label]))},
             self._trained_views(),
             dict.fromkeys(self.reduction.micro_axes, (num_micros, num_micros)),
             {} if batch is None else self._sample_views(batch),
@@ -104,7 +104,7 @@ class Agreement:
         for index, fact in enumerate(self._facts):
             self._sum[index] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         # All ranks, on the host; every step and every evaluation begins with it.
-        self._pending = self._everyone.all_reduce(self._sum, what=f"what all ranks agree on before {what}")
+        self._pending = self._everyone.all_reduce(self._sum, label=f"what all ranks agree on before {label}")
         return self
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ class Agreement:
         if self._sum[_REFUSALS]:
             own = None if self._refusal is None else self._refusal.diagnostics[0]
             parts = None if own is None else [own.code, own.message, own.hint]
-            refusals = self._everyone.gather_objects(parts, what="the reason why a step is refused")
+            refusals = self._everyone.gather_objects(parts, label="the reason why a step is refused")
             code, message, hint = next(refusal for refusal in refusals if refusal)
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
@@ -162,7 +162,7 @@ class Agreement:
         """Returns the error `ranks-differ` for all ranks' views; a blocking collective on `control`."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
-        views = self._everyone.gather_objects(own, what="the differences between ranks")
+        views = self._everyone.gather_objects(own, label="the differences between ranks")
         for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
@@ -207,7 +207,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
     parts: by name of a fact, a function that returns its parts; called and gathered only if ranks differ. Raises RunError
     `ranks-disagree` on every rank, with the fact, the ranks in the minority, and both values.
     """
-    everyone = control.gather_objects(dict(facts), what="the values that all ranks compare")
+    everyone = control.gather_objects(dict(facts), label="the values that all ranks compare")
     for name in facts:
         values = {rank: str(view.get(name)) for rank, view in zip(control.ranks, everyone, strict=True)}
         usual_value, _ = Counter(values.values()).most_common(1)[0]
@@ -219,7 +219,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
         message = f"rank {odd}{more} has {name} {values[odd]}, rank {usual} has {usual_value}"
         if name in parts:
             # All ranks get here: they have compared the same values.
-            every = control.gather_objects(dict(parts[name]()), what=f"what {name} is made of")
+            every = control.gather_objects(dict(parts[name]()), label=f"what {name} is made of")
             parts_of = dict(zip(control.ranks, every, strict=True))
             if differences := describe_differences(parts_of[odd], parts_of[usual]):
                 message = f"rank {odd}{more} has another {name.removeprefix('the ')} than rank {usual}: {differences}"
@@ -266,7 +266,7 @@ def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunErr
     """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ. A
     blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
     """
-    views = control.gather_objects(own, what="the collectives of all ranks")
+    views = control.gather_objects(own, label="the collectives of all ranks")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}
     for label, ranks in groups.items():
         by_rank = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}

@@ -244,12 +244,12 @@ class LayerCaller:
             self._own[layer.name] = module_generators(layer.module, layer.name)
         seed_generators(self._own[layer.name], seed)
 
-    def acquire_generators(self, what: str) -> None:
-        """Acquires `GENERATOR_LOCK` for `what`, a layer or the loss. Raises RunError "data-timeout"."""
+    def acquire_generators(self, label: str) -> None:
+        """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout"."""
         if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
             raise RunError(
                 "data-timeout",
-                f"`{what}` waited {self.data_timeout_s:g} s for the dataset, which draws from the forward's "
+                f"`{label}` waited {self.data_timeout_s:g} s for the dataset, which draws from the forward's "
                 "generators while it reads a sample",
                 hint="use a separate generator in the dataset, or raise [limits] data_timeout_s",
             )

@@ -58,7 +58,7 @@ class Each(GradientHandler):
             self._sums.start(buffer, group)
             return
         gradient = self._store.gradient(param)
-        self._pending.append(group.all_reduce(gradient, what=param.name))
+        self._pending.append(group.all_reduce(gradient, label=param.name))
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:

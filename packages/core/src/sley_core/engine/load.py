@@ -124,7 +124,7 @@ class _Loader:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
         # over all ranks: each of them gets here, whatever faults it found
-        said = control.gather_objects([asdict(self.report), missing], what="what ranks say of the weights")
+        said = control.gather_objects([asdict(self.report), missing], label="what ranks say of the weights")
         everyone = [(_Report(**report), names) for report, names in said]
         wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
         if wrong:

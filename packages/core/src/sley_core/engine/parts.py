@@ -118,7 +118,7 @@ class StepNumbers:
         """
         self._is_agreed = True
         merged: dict[str, Of] = {}
-        for kinds in self._groups["control"].gather_objects(self._kinds, what="the numbers that plugins add to rows"):
+        for kinds in self._groups["control"].gather_objects(self._kinds, label="the numbers that plugins add to rows"):
             for name, kind in kinds.items():
                 if merged.setdefault(name, kind) != kind:
                     raise RunError("number-name", f"the number {name!r} is a sum on one rank, but a root on another")

@@ -74,7 +74,7 @@ class Totals:
             # NaN becomes inf: backends differ in max(x, NaN), and some return x.
             self._norm = self._norm.nan_to_num(nan=math.inf, posinf=math.inf)
             # All ranks of the world, before the message of the totals, at the end of every step.
-            groups["all"].all_reduce(self._norm, "max", what="the gradient norm").wait()
+            groups["all"].all_reduce(self._norm, "max", label="the gradient norm").wait()
 
     def terms(self) -> Tensor:
         """Returns the terms to sum over all ranks: float64 [n], n the same on all ranks."""

@@ -70,10 +70,10 @@ class Param:
         if type(parameter) is StandIn:
             return parameter.shard
         if not isinstance(parameter, nn.Parameter):
-            what = "is gone" if parameter is None else f"became a {type(parameter).__name__} instead of a parameter"
+            label = "is gone" if parameter is None else f"became a {type(parameter).__name__} instead of a parameter"
             raise RunError(
                 "weight-replaced",
-                f"the parameter {self.name!r} {what}: {type(holder.module).__name__}.{holder.attribute} was "
+                f"the parameter {self.name!r} {label}: {type(holder.module).__name__}.{holder.attribute} was "
                 "changed after the run was assembled",
                 hint="apply torch's weight_norm, parametrizations, pruning and other code that replaces weights in "
                 "the model factory; otherwise the optimizer does not train the new parameters",

@@ -52,7 +52,7 @@ class CopyComparison:
             parts.weights.settle()
             for layer in parts.layers:
                 parts.waits.wait_for(layer.name)
-        what = "first values" if is_first else "values"
+        label = "first values" if is_first else "values"
         by_axis: dict[str, list[tuple[str, Tensor]]] = {}
         for name, value, axis in _replicated_values(parts, self.per_rank_buffers):
             by_axis.setdefault(axis, []).append((name, value))
@@ -61,9 +61,9 @@ class CopyComparison:
         for axis in sorted(by_axis):
             names = [name for name, _ in by_axis[axis]]
             prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
-            faults.append(_compare_fingerprints(what, names, prints, parts.groups[axis]))
+            faults.append(_compare_fingerprints(label, names, prints, parts.groups[axis]))
         # All ranks must raise: those of other groups would wait for the ones that stop.
-        everyone = parts.groups["control"].gather_objects(faults, what="initial values that differ")
+        everyone = parts.groups["control"].gather_objects(faults, label="initial values that differ")
         if fault := next((fault for faults in everyone for fault in faults if fault), ""):
             hint = (
                 "draw the model's random numbers only from torch's generator, `random` or numpy, and load weights on every "
@@ -87,20 +87,20 @@ def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterato
                 yield name, buffer, "stage"
 
 
-def _compare_fingerprints(what: str, names: list[str], prints: Tensor, group: Group) -> str:
+def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: Group) -> str:
     """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns a text of the difference, or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
-    group.all_reduce(extremes, "max", what=f"the fingerprints of {what}").wait()
+    group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
     if not is_odd.any():
         return ""
     differing = [name for name, odd in zip(names, is_odd.tolist(), strict=True) if odd]
     own = prints[is_odd][:1].contiguous()
     every = own.new_empty(group.size)
-    group.all_gather(every, own, what="the fingerprints that differ").wait()
+    group.all_gather(every, own, label="the fingerprints that differ").wait()
     other = next(rank for rank, one in zip(group.ranks, every.tolist(), strict=True) if one != int(every[0]))
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-    return f"{what} differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"
+    return f"{label} differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"
 
 
 LOOK_EVERY = 256

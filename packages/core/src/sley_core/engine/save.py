@@ -165,7 +165,7 @@ class WeightSaver:
         0. If any rank failed, raises RunError "weights-unsaved" on all ranks alike, after discarding the unfinished folder.
         """
         # Over all ranks: each of them gets here three times, whatever failed.
-        everyone = self._control.gather_objects([failed, files, dict(facts)], what="what ranks save")
+        everyone = self._control.gather_objects([failed, files, dict(facts)], label="what ranks save")
         wrong = [f"rank {rank}: {said}" for rank, (said, _, _) in zip(self._control.ranks, everyone, strict=True) if said]
         if wrong:
             if self._parts.world.rank == 0:
@@ -252,5 +252,5 @@ class WeightSaver:
             flat[stepped.elements.first : stepped.elements.last] = stepped.parameter.detach().reshape(-1)
         # Over the reduce group, all of whose ranks save the same parameters in the order of the registry.
         bits = flat.view(_BITS[flat.element_size()])
-        group.all_reduce(bits, what=f"the master of {param.name}").wait()
+        group.all_reduce(bits, label=f"the master of {param.name}").wait()
         return flat.reshape(parameter.shape)

@@ -131,7 +131,7 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
         alike = {param: own for param, own in sharded.items() if own.dtype == dtype}
         sent = torch.cat([own.reshape(-1) for own in alike.values()])
         received = sent.new_empty((groups[AXIS].size, sent.numel()))
-        groups[AXIS].all_gather(received, sent[None], what="parts of parameters", channel="gather").wait()
+        groups[AXIS].all_gather(received, sent[None], label="parts of parameters", channel="gather").wait()
         slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
         for (param, own), every in zip(alike.items(), slices, strict=True):
             assert param.shard is not None, param
@@ -240,10 +240,10 @@ class StandIn(nn.Parameter):
         """Refuses all operations that `__torch_function__` did not handle."""
         raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 
-    def _read_error(self, what: str) -> Exception:
+    def _read_error(self, label: str) -> Exception:
         if not self.is_closed:
-            return sharded_read_error(self.param, f"`{what}` reads")
-        message = f"`{what}` reads the parameter {self.param.name!r} after its run was closed, but this rank has only"
+            return sharded_read_error(self.param, f"`{label}` reads")
+        message = f"`{label}` reads the parameter {self.param.name!r} after its run was closed, but this rank has only"
         hint = "call the model while the run is open, or copy the full weights before closing it"
         return RunError("weights-sharded", message + _describe_part(self.param), hint=hint)
 
@@ -265,11 +265,11 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
             yield from _stand_ins(item)
 
 
-def sharded_read_error(param: Param, what: str) -> RunError:
-    """Returns the error `sharded-weight-read`: `what` reads the values of `param`, and no rank has all of them."""
+def sharded_read_error(param: Param, label: str) -> RunError:
+    """Returns the error `sharded-weight-read`: `label` reads the values of `param`, and no rank has all of them."""
     return RunError(
         "sharded-weight-read",
-        f"{what} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",
+        f"{label} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",
         hint="call the linear or embedding that has the parameter; modules that read their own parameters "
         "are not sharded. Between steps, `sley_core.engine.shards.gather_full_tensors` returns full "
         "copies of weights, and `run.registry[name].parameter` is this rank's shard",

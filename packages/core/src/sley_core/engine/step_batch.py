@@ -270,18 +270,18 @@ class ModelOutputs:
         return outputs[0] if is_one else outputs
 
 
-def gathered(tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
+def gathered(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
     """Returns the tensors of all ranks of `group`, concatenated along `dim`; blocks. The backward returns each rank's part."""
-    joined: Tensor = _Gathered.apply(tensor, dim, group, what)  # type: ignore[no-untyped-call]  # torch's
+    joined: Tensor = _Gathered.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]  # torch's
     return joined
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, what: str) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
         ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]
         every = tensor.new_empty((group.size, *tensor.shape))
-        group.all_gather(every.flatten(), tensor.contiguous().flatten(), what=what).wait()
+        group.all_gather(every.flatten(), tensor.contiguous().flatten(), label=label).wait()
         return torch.cat(every.unbind(), dim)
 
     @staticmethod

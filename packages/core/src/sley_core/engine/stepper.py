@@ -165,13 +165,13 @@ class Stepper:
                 weight += self.agreement.weight  # of all ranks
             names = metrics.names
             if metrics.own is not None:  # on all ranks, of which some may have no output
-                everyone = self.groups["control"].gather_objects([tally.problem, tally.names], what="the names of metrics")
+                everyone = self.groups["control"].gather_objects([tally.problem, tally.names], label="the names of metrics")
                 names = [*names, *merge_metric_names(everyone, self.groups["control"].ranks)]
             sums = [losses, *(tally.column(name, at) for name in names for at in (0, 1))]
             differs = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
-            self.groups["all"].all_reduce(totals, what="the mean loss").wait()
+            self.groups["all"].all_reduce(totals, label="the mean loss").wait()
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
             loss, *counted = (self.store.reduction.loss_of(one, len(losses)) for one in totals[1:].chunk(len(sums)))
@@ -217,10 +217,10 @@ class Stepper:
             for part, was in zip(every, training, strict=True):
                 part.training = was
 
-    def _begin_forward(self, what: str, number: int, batch: StepBatch, state: StepState) -> Lowered:
+    def _begin_forward(self, label: str, number: int, batch: StepBatch, state: StepState) -> Lowered:
         """Begins batch `number`, and returns its list of actions."""
         # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
-        self.agreement.begin(what, batch).check()
+        self.agreement.begin(label, batch).check()
         steps = self.lists.evaluation(batch.num_micros)
         first_micro = self.groups["dp"].coord * batch.num_micros
         state.begin(number, select_actions(steps), batch.num_micros, first_micro)

@@ -249,7 +249,7 @@ def refusal(
         bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
     own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
-    gathered = parts.groups["control"].gather_objects(own, what="losses that are not finite")
+    gathered = parts.groups["control"].gather_objects(own, label="losses that are not finite")
     reports = [RankReport(*fields) for fields in gathered]
     if result.is_finite:
         return RunError(
@@ -272,8 +272,8 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
     text = ""
     if bad:
         whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        what = " or ".join(dict.fromkeys("NaN" if math.isnan(reports[rank].loss) else "infinite" for rank in bad))
-        text += f"; the loss of {whose} is {what}" if len(reports) > 1 else ""
+        label = " or ".join(dict.fromkeys("NaN" if math.isnan(reports[rank].loss) else "infinite" for rank in bad))
+        text += f"; the loss of {whose} is {label}" if len(reports) > 1 else ""
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient

@@ -205,7 +205,7 @@ class Update:
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
         summed = torch.cat([terms, self.device.move(host), *overflow, *numbers])
         # All ranks of the world; every rank ends every step here, after its own reductions.
-        self.groups["all"].all_reduce(summed, what="loss and gradient norm").wait()
+        self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
         return StepTotals(

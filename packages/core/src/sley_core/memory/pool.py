@@ -220,9 +220,9 @@ class Pools:
         return self.pools[key]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that the pools report, named `pool.what`."""
+        """Yields the tensors that the pools report, named `pool.tensor`."""
         for name, pool in self.pools.items():
-            yield from ((f"{name}.{what}", tensor) for what, tensor in pool.named_tensors())
+            yield from ((f"{name}.{label}", tensor) for label, tensor in pool.named_tensors())
 
     def labels(self) -> Mapping[str, MemoryPool]:
         """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""

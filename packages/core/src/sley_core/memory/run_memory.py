@@ -106,12 +106,12 @@ class RunMemory:
         self.settle()
         return Move([manager.onload(part) for part, manager in self._chosen(parts)])
 
-    def require(self, what: str, parts: Iterable[Part]) -> None:
-        """Lets the device's work wait for those of `parts` that are coming. Raises StateError `memory-away`. what: "a step"."""
+    def require(self, caller: str, parts: Iterable[Part]) -> None:
+        """Makes the device wait for `parts` in transfer. caller: such as "a step". Raises StateError `memory-away`."""
         for manager in self.managers:
             for part in parts:
                 if part in manager.parts:
-                    manager.require(part, what)
+                    manager.require(part, caller)
 
     def follow(self, reader: str | None = None) -> None:
         """Lets masters take over what a program wrote to weights, if both are here; whoever reads masters calls this first.

@@ -92,7 +92,7 @@ class OffloadManager(Protocol):
         """Starts to bring `part` back; does nothing if it is here. Returns a function that waits for it."""
         ...
 
-    def require(self, part: Part, what: str) -> None:
+    def require(self, part: Part, caller: str) -> None:
         """Makes the device's work wait for `part` if it is coming. Raises StateError if it is away and stays so."""
         ...
 

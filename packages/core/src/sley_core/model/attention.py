@@ -23,8 +23,8 @@ T = TypeVar("T")
 _CACHED: Any = WeakIdKeyDictionary()  # field -> {(version of the field, what): value}
 
 
-def once_per_field(field: Tensor, what: Hashable, compute: Callable[[], T]) -> T:
-    """Returns `compute()`, or its cached result; `compute` must depend only on `field` and the key `what`.
+def once_per_field(field: Tensor, label: Hashable, compute: Callable[[], T]) -> T:
+    """Returns `compute()`, or its cached result; `compute` must depend only on `field` and the key `label`.
 
     Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. An entry lives as long as the
     tensor object, i.e. its microbatch, and a write to the field invalidates it. `compute` runs without gradients. A compiled
@@ -34,7 +34,7 @@ def once_per_field(field: Tensor, what: Hashable, compute: Callable[[], T]) -> T
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()
     values: dict[Any, T] = _CACHED.setdefault(field, {})
-    key = field._version, what
+    key = field._version, label
     if key not in values:
         with torch.no_grad():
             values[key] = compute()

@@ -327,8 +327,8 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
             problems.append(_field_error(layer, f"reads the field {parameter.name!r}, which the data does not have", hint))
 
 
-def _field_error(layer: Layer, what: str, hint: str) -> Diagnostic:
-    message = f"layer {layer.name!r} ({type(layer.module).__name__}.forward) {what}"
+def _field_error(layer: Layer, label: str, hint: str) -> Diagnostic:
+    message = f"layer {layer.name!r} ({type(layer.module).__name__}.forward) {label}"
     return Diagnostic("model-field", message, path=MODEL, hint=hint)
 
 

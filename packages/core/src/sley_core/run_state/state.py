@@ -84,23 +84,23 @@ class TrainingState:
             values["data", "samples_per_epoch"] = self._feed.num_samples
         return replace_values(self.plan, values)
 
-    def agree(self, what: str) -> None:
-        """Checks that all ranks perform the operation `what`. A collective of all ranks. Raises RunError "ranks-differ"."""
-        Agreement(self.parts.groups).begin(what).check()
+    def agree(self, label: str) -> None:
+        """Checks that all ranks perform the operation `label`. A collective of all ranks. Raises RunError "ranks-differ"."""
+        Agreement(self.parts.groups).begin(label).check()
 
-    def all_or_none(self, work: Callable[[], T], what: str, code: str = "checkpoint-load") -> T:
+    def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
         """Calls `work` on each rank and returns its result. Raises RunError `code` on all ranks if it fails on any rank.
 
-        what: a description of the work for errors, such as "load the checkpoint". A collective of all ranks.
+        label: a description of the work for errors, such as "load the checkpoint". A collective of all ranks.
         """
         failure, result = "", None
         try:
             result = work()
         except Exception as error:
             failure = format_cause(error)
-        for rank, reason in zip(self._control.ranks, self._control.gather_objects(failure, what=what), strict=True):
+        for rank, reason in zip(self._control.ranks, self._control.gather_objects(failure, label=label), strict=True):
             if reason:
-                raise RunError(code, f"rank {rank} could not {what}: {reason}")
+                raise RunError(code, f"rank {rank} could not {label}: {reason}")
         return cast("T", result)
 
     def pieces(self) -> list[TensorPiece]:
@@ -211,7 +211,7 @@ class TrainingState:
             data_change,
             list(restoring.base_mismatches()),
         ]
-        reports = self._control.gather_objects(report, what="whether the checkpoint fits")
+        reports = self._control.gather_objects(report, label="whether the checkpoint fits")
         problems = list(dict.fromkeys(line for _, lines, _, _ in reports for line in lines))
         model_names = {name for names, _, _, _ in reports for name in names}
         problems += [

@@ -46,7 +46,7 @@ class ExchangeRecord:
     """
 
     operation: str
-    what: str
+    label: str
     group: str
     ranks: tuple[int, ...]
     queue: str
@@ -55,7 +55,7 @@ class ExchangeRecord:
     peer: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.what.removesuffix(f' over {self.group}')} over {self.group}"
+        return f"{self.operation} of {self.label.removesuffix(f' over {self.group}')} over {self.group}"
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mappin
 def _exchange_record(turn: Turn) -> ExchangeRecord:
     group = turn.members
     return ExchangeRecord(
-        turn.operation, turn.what, str(group), group.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer
+        turn.operation, turn.label, str(group), group.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer
     )
 
 

@@ -52,9 +52,9 @@ def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
 def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool:
     """Returns whether both have the same description, or are the two ends of one message."""
     if not {first.operation, second.operation} <= _MESSAGES:
-        return (first.operation, first.what) == (second.operation, second.what)
+        return (first.operation, first.label) == (second.operation, second.label)
     # Some messages, such as the first of a walk, name no flow and microbatch at one end.
-    matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.what, second.what)]
+    matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.label, second.label)]
     message_ids = {match.groups() for match in matches if match}
     return len(message_ids) <= 1
 
@@ -85,19 +85,19 @@ def _find_different_group(by_rank: Mapping[int, FaultReport]) -> Divergence | No
         awaited = report.wait.exchange
         peers = [by_rank[peer] for peer in awaited.ranks if peer != rank and peer in by_rank]
         if any(
-            _count_exchanges(peer, awaited.what, awaited.group) >= _count_exchanges(report, awaited.what, awaited.group)
+            _count_exchanges(peer, awaited.label, awaited.group) >= _count_exchanges(report, awaited.label, awaited.group)
             for peer in peers
         ):
             continue
         for peer_rank, peer_report in by_rank.items():
             for candidate in _all_exchanges(peer_report):
                 is_candidate = (
-                    candidate.what == awaited.what
+                    candidate.label == awaited.label
                     and candidate.group != awaited.group
                     and {rank, peer_rank} <= set(candidate.ranks)
                 )
-                if is_candidate and _count_exchanges(peer_report, candidate.what, candidate.group) > _count_exchanges(
-                    report, candidate.what, candidate.group
+                if is_candidate and _count_exchanges(peer_report, candidate.label, candidate.group) > _count_exchanges(
+                    report, candidate.label, candidate.group
                 ):
                     description = f"rank {rank} is in the {awaited}, where rank {peer_rank} is in the {candidate}"
                     return Divergence("group", (rank,), (awaited, candidate), description)
@@ -105,7 +105,7 @@ def _find_different_group(by_rank: Mapping[int, FaultReport]) -> Divergence | No
 
 
 def _count_exchanges(report: FaultReport, description: str, group: str) -> int:
-    return sum(exchange.what == description and exchange.group == group for exchange in _all_exchanges(report))
+    return sum(exchange.label == description and exchange.group == group for exchange in _all_exchanges(report))
 
 
 def _all_exchanges(report: FaultReport) -> Iterator[ExchangeRecord]:
@@ -201,7 +201,7 @@ def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None
     # do ranks that wait for a cycle of messages.
     first = (_message_cycle(late_exchanges) or late_exchanges)[0]
     peer_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
-    is_usual = any(exchange.what == first.exchange.what for started in peer_exchanges for exchange in started)
+    is_usual = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
     if len(first.late) > first.started and is_usual:
         # Other ranks have made this exchange before: the rank is ahead, because it left out the exchange that they wait in.
         first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late == (first.rank,)), first)

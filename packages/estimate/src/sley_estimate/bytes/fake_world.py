@@ -243,16 +243,16 @@ class FakeTransport(Transport):
     def num_scratch_rows(self, num_rows: int) -> int:
         return self.scratch_rows(num_rows)
 
-    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+    def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return self._begin("gather", outputs)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         return self._begin("reduce", outputs, [output[: output.shape[0] // self.members.size] for output in outputs])
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         return self._begin("swap", [sent])
 
-    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         flat = tensor.view(-1)
         return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
@@ -299,7 +299,7 @@ class StepSimulation(Simulation):
         }
 
     def imitate(
-        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, what: str
+        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
         """Reports collectives. Messages are already in the action lists."""
         return (

@@ -86,23 +86,23 @@ def collective_factories(stage: Group, shards: Group, slices: Group, world: Worl
 
     def begin_sum(num_bytes: int) -> Begin:
         tensor_ = tensor(num_bytes)
-        return lambda: completion_of(stage.transport().all_reduce(tensor_.zero_(), what="a sum to time"))
+        return lambda: completion_of(stage.transport().all_reduce(tensor_.zero_(), label="a sum to time"))
 
     def begin_gather(num_bytes: int) -> Begin:
         tensor_ = tensor(num_bytes)
         shard = tensor_[:1].clone()
-        return lambda: completion_of(shards.transport(GATHER).all_gather([tensor_], [shard], what="a gather to time"))
+        return lambda: completion_of(shards.transport(GATHER).all_gather([tensor_], [shard], label="a gather to time"))
 
     def begin_reduce(num_bytes: int) -> Begin:
         tensor_ = tensor(num_bytes)
         transport = shards.transport(REDUCE)
         scratch = torch.empty(transport.num_scratch_rows(1), *tensor_.shape[1:], device=device)
-        return lambda: completion_of(transport.reduce_scatter([tensor_.zero_()], [scratch], what="a reduction to time"))
+        return lambda: completion_of(transport.reduce_scatter([tensor_.zero_()], [scratch], label="a reduction to time"))
 
     def begin_swap(num_bytes: int) -> Begin:
         sent = tensor(num_bytes)
         received = torch.empty_like(sent)
-        return lambda: completion_of(slices.transport().all_to_all(received, sent, what="a swap to time"))
+        return lambda: completion_of(slices.transport().all_to_all(received, sent, label="a swap to time"))
 
     return {"sum": begin_sum, "gather": begin_gather, "reduce": begin_reduce, "swap": begin_swap}
 
@@ -113,11 +113,11 @@ def _message_round_trip(group: Group, world: World, num_bytes: int) -> Callable[
 
     def ping_pong() -> None:
         if group.coord == 0:
-            group.send(value, "up", 1, what="a message to time").wait()
-            group.receive(value, "down", 1, what="a message to time").wait()
+            group.send(value, "up", 1, label="a message to time").wait()
+            group.receive(value, "down", 1, label="a message to time").wait()
         elif group.coord == 1:
-            group.receive(value, "up", 0, what="a message to time").wait()
-            group.send(value, "down", 0, what="a message to time").wait()
+            group.receive(value, "up", 0, label="a message to time").wait()
+            group.send(value, "down", 0, label="a message to time").wait()
 
     return ping_pong
 
@@ -132,8 +132,8 @@ def _messages_both_directions(group: Group, world: World, num_bytes: int) -> Beg
         if group.coord > 1:
             return lambda: None
         peer = 1 - group.coord
-        receive = group.receive(received, receive_channel, peer, what="a message to time")
-        send = group.send(sent, send_channel, peer, what="a message to time")
+        receive = group.receive(received, receive_channel, peer, label="a message to time")
+        send = group.send(sent, send_channel, peer, label="a message to time")
 
         def end() -> None:
             receive.wait()
@@ -159,7 +159,7 @@ class LinkTimer:
             work()
             times.append(self.device.seconds_between(start, self.device.moment()))
         # All ranks call this after the same work.
-        return float(max(self.groups["control"].gather_objects(statistics.median(times), what="the times of exchanges")))
+        return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
     def after_work(self, begin: Begin) -> float:
         """Returns the seconds that an exchange adds to preceding work, which desynchronizes the ranks. At least the seconds of

@@ -83,7 +83,7 @@ class _TreeSum:
         self._is_joined = False
         # The buffer's reduce group; its ranks start their buckets in one order.
         self.work: Work = group.transport(channel).all_to_all(
-            self._in, self._out, what=f"the sums of {buffer.params[0].name}", contents=buffer.contents
+            self._in, self._out, label=f"the sums of {buffer.params[0].name}", contents=buffer.contents
         )
         sent.add(self._out, group, passes=1)
 
@@ -109,7 +109,7 @@ class _TreeSum:
         self._whole = self._out.view(-1)[: self.group.size * own.numel()]
         # Over the same group; all its ranks get here between the same two starts, or after the last start.
         self.work = self.group.transport(self._channel).all_gather(
-            [self._whole], [own], what=f"the sum of {self.buffer.params[0].name}"
+            [self._whole], [own], label=f"the sum of {self.buffer.params[0].name}"
         )
         self._sent.add(self._whole, self.group, passes=1)
 

@@ -135,7 +135,7 @@ class ExactTotals(Totals):
         ]
         self._most = largest((tensor for group in gradients for tensor in group.tensors), loss.device)
         # All ranks of the world, before the message of the totals, at the end of every step.
-        groups["all"].all_reduce(self._most, "max", what="the largest gradient").wait()
+        groups["all"].all_reduce(self._most, "max", label="the largest gradient").wait()
 
     def terms(self) -> Tensor:
         own = [] if math.isinf(self._kind) else [digits(self._counted, self._most, self._kind)]

@@ -32,7 +32,7 @@ class Pickles(Checkpointer):
         self.state.attempt.begin(step)
         folder = Path(path or f"{self.state.folder}/step-{step:08}")
         self.state.all_or_none(lambda: self._write(folder), "write the checkpoint", "checkpoint-failed")
-        everyone = self.control.gather_objects(self.state.rank_values(), what="what each rank keeps")
+        everyone = self.control.gather_objects(self.state.rank_values(), label="what each rank keeps")
         about = self.state.describe(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
         self.state.all_or_none(lambda: self._end(folder, about), "end the checkpoint", "checkpoint-failed")
         if path is None:

@@ -102,15 +102,15 @@ class Link:
 
     def _tell(self, piece: Tensor, peer: int) -> None:
         if piece.numel():
-            what = f"what stage {self._stage} sends to stage {peer}"
+            label = f"what stage {self._stage} sends to stage {peer}"
             # The group `pp`: both ends send and take in the order of the lowered lists.
-            pending = self._group.send(piece, direction_of(self._stage, peer), peer, what=what)
+            pending = self._group.send(piece, direction_of(self._stage, peer), peer, label=label)
             self._sending.append((pending, piece))
 
     def _hear(self, piece: Tensor, peer: int) -> Tensor:
         if piece.numel():
-            what = f"what stage {self._stage} receives from stage {peer}"
-            self._group.receive(piece, direction_of(peer, self._stage), peer, what=what).wait()
+            label = f"what stage {self._stage} receives from stage {peer}"
+            self._group.receive(piece, direction_of(peer, self._stage), peer, label=label).wait()
         return piece
 
 

@@ -25,4 +25,4 @@ class Ties(GradientHandler):
             if param in self._parts.store and param.tie_group is not None:
                 # The tie's own group; its ranks walk the ties by name.
                 group = self._parts.groups[param.tie_group]
-                group.all_reduce(self._parts.store.gradient(param), what=f"the tied gradient of {name}").wait()
+                group.all_reduce(self._parts.store.gradient(param), label=f"the tied gradient of {name}").wait()
