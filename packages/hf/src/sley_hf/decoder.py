@@ -184,6 +184,9 @@ class Embed(nn.Module):
         self.base = base
         self._recorders = recorders
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles nothing: a lookup gains nothing, and the recorders end the forward by an exception."""
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns the hidden states [b, s, hidden] of token ids [b, s]. positions: [b, s], or None to count from 0."""
         inputs = {} if positions is None else {"position_ids": positions}
@@ -210,6 +213,10 @@ class Block(nn.Module):
         self._router_logits: list[Tensor] = []
         for router in routers.modules_of(layer) if routers is not None else ():
             router.register_forward_hook(self._record_router)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the decoder layer; its arguments are computed once per microbatch, outside of any graph."""
+        self.layer.compile(*args, **kwargs)
 
     def _record_router(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if self.training and self._routers is not None:

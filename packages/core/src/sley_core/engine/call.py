@@ -287,11 +287,15 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
-    """Compiles the calls of `layers` with torch.compile until `undo` closes and restores each module's former call."""
+    """Compiles the calls of `layers` with torch.compile until `undo` closes and restores each module's former call.
+
+    A module's own `compile` may compile only some of its submodules.
+    """
     varlen()  # imported now: compiled code cannot import it
     for layer in layers:
-        attributes, compiled = vars(layer.module), "_compiled_call_impl"  # where `nn.Module.compile` stores the call
-        before = {key: attributes[key] for key in (compiled,) if key in attributes}
+        key = "_compiled_call_impl"  # where `nn.Module.compile` stores the call
+        calls = [(vars(module), vars(module).get(key)) for module in layer.module.modules()]
         layer.module.compile()
-        undo.callback(attributes.update, before)
-        undo.callback(attributes.pop, compiled, None)  # called first
+        for attributes, call in calls:
+            if attributes.get(key) is not call:
+                undo.callback(attributes.pop, key) if call is None else undo.callback(attributes.update, {key: call})

@@ -111,7 +111,8 @@ def is_plain(tensor: object) -> bool:
 
 def device_kind(tensor: Tensor) -> str:
     """Returns the assumed device type if `assume_device_type` is active, else the type of the tensor's device ("cpu")."""
-    return _assumed_type.get() or tensor.device.type
+    assumed = None if torch.compiler.is_compiling() else _assumed_type.get()  # a context variable would break the graph
+    return assumed or tensor.device.type
 
 
 @contextmanager
