@@ -15,6 +15,7 @@ from sley_core.json_text import to_json, write_json
 from sley_core.plan.tables import BestTable
 from sley_core.run_state.best import Best
 from train_cli.progress import (
+    CompileNote,
     Reporter,
     RunInfo,
     RunTotals,
@@ -87,6 +88,15 @@ def test_a_long_run_without_checkpoints_says_so_once(seconds: float, told_at: in
         num_notes.append(len(notes))
     assert num_notes == [int(told_at is not None and step >= told_at) for step in range(1, 10)]
     assert all("about 5m 10s" in text or "about 55h 30m" in text for text in notes), notes
+
+
+def test_a_late_compilation_is_noted() -> None:
+    notes: list[str] = []
+    num_graphs = iter([3, 4, 4, 4, 6])
+    note = CompileNote(notes, lambda: next(num_graphs))
+    for step in range(1, 6):
+        note({"step": step, "seconds": 2.0})
+    assert notes == ["step 5 compiled 2 more graphs, which took part of its 2.0 s; TORCH_LOGS=recompiles prints the reasons"]
 
 
 @pytest.mark.parametrize("line", [True, False])

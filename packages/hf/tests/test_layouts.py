@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hf_families import FAMILIES, computes_in_fp32, has_experts, small_config, transformers_model
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from sley_hf.attention import uses_interface
@@ -162,3 +164,32 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
             for row, row_alone in zip(run.rows, alone.rows, strict=True):
                 assert [row[name] for name in experts] == pytest.approx([row_alone[name] for name in experts])
         assert {name for run in runs for name in run.gradients[0]} == {layer_name(name, structure) for name in expected[1]}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+@pytest.mark.parametrize(
+    ("family", "changes", "num_graphs"),
+    [
+        (
+            "gemma3_text",
+            {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 4},
+            3,
+        ),  # two kinds, and the head
+        ("mixtral", {"num_hidden_layers": 4}, 2),
+    ],
+)
+def test_compiled_layers_of_one_kind_share_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], num_graphs: int
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    write_texts(tmp_path)
+    config = small_config(family, **changes)
+    transformers_model(config).float().save_pretrained(tmp_path / "model")
+    options = {"router_loss": ROUTER_LOSS} if has_experts(config) else {}
+    tables = changed(tables_of(tmp_path / "model", **options), parallel={"dp": 1}, model__experts="batched_mm")
+    plain = record(tables, STEPS, folder=tmp_path, batches=batches_of())
+    counters.clear()
+    compiled = record(changed(tables, model__compile=True), STEPS, folder=tmp_path, batches=batches_of())
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (num_graphs, {})
+    assert [row["loss"] for row in compiled.rows] == pytest.approx([row["loss"] for row in plain.rows], rel=1e-10)
+    assert_close_gradients(plain.gradients[0], compiled.gradients[0], 1e-5 if computes_in_fp32(config) else 1e-10, floor=1e-9)

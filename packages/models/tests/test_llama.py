@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo, Field
@@ -131,11 +132,13 @@ def test_an_invalid_vocabulary_size_is_refused(wanted: int | None, present: int 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
 def test_compiled_layers_compute_the_same_values() -> None:
-    model, tokens = real(llama(SMALL.model_copy(update={"num_layers": 1}))), drawn(2, 24)
+    model, tokens = real(llama(SMALL.model_copy(update={"num_layers": 3}))), drawn(2, 24)
     plain = run(model, tokens, **packed(tokens))
+    counters.clear()
     for layer in model:
         layer.module.compile(backend="aot_eager")
     torch.testing.assert_close(run(model, tokens, **packed(tokens)), plain)
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (3, {}), "blocks share one graph"
 
 
 # -- the configuration ---------------------------------------------------------------------------------------------------

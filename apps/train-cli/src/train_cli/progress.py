@@ -182,6 +182,8 @@ def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
         f"rank 0 has {memory_text}, and after the first step also the optimizer states",
         f"memory below is the peak of rank 0's {counted}",
     ]
+    if plan.model.config.compile:
+        lines.append("the first step also compiles the layers, which may take minutes")
     if all(writer.name != JSONL for writer in plan.metrics):
         names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
         lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{JSONL}`")
@@ -235,6 +237,26 @@ class UnsavedNote:
             self._notes.append(
                 f"this run takes about {duration(all_s)} and saves no checkpoint: {consequence}; `[checkpoint]` saves it"
             )
+
+
+class CompileNote:
+    """Reads the rows of a compiled run, and adds a note to `notes` for each step after the third that compiles again.
+
+    count_graphs: returns the number of graphs compiled so far.
+    """
+
+    def __init__(self, notes: list[str], count_graphs: Callable[[], int]) -> None:
+        self._notes = notes
+        self._count_graphs = count_graphs
+        self._num_steps = self._num_graphs = 0
+
+    def __call__(self, row: Row) -> None:
+        self._num_steps += 1
+        num_graphs = self._count_graphs()
+        if self._num_steps > 3 and num_graphs > self._num_graphs:
+            consequence = f"which took part of its {row['seconds']:.1f} s; TORCH_LOGS=recompiles prints the reasons"
+            self._notes.append(f"step {row['step']:.0f} compiled {num_graphs - self._num_graphs} more graphs, {consequence}")
+        self._num_graphs = num_graphs
 
 
 class Reporter(AbstractContextManager["Reporter"]):

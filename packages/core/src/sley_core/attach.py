@@ -42,6 +42,7 @@ from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
+from sley_core.plan.tables import CompileConfig
 from sley_core.protocols import (
     ActivationPolicy,
     AttachedModule,
@@ -90,8 +91,8 @@ def build_stepper(
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
-    if plan.model.config.compile:
-        compile_layers(stage.layers, undo)
+    if config := plan.model.config.compile:
+        compile_layers(stage.layers, CompileConfig() if config is True else config, undo)
     undo.callback(parts.store.close)
     handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:

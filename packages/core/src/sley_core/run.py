@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sley_core.attach import AssemblyInfo, RunOutputs, Samples, collect_counts
 from sley_core.comm.device import on_stream
+from sley_core.engine.call import count_graphs
 from sley_core.engine.save import Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import RunError, StateError, UsageError, run_closed_error
@@ -314,6 +315,8 @@ class Run(Loop, AbstractContextManager["Run"]):
     def counts(self) -> dict[str, dict[str, float]]:
         """Numbers counted by the run's parts on this rank (`protocols.Counts`, offload managers), by their name in the plan."""
         counts = collect_counts(self.plan, self.stepper, self.parts.pool, self.memory)
+        if self.plan.model.config.compile:
+            counts["compile"] = {"graphs": count_graphs()}
         return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpointer.counts())})
 
     @on_stream

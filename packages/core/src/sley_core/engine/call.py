@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sley_core.engine.positions import PositionProbe
     from sley_core.engine.replicas import WriteWatch
     from sley_core.model.layers import Layer
+    from sley_core.plan.tables import CompileConfig
 
 
 class Keep(ActivationPolicy):
@@ -286,16 +287,23 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
     return f"layer `{layer.name}` ({kind}) in microbatch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
 
 
-def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
+def compile_layers(layers: Iterable[Layer], config: CompileConfig, undo: ExitStack) -> None:
     """Compiles the calls of `layers` with torch.compile until `undo` closes and restores each module's former call.
 
-    A module's own `compile` may compile only some of its submodules.
+    Layers of one class and shape share one graph. A module's own `compile` may compile only some of its submodules.
     """
     varlen()  # imported now: compiled code cannot import it
     for layer in layers:
         key = "_compiled_call_impl"  # where `nn.Module.compile` stores the call
         calls = [(vars(module), vars(module).get(key)) for module in layer.module.modules()]
-        layer.module.compile()
+        layer.module.compile(mode=config.mode, dynamic=config.dynamic, options=config.options or None)
         for attributes, call in calls:
             if attributes.get(key) is not call:
                 undo.callback(attributes.pop, key) if call is None else undo.callback(attributes.update, {key: call})
+
+
+def count_graphs() -> int:
+    """Returns the number of graphs that torch.compile has compiled in this process."""
+    from torch._dynamo.utils import counters  # loads the compiler
+
+    return int(counters["stats"]["unique_graphs"])

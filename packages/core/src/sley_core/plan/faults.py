@@ -7,7 +7,7 @@ by following the location through the table, and merges the errors of one key.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -44,7 +44,13 @@ def validation_diagnostics(
     for fault in error.errors(include_url=False, include_input=False):
         if fault["type"] != IGNORED_ERROR:
             errors_by_key.setdefault(_key_path(fault["loc"], fault["type"], table), []).append(fault)
-    return [_diagnostic(errors, key, model, table, path, document, owner) for key, errors in errors_by_key.items()]
+    # An error within a table that is one member of a union says more than the errors of the other members.
+    containers = {key[:length] for key in errors_by_key for length in range(len(key))}
+    return [
+        _diagnostic(errors, key, model, table, path, document, owner)
+        for key, errors in errors_by_key.items()
+        if key not in containers or not all(fault["type"].endswith("_type") for fault in errors)
+    ]
 
 
 def unknown_key_diagnostic(
@@ -70,7 +76,8 @@ def _diagnostic(
     types = {fault["type"] for fault in errors}
     path = (*table_path, *key_path)
     enclosing = find_field(model, key_path[:-1])
-    fields = getattr(enclosing[0], "model_fields", {}) if enclosing else {}
+    members = (enclosing[0], *get_args(enclosing[0])) if enclosing else ()  # of a union, the table
+    fields: Mapping[str, Any] = next((member.model_fields for member in members if hasattr(member, "model_fields")), {})
     if "extra_forbidden" in types:
         return unknown_key_diagnostic(
             str(key_path[-1]), fields, path, document, owner if len(key_path) == 1 else f"`{format_path(path[:-1])}`"

@@ -312,11 +312,31 @@ class LimitsTable(Table):
     """The seconds to simulate the steps of one stage on fake tensors, in `estimate`, `search` and `show`."""
 
 
+class CompileConfig(Table):
+    """The arguments of torch.compile."""
+
+    mode: str | None = None
+    """A mode such as `"reduce-overhead"` or `"max-autotune"`."""
+
+    dynamic: bool | None = None
+    """Whether one graph serves all shapes; by default, torch decides at the second shape."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the compiler, instead of a mode."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        """Raises ValueError if the table has a mode and options."""
+        if self.mode is not None and self.options:
+            raise ValueError("torch.compile takes either `mode` or `options`")
+        return self
+
+
 class ModelConfig(Table):
     """The base class of every model record's config."""
 
-    compile: bool = False
-    """Whether to compile the layers with torch.compile."""
+    compile: bool | CompileConfig = False
+    """Whether to compile the layers with torch.compile, or a table of its arguments: `mode`, `dynamic` and `options`."""
 
     def without_weights(self) -> Self:
         """Returns the table of the same model that starts from random weights."""
