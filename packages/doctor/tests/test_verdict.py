@@ -72,7 +72,7 @@ def test_ranks_that_wait_in_different_queues() -> None:
     assert [one.label for one in told.exchanges] == ["b", "loss"]
 
 
-@pytest.mark.parametrize(("has_been", "kind", "what"), [(True, "left out", "b"), (False, "too many", "loss")])
+@pytest.mark.parametrize(("has_been", "kind", "label"), [(True, "left out", "b"), (False, "too many", "loss")])
 def test_a_rank_that_three_wait_for_is_named(has_been: bool, kind: str, label: str) -> None:
     """It has left out what they wait for if what it waits in is something that all make, as in the step before."""
     here = [replace(one, ranks=FOUR, group="stage[0, 1, 2, 3]") for one in (A, B)]

@@ -111,8 +111,9 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
             if managers:  # before all ranks agree on the names of such numbers
-                moved = [part for one in plan.offload for part in cast("OffloadManagerRecord", one.record).parts(one.config)]
-                OffloadMetrics(parts.numbers, groups["all"].size, managers, moved)
+                tables = ((cast("OffloadManagerRecord", table.record), table.config) for table in plan.offload)
+                offloaded = [part for record, config in tables for part in record.parts(config)]
+                OffloadMetrics(parts.numbers, groups["all"].size, managers, offloaded)
             stepper = build_stepper(
                 plan, parts, model, stage, dataset.info, communicator, undo, unchecked_layers, checks=has_values
             )
@@ -214,13 +215,13 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
 
 def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
     """Yields the entries of the plugins' process groups, in the plan's order, which is the same on all ranks."""
-    taken: dict[str, Plugin] = {}
+    owners: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
         for record in records:
-            if fault := _group_fault(record, topology, taken):
+            if fault := _group_fault(record, topology, owners):
                 message = f"{plugin.label} failed in sley_process_groups: {fault}"
                 raise PluginError("plugin-failed", message, hint="report this to the plugin's authors")
-            taken[record.axis] = plugin
+            owners[record.axis] = plugin
             for ranks in record.ranks:
                 for channel in record.channels:
                     yield GroupEntry(record.axis, channel, tuple(ranks), cross_memory=record.cross_memory)
@@ -316,16 +317,18 @@ def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
     keep = plan.precision.keep
     named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
     wide_names = [name for name in named if keeps_fp32(name, keep)]
-    wrong = [f"`{one}` matches no parameter" for one in keep if not any(keeps_fp32(name, [one]) for name in named)]
+    wrong = [f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in named)]
     if wide_names and working != stepped:
         if sharded := [name for name in wide_names if id(named[name]) in shards]:
             wrong.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one format")
-        of_parts = [one.name for one in plan.gradient_handlers if getattr(one.record, "result", "") == "shard"]
-        of_host = [one.name for one in plan.offload if steps_on_host(one.record)]
+        of_parts = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
+        of_host = [component.name for component in plan.offload if steps_on_host(component.record)]
         wrong += [f"`{name}` lays all weights side by side in one format" for name in (*of_parts, *of_host)]
     if wrong:
         hint = "name parameters as `train-cli show` does, or take a layout that leaves them whole"
-        raise PlanError.from_diagnostics([plan.diagnostic("precision-keep", one, ("precision", "keep"), hint) for one in wrong])
+        raise PlanError.from_diagnostics(
+            [plan.diagnostic("precision-keep", text, ("precision", "keep"), hint) for text in wrong]
+        )
     if working == stepped:
         return []
     buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}

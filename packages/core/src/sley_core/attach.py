@@ -209,8 +209,8 @@ def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
         if isinstance(part, Counts):
-            same = sum(name.split(" ")[0] == component.name for name in counts)
-            counts[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
+            num_same = sum(name.split(" ")[0] == component.name for name in counts)
+            counts[f"{component.name} {num_same + 1}" if num_same else component.name] = dict(part.counts())
     return counts | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
 
 
@@ -440,7 +440,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
             "pools": parts.pool.pools.values(),
             "messages": [crossing.link, *stepper.handlers],
         }
-        return sum(one.trim() for one in objects.get(part, ()) if isinstance(one, Trims))
+        return sum(holder.trim() for holder in objects.get(part, ()) if isinstance(holder, Trims))
 
     sources: dict[Part, Callable[[], NamedTensors]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),

@@ -71,11 +71,11 @@ def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
 
 def count_common_steps(one: Lineage, other: Lineage) -> int:
     """Returns how many first steps were taken by the same attempts in both lineages; a lineage has no last step."""
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    nexts = [line[same].step for line in (one, other) if len(line) > same]
-    return min(nexts, default=_NO_LIMIT) if same else 0
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    nexts = [line[count].step for line in (one, other) if len(line) > count]
+    return min(nexts, default=_NO_LIMIT) if count else 0
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Attempt:
 
     def took(self, name: str, step: int) -> bool:
         """Returns whether the first `step` steps of the attempt `name` are steps of this attempt, too."""
-        at = next((number for number, start in enumerate(self.lineage) if start.id == name), None)
-        return at is not None and (at + 1 == len(self.lineage) or step <= self.lineage[at + 1].step)
+        index = next((number for number, start in enumerate(self.lineage) if start.id == name), None)
+        return index is not None and (index + 1 == len(self.lineage) or step <= self.lineage[index + 1].step)
 
 
 def new_attempt(step: int = 0) -> Attempt:
@@ -221,8 +221,8 @@ class RunAttempt:
         before = self.known if self.current or self.folder is not None else Attempt(lineage)
         common, note = 0 if before is None else count_common_steps(before.lineage, lineage), ""
         if before is not None and common < step and before.origin != path:
-            whose = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
-            note = f"{path} belongs to {whose}; rows of steps after the checkpoint are dropped"
+            owner = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
+            note = f"{path} belongs to {owner}; rows of steps after the checkpoint are dropped"
         self.current, self._is_begun = resume_attempt(before, lineage, step, given, path), False
         return min(step, common), note
 
@@ -240,13 +240,13 @@ class RunAttempt:
         work += ["final weights"] if (self.folder / WEIGHTS).is_dir() else []
         saved = -1 if attempt is None else attempt.saved
         if work or saved >= 0:
-            has = " and ".join(work) or "an attempt without rows"
-            beside = f", only checkpoints of other attempts: {shortened(others)}" if others else ""
-            lost = f"; its newest checkpoint was from step {saved}" if saved >= 0 else "; the attempt saved no checkpoint"
+            work_text = " and ".join(work) or "an attempt without rows"
+            others_text = f", only checkpoints of other attempts: {shortened(others)}" if others else ""
+            newest_text = f"; its newest checkpoint was from step {saved}" if saved >= 0 else "; it saved no checkpoint"
             hint = "restore the checkpoints, pass one with `--resume PATH`, or use `--overwrite` to start again"
             if saved < 0:
                 hint = "use `--overwrite` to start again; add `[checkpoint]` to the plan to save checkpoints during a run"
-            message = f"{self.folder} has {has}, but {where} has no checkpoint of this run{beside}{lost}"
+            message = f"{self.folder} has {work_text}, but {where} has no checkpoint of this run{others_text}{newest_text}"
             raise UsageError(NEVER_ANEW, message, hint=hint)
         if others and attempt is None:
             message = (
@@ -258,5 +258,5 @@ class RunAttempt:
 
 def shortened(names: Sequence[str], most: int = 4) -> str:
     """Returns a text with the first `most` names and the number of remaining ones."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    suffix = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{suffix}"

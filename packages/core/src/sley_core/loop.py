@@ -86,7 +86,7 @@ class Loop:
         self._checkpointer = build_checkpointer(state)
         # Found once: without a listener a step makes no hook call.
         self._listening_plugins = {
-            hook: [one for one in plan.plugins.values() if one.implements(hook)] for hook in NOTIFICATIONS
+            hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
         }
         self._is_first = True  # call of this object, which a checkpoint may have brought to a later step
         self._activity = ""  # "a step" or "an evaluation" while one runs

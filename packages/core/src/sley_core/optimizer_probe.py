@@ -82,7 +82,7 @@ class Trial:
     def __init__(self, build: Build, toys: ToyParameters, cut: Cut | None = None, more: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(5)
         self._toys = toys
-        self._shapes = [tuple(3 + more + at for at in range(ndim)) for ndim in toys.ndims]
+        self._shapes = [tuple(3 + more + index for index in range(ndim)) for ndim in toys.ndims]
         self._cut = cut or _keep_whole
         self.parameters = [[nn.Parameter(one) for one in self._make_parts(shape)] for shape in self._shapes]
         self.flat_parameters = [one for parts in self.parameters for one in parts]
@@ -116,23 +116,23 @@ class Trial:
         if not one_by_one:
             self.optimizer.step()
         else:
-            stepped: Any = [_Stepped(one) for one in self.flat_parameters]
+            stepped: Any = [_Stepped(tensor) for tensor in self.flat_parameters]
             step_buckets(self.optimizer, stepped, lambda params: ([param] for param in params[::-1]), step)
         after = comparable_state(), on_device and on_device.get_offset()
         self.draws |= before != after or bool(self._generators)
         objects = [*self.optimizer.state.values(), *(value for _, _, value in extra_attributes(self.optimizer))]
-        storages = {storage_id(one) for one in tree_leaves(objects) if isinstance(one, Tensor)}
-        self.keeps_gradients |= any(storage_id(one) in storages for one in gradients if one.numel())
+        storages = {storage_id(tensor) for tensor in tree_leaves(objects) if isinstance(tensor, Tensor)}
+        self.keeps_gradients |= any(storage_id(tensor) in storages for tensor in gradients if tensor.numel())
 
     def values(self) -> list[Tensor]:
         """Returns the current values of each parameter as a flat tensor."""
-        return [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in self.parameters]
+        return [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in self.parameters]
 
     def _make_parts(self, shape: tuple[int, ...]) -> list[Tensor]:
         flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
         flat = flat.to(self._toys.device, self._toys.dtype)
         sizes, shapes = zip(*self._cut(shape), strict=True)
-        return [part.clone().view(own) for part, own in zip(torch.split(flat, list(sizes)), shapes, strict=True)]
+        return [part.clone().view(shape) for part, shape in zip(torch.split(flat, list(sizes)), shapes, strict=True)]
 
 
 class _Stepped(NamedTuple):
@@ -204,9 +204,9 @@ def try_optimizer(
             """Returns whether the values are those of the first trial, but for rounding."""
             for initial, expected, value in zip(start, end, trial.values(), strict=True):
                 eps = torch.finfo(expected.dtype).eps
-                moved = float((expected - initial).abs().max()) if expected.numel() else 0.0
+                largest_change = float((expected - initial).abs().max()) if expected.numel() else 0.0
                 size = float(expected.abs().max()) if expected.numel() else 0.0
-                if not torch.allclose(value, expected, rtol=0.0, atol=16 * eps * size + 1e-3 * moved, equal_nan=True):
+                if not torch.allclose(value, expected, rtol=0.0, atol=16 * eps * size + 1e-3 * largest_change, equal_nan=True):
                     return False
             return True
 
@@ -216,8 +216,8 @@ def try_optimizer(
                 if not is_same(_run_with_resume(build, toys)):
                     faults.append(OptimizerFault("takes other steps once it goes on from a checkpoint", HINT))
             except Exception as error:
-                why = error.diagnostics[0].message if isinstance(error, RunError) else format_cause(error)
-                faults.append(OptimizerFault(f"cannot go on from a checkpoint: {why}", HINT))
+                reason = error.diagnostics[0].message if isinstance(error, RunError) else format_cause(error)
+                faults.append(OptimizerFault(f"cannot go on from a checkpoint: {reason}", HINT))
         has_moved = not all(map(torch.equal, start, end))
         if lr_changes and has_moved and is_same(Trial(build, toys).run(factor=0.5)):
             faults.append(
@@ -228,8 +228,8 @@ def try_optimizer(
         try:
             is_apart = is_same(Trial(build, toys).run(one_by_one=True))
         except Exception as error:
-            why = "" if isinstance(error, RunError) else f": {format_cause(error)}"
-            faults.append(OptimizerFault(f"cannot step its parameters one by one{why}", 'say `scope = "global"`', "scope"))
+            reason = "" if isinstance(error, RunError) else f": {format_cause(error)}"
+            faults.append(OptimizerFault(f"cannot step its parameters one by one{reason}", 'say `scope = "global"`', "scope"))
             return traits, faults
         if not is_apart:
             faults.append(
@@ -281,10 +281,10 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
     first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():
-        for one, other in zip(first.flat_parameters, second.flat_parameters, strict=True):
-            other.copy_(one)
-            leaves = state_leaves(first.optimizer.state.get(one, {}))
-            states[id(other)] = join_leaves(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in leaves)
+        for expected, actual in zip(first.flat_parameters, second.flat_parameters, strict=True):
+            actual.copy_(expected)
+            leaves = state_leaves(first.optimizer.state.get(expected, {}))
+            states[id(actual)] = join_leaves(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in leaves)
     options = [_encode_and_decode(options_to_save(first.optimizer, group)) for group in first.optimizer.param_groups]
     shared = {
         place: _encode_and_decode(value) for place, value in shared_to_save(first.optimizer, first.initial_values).items()

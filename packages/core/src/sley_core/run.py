@@ -102,10 +102,10 @@ class Run(Loop, AbstractContextManager["Run"]):
             self._checkpointer.probe()
             with self._track_outcome(), self._override_attribute("_is_training", True):
                 # All ranks must wait for late weights alike, so they ask whether anyone listens.
-                mine = bool(self.listeners)
+                has_listeners = bool(self.listeners)
                 control = self.groups["control"]
                 self._has_listeners = self.parts.weights.arrive_late and any(
-                    control.gather_objects(mine, label="who listens to steps")
+                    control.gather_objects(has_listeners, label="who listens to steps")
                 )
                 self._restart_timer()
                 with self.parts.weights.settle_on_error():
@@ -330,7 +330,7 @@ class Run(Loop, AbstractContextManager["Run"]):
             return
         self._is_closed = True
         parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, self.feed]
-        feeds = (one.feed for one in self.samples.evaluated.values())
+        feeds = (samples.feed for samples in self.samples.evaluated.values())
         with ExitStack() as stack:  # the last first
             for part in (*parts, *feeds, self._checkpointer):
                 if part is not None:

@@ -138,9 +138,9 @@ def in_words(entry: str) -> str:
     match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
     if match is None:
         return entry
-    kind, chunk, micro, more = match.groups()
+    kind, chunk, micro, suffix = match.groups()
     on = "" if micro is None else f" on microbatch {micro}"
-    return f"{_ACTIONS[kind]} of chunk {chunk}{on}{more} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
+    return f"{_ACTIONS[kind]} of chunk {chunk}{on}{suffix} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
 
 
 class Delivery(NamedTuple):
@@ -255,11 +255,11 @@ class Placement:
 
     @cached_property
     def _holders(self) -> tuple[StageChunk, ...]:
-        seen: Counter[int] = Counter()
+        num_chunks: Counter[int] = Counter()
         holders = []
         for stage in self.route:
-            holders.append(StageChunk(stage, seen[stage]))
-            seen[stage] += 1
+            holders.append(StageChunk(stage, num_chunks[stage]))
+            num_chunks[stage] += 1
         return tuple(holders)
 
 
@@ -305,8 +305,8 @@ class Schedule:
         if not isinstance(placement, Placement):
             raise placement_error(f"must be a `Placement`, but is a `{type(placement).__name__}`")
         if (placement.stages, placement.chunks) != (stages, self.chunks):
-            has = f"{placement.chunks} chunks on each of {placement.stages} stages"
-            raise placement_error(f"has {has}, but the plan has {self.chunks} on each of {stages}")
+            actual = f"{placement.chunks} chunks on each of {placement.stages} stages"
+            raise placement_error(f"has {actual}, but the plan has {self.chunks} on each of {stages}")
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:

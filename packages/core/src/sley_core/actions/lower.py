@@ -65,9 +65,9 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
         raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
     for stage, actions in enumerate(lists):
         fault, seen = "", set[Action]()
-        for at, action in enumerate(actions):
+        for index, action in enumerate(actions):
             if fault := _find_fault(action, seen, placement.chunks, micros, training):
-                fault = f"{action} (number {at + 1} of stage {stage}'s list) {fault}"
+                fault = f"{action} (number {index + 1} of stage {stage}'s list) {fault}"
                 break
             seen.add(action)
         else:
@@ -141,7 +141,7 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
         position = delivery.position if delivery.flow == "forward" else -delivery.position
         return sent_s[delivery], delivery.flow, position, delivery.micro
 
-    return {delivery: at for at, delivery in enumerate(sorted(sent_s, key=key))}
+    return {delivery: index for index, delivery in enumerate(sorted(sent_s, key=key))}
 
 
 class _Issue(NamedTuple):
@@ -177,12 +177,12 @@ def schedule_posts(
             direction = direction_of(stage, placement.holder(output.position).stage)
             issues[direction].append(_Issue(order[output], number, None, number))
         if needed is not None and needed in order:
-            at = order[needed]
+            position = order[needed]
             source = placement.holder(needed.origin)
             post = Transfer("post", needed.flow, action.chunk, action.micro, source.stage, source.chunk)
-            latest = bisect_right(latest_taken, at)
-            issues[direction_of(source.stage, stage)].append(_Issue(at, number, post, latest))
-            latest_order = max(latest_order, at)
+            latest = bisect_right(latest_taken, position)
+            issues[direction_of(source.stage, stage)].append(_Issue(position, number, post, latest))
+            latest_order = max(latest_order, position)
         latest_taken.append(latest_order)
     posts: dict[int, list[Transfer]] = {}
     for direction in DIRECTIONS:
@@ -197,14 +197,14 @@ def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transf
     The backward pass over the issues puts a post `ahead` actions before its use, but not after its latest index nor after a
     later issue. The forward pass keeps it from overtaking an earlier issue.
     """
-    wanted: list[int] = []
+    positions: list[int] = []
     following = max((issue.action for issue in issues), default=0)
     for issue in reversed(issues):
         following = min(following, issue.latest, issue.action - ahead if issue.post else issue.action)
-        wanted.append(max(0, following))
+        positions.append(max(0, following))
     placed: list[tuple[int, Transfer]] = []
     preceding = 0
-    for issue, number in zip(issues, reversed(wanted), strict=True):
+    for issue, number in zip(issues, reversed(positions), strict=True):
         if issue.post is None:
             preceding = issue.action + 1
         else:
@@ -238,8 +238,8 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     machine = Machine(with_sends, placement, Costs.even(placement.num_positions), posted=False)
     machine.run()
     order = order_transfers(machine.sent_s)
-    every = enumerate(zip(lists, outputs, sends, strict=True))
-    return [_lower_stage(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in every]
+    stage_lists = enumerate(zip(lists, outputs, sends, strict=True))
+    return [_lower_stage(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in stage_lists]
 
 
 def _lower_stage(

@@ -65,12 +65,12 @@ class Machine:
     def _advance(self, stage: int) -> None:
         """Runs one stage's list until an action must wait for a value that has not arrived."""
         steps = self.lists[stage]
-        for at in range(self._at[stage], len(steps)):
-            step = steps[at]
+        for index in range(self._at[stage], len(steps)):
+            step = steps[index]
             if isinstance(step, Transfer):
                 self._record_transfer(stage, step)
             elif step.kind is not Kind.CHUNK_DONE and not self._run_action(stage, step):
-                self._at[stage] = at
+                self._at[stage] = index
                 return
         self._at[stage] = len(steps)
 
@@ -116,8 +116,8 @@ class Machine:
         source = self.placement.holder(delivery.origin)
         kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
         awaited = Action(kind, source.chunk, delivery.micro)
-        where = f"stage {stage} at {action} (number {len(before) + 1} in its list)"
-        return f"{where} waits for {awaited} of stage {source.stage}"
+        location = f"stage {stage} at {action} (number {len(before) + 1} in its list)"
+        return f"{location} waits for {awaited} of stage {source.stage}"
 
     def _record_arrival(self, delivery: Delivery, at_s: float) -> None:
         """Records that `delivery` is available from `at_s` on; a stage that waits for it is ready again."""
@@ -271,5 +271,5 @@ class Costs:
             Kind.WEIGHT_GRADIENT: weight_gradient,
         }
         none = (0,) * positions
-        each = {kind: (cost,) * positions for kind, cost in seconds.items()}
-        return cls(each, (link,) * (positions - 1), none, none, none[1:])
+        costs = {kind: (cost,) * positions for kind, cost in seconds.items()}
+        return cls(costs, (link,) * (positions - 1), none, none, none[1:])

@@ -120,8 +120,8 @@ class Agreement:
         if self._sum[:_REFUSALS].any():
             raise self._mismatch_error()
         if self._sum[_REFUSALS]:
-            own = None if self._refusal is None else self._refusal.diagnostics[0]
-            parts = None if own is None else [own.code, own.message, own.hint]
+            fault = None if self._refusal is None else self._refusal.diagnostics[0]
+            parts = None if fault is None else [fault.code, fault.message, fault.hint]
             refusals = self._everyone.gather_objects(parts, label="the reason why a step is refused")
             code, message, hint = next(refusal for refusal in refusals if refusal)
             raise RunError(code, message, hint=hint)
@@ -151,18 +151,18 @@ class Agreement:
         if not axes:
             return {}
         values = [item for part in batch.whole for item in sorted(part.items())]
-        described = tuple(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for name, value in values)
-        number = checksum(described)
+        descriptions = tuple(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for name, value in values)
+        number = checksum(descriptions)
         for _, value in values:
             data = value.detach().contiguous().reshape(-1).view(torch.uint8)
             number = zlib.crc32(bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy()), number)
-        return dict.fromkeys(axes, (described, number))
+        return dict.fromkeys(axes, (descriptions, number))
 
     def _mismatch_error(self) -> RunError:
         """Returns the error `ranks-differ` for all ranks' views; a blocking collective on `control`."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
-        own = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
-        views = self._everyone.gather_objects(own, label="the differences between ranks")
+        local_views = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
+        views = self._everyone.gather_objects(local_views, label="the differences between ranks")
         for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
                 by_rank = zip(self._everyone.ranks, views, strict=True)
@@ -174,25 +174,25 @@ class Agreement:
 
 def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     usual, _ = Counter(number for _, number in views.values()).most_common(1)[0]
-    other = next(rank for rank, (_, number) in views.items() if number == usual)
-    odd = next(rank for rank, (_, number) in views.items() if number != usual)
-    mine, theirs = views[odd][0], views[other][0]
+    peer = next(rank for rank, (_, number) in views.items() if number == usual)
+    rank = next(rank for rank, (_, number) in views.items() if number != usual)
+    rank_value, peer_value = views[rank][0], views[peer][0]
     if fact == NEXT:
-        return f"rank {odd} starts {mine}, but rank {other} starts {theirs}"
+        return f"rank {rank} starts {rank_value}, but rank {peer} starts {peer_value}"
     if fact == MICROS:
-        return f"rank {odd} runs {mine} microbatches in this step, but rank {other} runs {theirs}"
+        return f"rank {rank} runs {rank_value} microbatches in this step, but rank {peer} runs {peer_value}"
     if fact == BATCH:
-        pairs = zip_longest(mine, theirs, fillvalue="none")
-        here, there = next(((left, right) for left, right in pairs if left != right), ("", ""))
-        if not here:
-            return f"rank {odd} received other samples than rank {other}"
-        return f"rank {odd} received the batch field {here}, but rank {other} received {there}"
-    differing = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
+        pairs = zip_longest(rank_value, peer_value, fillvalue="none")
+        rank_field, peer_field = next(((left, right) for left, right in pairs if left != right), ("", ""))
+        if not rank_field:
+            return f"rank {rank} received other samples than rank {peer}"
+        return f"rank {rank} received the batch field {rank_field}, but rank {peer} received {peer_field}"
+    differing = [name for name in (*rank_value, *peer_value) if (name in rank_value) != (name in peer_value)]
     if not differing:
-        return f"rank {odd} reduces its gradients in another order, or in other buffers, than rank {other}"
-    trains, freezes = (odd, other) if differing[0] in mine else (other, odd)
-    more = f" ({len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
-    return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{more}"
+        return f"rank {rank} reduces its gradients in another order, or in other buffers, than rank {peer}"
+    trains, freezes = (rank, peer) if differing[0] in rank_value else (peer, rank)
+    suffix = f" ({len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
+    return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{suffix}"
 
 
 Parts = Callable[[], Mapping[str, str]]
@@ -214,15 +214,16 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
         odd_ranks = [rank for rank, value in values.items() if value != usual_value]
         if not odd_ranks:
             continue
-        odd, usual = odd_ranks[0], next(rank for rank, value in values.items() if value == usual_value)
-        more = f" (and {len(odd_ranks) - 1} more)" if len(odd_ranks) > 1 else ""
-        message = f"rank {odd}{more} has {name} {values[odd]}, rank {usual} has {usual_value}"
+        odd_rank, usual_rank = odd_ranks[0], next(rank for rank, value in values.items() if value == usual_value)
+        suffix = f" (and {len(odd_ranks) - 1} more)" if len(odd_ranks) > 1 else ""
+        message = f"rank {odd_rank}{suffix} has {name} {values[odd_rank]}, rank {usual_rank} has {usual_value}"
         if name in parts:
             # All ranks get here: they have compared the same values.
-            every = control.gather_objects(dict(parts[name]()), label=f"what {name} is made of")
-            parts_of = dict(zip(control.ranks, every, strict=True))
-            if differences := describe_differences(parts_of[odd], parts_of[usual]):
-                message = f"rank {odd}{more} has another {name.removeprefix('the ')} than rank {usual}: {differences}"
+            all_parts = control.gather_objects(dict(parts[name]()), label=f"what {name} is made of")
+            parts_of = dict(zip(control.ranks, all_parts, strict=True))
+            if differences := describe_differences(parts_of[odd_rank], parts_of[usual_rank]):
+                thing = name.removeprefix("the ")
+                message = f"rank {odd_rank}{suffix} has another {thing} than rank {usual_rank}: {differences}"
         raise RunError("ranks-disagree", message, hint="install the same versions and give the same plan on every node")
 
 
@@ -230,8 +231,8 @@ def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) ->
     """Returns a text that names the differing parts with both values."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
     texts = [f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names[:MOST_PARTS]]
-    more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
-    return "; ".join(texts) + more
+    suffix = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
+    return "; ".join(texts) + suffix
 
 
 Exchanges = dict[str, ExchangeSummary]
@@ -258,8 +259,8 @@ def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
 
 def exchange_difference(groups: Iterable[Group]) -> int:
     """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
-    noted = ((group, group.log.summary(group.ranks)) for group in groups)
-    return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
+    summaries = ((group, group.log.summary(group.ranks)) for group in groups)
+    return sum(difference(group, summary.number) for group, summary in summaries if summary is not None)
 
 
 def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunError:

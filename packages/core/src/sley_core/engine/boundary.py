@@ -103,19 +103,19 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
         parts = [copied(part, known) for part in value]
         return value if all(map(operator.is_, parts, value)) else rebuild_container(type(value), None, parts)
     try:
-        other = known[id(value)] = copy.copy(value)
+        copy_of_value = known[id(value)] = copy.copy(value)
     except Exception:  # a class may refuse
         return value
     places = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
     for at, part in list(places):
         new = copied(part, known)
         if new is not part:
-            other[at] = new
+            copy_of_value[at] = new
     for name, part in _attributes(value).items():
         new = copied(part, known)
         if new is not part:
-            object.__setattr__(other, name, new)
-    return other
+            object.__setattr__(copy_of_value, name, new)
+    return copy_of_value
 
 
 _FUNCTIONS = FunctionType, BuiltinFunctionType, MethodType
@@ -206,15 +206,16 @@ class Description:
         """Returns the description with `overlaps` set on each leaf that shares memory with another one in `tensors`, an output
         that is about to be copied.
         """
-        spans = {at: _address_range(tensors[at]) for at, leaf in enumerate(self.leaves) if leaf.same_as is None}
+        spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
-            at
-            for at, (start, end) in spans.items()
-            if any(start < other_end and other < end for one, (other, other_end) in spans.items() if one != at)
+            index
+            for index, (start, end) in spans.items()
+            if any(start < last and first < end for key, (first, last) in spans.items() if key != index)
         }
         if not overlapping:
             return self
-        return replace(self, leaves=tuple(replace(leaf, overlaps=at in overlapping) for at, leaf in enumerate(self.leaves)))
+        leaves = [replace(leaf, overlaps=index in overlapping) for index, leaf in enumerate(self.leaves)]
+        return replace(self, leaves=tuple(leaves))
 
     def fits(self, other: Description) -> bool:
         """Returns whether both have the same structure, shapes and dtypes; flags are ignored."""
@@ -283,15 +284,15 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
         return [_structure(item, leaves, layer) for item in part]
     if kind is dict and all(isinstance(key, str) for key in part):
         return {"dict": {key: _structure(item, leaves, layer) for key, item in part.items()}}
-    name, apart = type_name(kind), split_container(part)
-    if name is None or apart is None:
-        whose = f"the output of the layer {layer!r}" if layer else "a layer's output"
+    name, container = type_name(kind), split_container(part)
+    if name is None or container is None:
+        owner = f"the output of the layer {layer!r}" if layer else "a layer's output"
         raise RunError(
             "boundary-type",
-            f"{whose} contains a value of type {kind.__qualname__}, which cannot be sent to another stage or returned",
+            f"{owner} contains a value of type {kind.__qualname__}, which cannot be sent to another stage or returned",
             hint="return tensors (`torch.tensor(3)` for a number), None, or tuples, lists, dicts with string "
             "keys, named tuples and dataclasses of tensors; define your own classes at module level, not in "
             "a function",
         )
-    context, parts = apart
+    context, parts = container
     return {"type": name, "context": context, "parts": [_structure(item, leaves, layer) for item in parts]}

@@ -124,8 +124,8 @@ class BufferShard:
 
     def bounds(self, numel: int) -> tuple[int, int]:
         """Returns the half-open index range [start, end) of the part in a buffer of `numel` elements."""
-        size, rest = divmod(numel, self.count)
-        assert rest == 0, f"{numel} elements over {self.count} ranks"
+        size, remainder = divmod(numel, self.count)
+        assert remainder == 0, f"{numel} elements over {self.count} ranks"
         return size * self.index, size * (self.index + 1)
 
 
@@ -281,9 +281,9 @@ class GradientMemory:
         """Returns the zeroed, non-empty buffers of `layout`. The previous layout's buffers must not be used any more."""
         shards = layout.shards or [None] * len(layout.buffers)
         lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
-        plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
+        alignment = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
         sizes = [
-            FlatLayout([param.parameter.shape for param in params], **(_buffer_alignment(shard) or plain)).numel
+            FlatLayout([param.parameter.shape for param in params], **(_buffer_alignment(shard) or alignment)).numel
             for params, shard in lists
         ]
         if self._data.numel() == sum(sizes):

@@ -104,7 +104,7 @@ class Recompute(ActivationPolicy):
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
     """Returns the version of each tensor in `inputs`, and with `with_bits` a hash of its values, for which it waits."""
-    looks = [(version_of(one), sum_of_bits(one) if with_bits else None) for one in tensors_in((inputs,))]
+    looks = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
 
 
@@ -200,8 +200,8 @@ class LayerCaller:
             if runs > 1:
                 if self.writes is not None:
                     self.writes.check_rerun(layer)
-                again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
-                call_hooks(self.hooks, "before_forward", again, args[0] if args else None)
+                recomputation = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
+                call_hooks(self.hooks, "before_forward", recomputation, args[0] if args else None)
             return self._run_layer(layer, args, fields, micro)
 
         return self.policy.call(layer.name, run, args, fields, micro)

@@ -123,8 +123,8 @@ class Handover:
     def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
         """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written since the I queued it."""
         if copied is not None and self._copies is None:
-            now, then = sum_of_bits(rows), sum_of_bits(copied)
-            self._copies = now is not None and then is not None and not torch.equal(now, then)
+            current, recorded = sum_of_bits(rows), sum_of_bits(copied)
+            self._copies = current is not None and recorded is not None and not torch.equal(current, recorded)
         if version_of(inputs) != version_of_inputs or (copied is None and version_of(rows) != version):
             of = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
             raise RunError(

@@ -80,12 +80,12 @@ class Tally:
         batch: the same on the host. counts: whether its samples count; if not, only exchanges are made.
         """
         metrics, results = self.metrics, dict[str, Any]()
-        before = [(one, version_of(one)) for one in tensors_in((output, fields))]
+        before = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
         if metrics.own is not None:
             arguments = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
             if metrics.whole is None or metrics.whole.counts:
                 results = self._validate_results(metrics.own(*arguments))
-        if any(version_of(one) != version for one, version in before):
+        if any(version_of(tensor) != version for tensor, version in before):
             message = "the [evaluation] metric writes in place to the output or the batch, of which the loss is computed too"
             raise RunError("metric-result", message, path=("evaluation", "metric"), hint="let it make new tensors")
         if metrics.labels is not None:
@@ -94,8 +94,8 @@ class Tally:
             return
         zeros, sums = self._batches[-1]
         for name, pair in results.items():
-            for at, value in enumerate(pair):
-                total = sums.setdefault((name, at), zeros.clone())
+            for index, value in enumerate(pair):
+                total = sums.setdefault((name, index), zeros.clone())
                 place = total[micro] if total.dim() else total
                 place += value.reshape(()) if isinstance(value, Tensor) else value
 
@@ -127,13 +127,13 @@ def merge_metric_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: 
     """
     names: tuple[int, list[str]] | None = None
     problem = ""
-    for rank, (wrong, own) in zip(ranks, everyone, strict=True):
-        if not wrong and own is not None and names is not None and own != names[1]:
-            wrong = f"gives {', '.join(own)}, and on rank {names[0]} {', '.join(names[1])}"
+    for rank, (wrong, names_of_rank) in zip(ranks, everyone, strict=True):
+        if not wrong and names_of_rank is not None and names is not None and names_of_rank != names[1]:
+            wrong = f"gives {', '.join(names_of_rank)}, and on rank {names[0]} {', '.join(names[1])}"
         if wrong:
             problem = problem or f"on rank {rank} the [evaluation] metric {wrong}"
-        if own is not None:
-            names = names or (rank, own)
+        if names_of_rank is not None:
+            names = names or (rank, names_of_rank)
     if problem or names is None:
         hint = "it returns {name: (sum, count)}, the same names for every microbatch: `{'exact': (num_right, num_samples)}`"
         raise RunError("metric-result", problem or "no sample was counted", path=("evaluation", "metric"), hint=hint)

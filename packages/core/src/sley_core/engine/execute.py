@@ -423,9 +423,9 @@ def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
     tensors, structure = flatten(value, layer)
     firsts: dict[int, int] = {}
     leaves = []
-    for at, tensor in enumerate(tensors):
-        first = firsts.setdefault(id(tensor), at)
-        is_first = first == at
+    for index, tensor in enumerate(tensors):
+        first = firsts.setdefault(id(tensor), index)
+        is_first = first == index
         shape = tuple(tensor.shape)
         leaves.append(Leaf(tensor.dtype, shape, is_first and tensor.requires_grad, None if is_first else first))
     return Description(tuple(leaves), structure), tensors
@@ -474,10 +474,10 @@ class Crossing:
 
     def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
         """Waits for and returns the previous chunk's output, or the gradients of this chunk's output."""
-        spot = (flow, chunk, micro)
-        if spot in self._local:
-            return self._local.pop(spot)
-        assert self.link is not None, f"nothing for {spot}"
+        key = (flow, chunk, micro)
+        if key in self._local:
+            return self._local.pop(key)
+        assert self.link is not None, f"nothing for {key}"
         peer = self._peer(flow, chunk)
         return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 

@@ -70,10 +70,10 @@ def load_weights(
         loading.check_pairs(state, writes=True)
         return loading.exchange_reports(strict)
     loading.check_pairs(state.items())
-    found = loading.exchange_reports(strict)
+    loaded = loading.exchange_reports(strict)
     for name, value in state.items():
         loading.write(name, value)
-    return found
+    return loaded
 
 
 class _Loader:
@@ -124,23 +124,23 @@ class _Loader:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
         # over all ranks: each of them gets here, whatever faults it found
-        said = control.gather_objects([asdict(self.report), missing], label="what ranks say of the weights")
-        everyone = [(_Report(**report), names) for report, names in said]
+        reports = control.gather_objects([asdict(self.report), missing], label="what ranks say of the weights")
+        everyone = [(_Report(**report), names) for report, names in reports]
         wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
         if wrong:
-            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            message = f"these are not the weights of this model: {', '.join(wrong[:_SHOWN])}{more}"
+            suffix = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            message = f"these are not the weights of this model: {', '.join(wrong[:_SHOWN])}{suffix}"
             raise RunError("weights-mismatch", message, hint="names are those of `run.registry`; strict=False loads a part")
         sums: dict[str, tuple[int, int]] = {}
         for rank, (report, _) in zip(control.ranks, everyone, strict=True):
             for name, value in report.sums.items():
-                known, other = sums.setdefault(name, (value, rank))
+                known, first_rank = sums.setdefault(name, (value, rank))
                 if known != value:
-                    message = f"ranks {other} and {rank} received different values of {name!r}"
+                    message = f"ranks {first_rank} and {rank} received different values of {name!r}"
                     raise RunError("weights-differ", message, hint="pass the same state on all ranks")
-        lacking = dict.fromkeys(name for _, names in everyone for name in names)
+        all_missing = dict.fromkeys(name for _, names in everyone for name in names)
         unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
-        return LoadedWeights(list(lacking), list(unknown))
+        return LoadedWeights(list(all_missing), list(unknown))
 
     def _check_value(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""

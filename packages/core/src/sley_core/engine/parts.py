@@ -101,8 +101,8 @@ class StepNumbers:
                 "number-late", f"the number {name!r} is added after the plugins are attached", hint="add it in `attach`"
             )
         if "/" not in name or name in self._shares:
-            why = "is there already" if name in self._shares else "has no slash"
-            raise RunError("number-name", f"the number {name!r} {why}", hint="use a name of the form `plugin/number`")
+            reason = "is there already" if name in self._shares else "has no slash"
+            raise RunError("number-name", f"the number {name!r} {reason}", hint="use a name of the form `plugin/number`")
         self._shares[name] = share
         self._kinds[name] = of
 
@@ -128,12 +128,12 @@ class StepNumbers:
     def own(self, device: torch.device) -> Tensor:
         """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
-        is_here = [isinstance(share, Tensor) and share.device.type != "cpu" for share in shares]
-        on_host = [0.0 if here else float(share) for share, here in zip(shares, is_here, strict=True)]
+        on_device = [isinstance(share, Tensor) and share.device.type != "cpu" for share in shares]
+        on_host = [0.0 if is_on_device else float(share) for share, is_on_device in zip(shares, on_device, strict=True)]
         values = torch.tensor(on_host, dtype=torch.float64).to(device)  # one copy
-        for at, share in enumerate(shares):
-            if is_here[at]:
-                values[at] = share.detach() if isinstance(share, Tensor) else share
+        for index, share in enumerate(shares):
+            if on_device[index]:
+                values[index] = share.detach() if isinstance(share, Tensor) else share
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:

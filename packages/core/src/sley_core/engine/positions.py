@@ -132,12 +132,12 @@ class PositionAdditivity:
                 losses = [window_loss(*span) for span in spans]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
             return True  # it cannot be checked, and is not tried again in every forward
-        whole, left, right, again = map(float, losses)
+        whole, left, right, whole_again = map(float, losses)
         scale = max(abs(whole), abs(left), abs(right))
-        limit = 1e-6 if all(one.dtype == torch.float64 for one in losses) else _OF_HALF
+        limit = 1e-6 if all(loss.dtype == torch.float64 for loss in losses) else _OF_HALF
         if not 0 < scale < float("inf"):
             return False  # no label counts in this window
-        if abs(left + right - whole) <= limit * scale or whole != again:
+        if abs(left + right - whole) <= limit * scale or whole != whole_again:
             return True
         raise RunError(
             "loss-not-additive",
@@ -178,7 +178,7 @@ class AttentionRecorder:
         before, context, state = self._calls[self._next]
         self._next += 1
         _generator(context.device).set_state(state)  # as if it had drawn
-        self.is_mixed |= any(self.has_difference(one, other, 1) for one, other in zip(before, tensors, strict=True))
+        self.is_mixed |= any(self.has_difference(expected, actual, 1) for expected, actual in zip(before, tensors, strict=True))
         return context.clone()
 
     def perturb(self, tensor: Tensor) -> None:
@@ -207,7 +207,7 @@ class AttentionRecorder:
         eps = torch.finfo(before.dtype).eps
         # Of narrow types a few digits: tokens that change places, as with experts, are multiplied in other blocks.
         digits = 4 if eps > 1e-3 else 64
-        limit = max(float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) for one, _ in pairs if one.numel()) * digits * eps
+        limit = max(float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()) for tensor, _ in pairs if tensor.numel()) * digits * eps
         return not all(torch.allclose(*pair, rtol=0.0, atol=limit, equal_nan=True) for pair in pairs)
 
 

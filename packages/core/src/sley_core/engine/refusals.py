@@ -68,15 +68,15 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
                 )
                 refuse(parameter, UnregisteredParameter, message + "submodule of its own layer")
     for layer in own:
-        for where, tensor in layer.unreadable.items():
+        for attribute, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
                 message = (
-                    f"a forward reads a parameter through `{where}`, which is neither a parameter nor a submodule of "
+                    f"a forward reads a parameter through `{attribute}`, which is neither a parameter nor a submodule of "
                     "its own layer"
                 )
                 refuse(tensor, UnregisteredParameter, message)
             else:
-                message = f"a forward reads `{where}`, which the factory computed once from parameters, with its autograd graph"
+                message = f"a forward reads `{attribute}`, which the factory computed from parameters, with its autograd graph"
                 refuse(
                     tensor, ComputedTensor, message, "compute it in the forward, or `.detach()` it if it should stay constant"
                 )
@@ -86,24 +86,24 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
     """Raises PlanError "model-hook" for each hooked parameter of which no rank has a full gradient, on all ranks alike."""
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
-    for at, (_, layers) in enumerate(stages):
+    for index, (_, layers) in enumerate(stages):
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):
                 if parameter._backward_hooks and parameter.requires_grad:
                     names.setdefault(id(parameter), name)
-                    parts.setdefault(id(parameter), set()).add(at)
+                    parts.setdefault(id(parameter), set()).add(index)
     diagnostics = []
     for key, name in names.items():
         if len(parts[key]) > 1:
-            why, hint = "several pipeline stages, each with its own gradient", "use the parameter in one stage only"
+            users, hint = "several pipeline stages, each with its own gradient", "use the parameter in one stage only"
         elif key in shards:
-            why, hint = "several ranks, each with a shard", "remove `[weights]`, or hook the output of its module"
+            users, hint = "several ranks, each with a shard", "remove `[weights]`, or hook the output of its module"
         elif num_slices > 1:
-            why, hint = "several ranks, each with a slice of the sequence", "set `sp = 1`, or hook the output of its module"
+            users, hint = "several ranks, each with a slice of the sequence", "set `sp = 1`, or hook the output of its module"
         else:
             continue
         message = (
-            f"the parameter {name!r} has a gradient hook, but is used by {why}, so no rank has the full "
+            f"the parameter {name!r} has a gradient hook, but is used by {users}, so no rank has the full "
             "gradient to pass to the hook"
         )
         diagnostics.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
@@ -114,15 +114,15 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
 def check_no_parameters(loss: Any) -> None:
     """Raises PlanError "loss-parameters" for tensors reachable from `loss` that require a gradient."""
     visited, names = set[int](), list[str]()
-    own = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
-    for key, value in {**own, **getattr(loss, "__dict__", {"": loss})}.items():
+    members = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
+    for key, value in {**members, **getattr(loss, "__dict__", {"": loss})}.items():
         for leaf in iterate_leaves(value, visited):
             if isinstance(leaf, nn.Module):
                 names += [f"{key}.{name}" for name, parameter in leaf.named_parameters() if parameter.requires_grad]
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 names.append(key)
     if names:
-        listed = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
-        message = f"the loss has its own parameters, {listed}, which no step would train"
+        names_text = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+        message = f"the loss has its own parameters, {names_text}, which no step would train"
         hint = "move them into the last layer, whose output the loss receives, or freeze them with `requires_grad_(False)`"
         raise PlanError("loss-parameters", message, path=("loss",), hint=hint)

@@ -128,7 +128,7 @@ class ParameterRegistry:
         known: dict[int, Param] = {}
         stages = stages or [(0, layers) for layers in chunks]
         firsts, holders, uses = _index_parameters(stages)
-        own = {layer.name for layers in chunks for layer in layers}
+        local_layers = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
                 for name, holder in _named_holders(layer, chunk):
@@ -144,7 +144,7 @@ class ParameterRegistry:
                         param.decays = decays
                         param.shard = shard
                         param.reduce_group = "stage" if param.shard is None else REDUCE_GROUP
-                        param.layers = tuple(name for name in uses[id(parameter)] if name in own)
+                        param.layers = tuple(name for name in uses[id(parameter)] if name in local_layers)
                         self.params.append(param)
                     else:
                         param.aliases.append(name)

@@ -94,13 +94,13 @@ def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: G
     is_odd = extremes[0] != ~extremes[1]
     if not is_odd.any():
         return ""
-    differing = [name for name, odd in zip(names, is_odd.tolist(), strict=True) if odd]
-    own = prints[is_odd][:1].contiguous()
-    every = own.new_empty(group.size)
-    group.all_gather(every, own, label="the fingerprints that differ").wait()
-    other = next(rank for rank, one in zip(group.ranks, every.tolist(), strict=True) if one != int(every[0]))
-    more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-    return f"{label} differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"
+    differing = [name for name, differs in zip(names, is_odd.tolist(), strict=True) if differs]
+    local_print = prints[is_odd][:1].contiguous()
+    all_prints = local_print.new_empty(group.size)
+    group.all_gather(all_prints, local_print, label="the fingerprints that differ").wait()
+    other_rank = next(rank for rank, value in zip(group.ranks, all_prints.tolist(), strict=True) if value != int(all_prints[0]))
+    suffix = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+    return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {', '.join(differing[:SHOWN])}{suffix}"
 
 
 LOOK_EVERY = 256
@@ -156,12 +156,12 @@ class WriteWatch:
         places = self._places[layer.name]
         tensors = [place.values.get(place.key) for place in places]
         written = [
-            now is not was or _version(now) != version
-            for now, was, version in zip(tensors, before.tensors, before.versions, strict=True)
+            tensor is not was or _version(tensor) != version
+            for tensor, was, version in zip(tensors, before.tensors, before.versions, strict=True)
         ]
         if before.prints is not None:
             pairs = zip(_fingerprints(tensors), before.prints, strict=True)
-            written = [known or bool(now != was) for known, (now, was) in zip(written, pairs, strict=True)]
+            written = [known or bool(tensor != was) for known, (tensor, was) in zip(written, pairs, strict=True)]
         if not any(written):
             return
         changed = [place for place, is_written in zip(places, written, strict=True) if is_written]
@@ -181,15 +181,15 @@ class WriteWatch:
         """Raises RunError "weight-written" unless one process would write the same value, as often."""
         parameter = place.values[place.key]
         param: Param | None = self._entries.get(id(parameter))
-        why = None
+        reason = None
         if not self._is_alone:
-            why = "each replica would write values from its own samples"
+            reason = "each replica would write values from its own samples"
         elif param is not None and param.tie_group is not None:
-            why = "other stages have a copy that would not change"
+            reason = "other stages have a copy that would not change"
         elif self._has_masters and parameter is not None and parameter.requires_grad:
-            why = "the optimizer updates an fp32 copy that would not change"
-        if why is not None:
-            raise _weight_written(layer, place.name, why, place.module)
+            reason = "the optimizer updates an fp32 copy that would not change"
+        if reason is not None:
+            raise _weight_written(layer, place.name, reason, place.module)
         self._writers[layer.name] = place.name
 
     def _watched_places(self, layer: Layer) -> Iterable[_Place]:
@@ -223,13 +223,13 @@ def _version(tensor: Tensor | None) -> int:
 
 def _fingerprints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     with torch.no_grad():
-        return [torch.zeros(()) if one is None or one.is_meta else fingerprint(one.detach()) for one in tensors]
+        return [torch.zeros(()) if tensor is None or tensor.is_meta else fingerprint(tensor.detach()) for tensor in tensors]
 
 
-def _weight_written(layer: Layer, name: str, why: str, module: nn.Module | None = None) -> RunError:
+def _weight_written(layer: Layer, name: str, reason: str, module: nn.Module | None = None) -> RunError:
     hint = "write it between two steps, under `torch.no_grad()`"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         hint = "remove `max_norm`, and scale the rows after the lookup"
     return RunError(
-        "weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}, but {why}", hint=hint
+        "weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}, but {reason}", hint=hint
     )

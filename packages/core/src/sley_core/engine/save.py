@@ -104,7 +104,7 @@ class WeightSaver:
         self._control = parts.groups["control"]
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
-        self._stepped = {one.param: one for one in masters.stepped}
+        self._stepped = {stepped.param: stepped for stepped in masters.stepped}
         # All ranks must take the same branch, so it depends on which buffers are sharded, not on what this rank steps.
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
@@ -140,20 +140,20 @@ class WeightSaver:
             failed = error.diagnostics[0].message
         except OSError as error:
             failed = describe_write_error(error, folder)
-        own = [source.spec for source in sources] if self._writes else []
+        specs_of_rank = [source.spec for source in sources] if self._writes else []
         files, facts = self._exchange_files(
-            split_by_size(own, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts
+            split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts
         )
-        mine = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
-        failed = self._write(sources, mine, precision, folder, facts)
+        local_names = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
+        failed = self._write(sources, local_names, precision, folder, facts)
         self._exchange_files([], failed, folder, {})
         if self._parts.world.rank == 0:
-            every = {name: specs for name, _, specs in files}
-            missing = [name for name in every if not (scratch_folder(folder) / name).is_file()]
+            specs_by_file = {name: specs for name, _, specs in files}
+            missing = [name for name in specs_by_file if not (scratch_folder(folder) / name).is_file()]
             failed = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
             try:
                 if not failed:
-                    complete_folder(folder, every)
+                    complete_folder(folder, specs_by_file)
             except OSError as error:
                 failed = describe_write_error(error, folder)
         self._exchange_files([], failed, folder, {})
@@ -183,10 +183,10 @@ class WeightSaver:
     def _list_sources(self, precision: Precision) -> Iterator[_Source]:
         """Yields what this rank's stage writes, in the order of its registry: the same on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
-        wide = self._masters.wide if precision == "full" else None
+        master_dtype = self._masters.wide if precision == "full" else None
         for param in self._parts.registry:
             if param.stages[0] == stage:  # of a tie, the first stage
-                yield _Source(Spec.of(param.name, wide or param.parameter.dtype, param.shape), param, None)
+                yield _Source(Spec.of(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
         for layer in self._parts.layers:
             buffers = [
                 (f"{prefix}.{name}", buffer)
@@ -240,12 +240,12 @@ class WeightSaver:
 
     def _master_shard(self, param: Param) -> Tensor:
         """Returns the full master of this rank's shard of `param`, from the parts that the ranks of its reduce group step."""
-        parameter, wide = param.parameter, self._masters.wide
+        parameter, master_dtype = param.parameter, self._masters.wide
         stepped, shard = self._stepped.get(param), self._shards.get(param)
         if shard is None:
             value = parameter.detach() if stepped is None else stepped.parameter.detach()
-            return value.to(device=parameter.device, dtype=wide)
-        flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
+            return value.to(device=parameter.device, dtype=master_dtype)
+        flat = torch.zeros(parameter.numel(), dtype=master_dtype, device=parameter.device)
         group = self._parts.groups[param.reduce_group]
         # Other ranks of the reduce group may have copies of the parts: only the first copy is added.
         if stepped is not None and stepped.elements is not None and group.ranks[0] in self._parts.groups[shard.axis].ranks:

@@ -74,10 +74,10 @@ class Shard:
         assert tuple(whole.shape) == self.shape, (
             f"a full tensor of shape {list(whole.shape)} for a shard of shape {list(self.shape)}"
         )
-        own = whole.new_zeros(self.own_shape)
+        shard = whole.new_zeros(self.own_shape)
         first = min(self.index * self.size, self.shape[self.dim])
-        own.narrow(self.dim, 0, self.own_size).copy_(whole.narrow(self.dim, first, self.own_size))
-        return own
+        shard.narrow(self.dim, 0, self.own_size).copy_(whole.narrow(self.dim, first, self.own_size))
+        return shard
 
     def joined(self, parts: Tensor) -> Tensor:
         """Returns the full tensor, a contiguous copy without padding, from all ranks' shards `parts` [count, *own_shape]."""
@@ -103,7 +103,7 @@ def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], 
                 parameters[id(parameter)] = parameter
     if group.size == 1:
         return {}
-    dims = {key: shard_dim(every) for key, every in places.items() if parameters[key].ndim > 0}
+    dims = {key: shard_dim(holders) for key, holders in places.items() if parameters[key].ndim > 0}
     return {
         key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim) for key, dim in dims.items() if dim is not None
     }
@@ -125,17 +125,17 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
     """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned. A
     collective: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
     """
-    whole = {param: own.detach().clone() for param, own in parts.items() if param.shard is None}
-    sharded = {param: own.detach() for param, own in parts.items() if param.shard is not None}
-    for dtype in dict.fromkeys(own.dtype for own in sharded.values()):
-        alike = {param: own for param, own in sharded.items() if own.dtype == dtype}
-        sent = torch.cat([own.reshape(-1) for own in alike.values()])
+    whole = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
+    sharded = {param: shard.detach() for param, shard in parts.items() if param.shard is not None}
+    for dtype in dict.fromkeys(shard.dtype for shard in sharded.values()):
+        same_dtype = {param: shard for param, shard in sharded.items() if shard.dtype == dtype}
+        sent = torch.cat([shard.reshape(-1) for shard in same_dtype.values()])
         received = sent.new_empty((groups[AXIS].size, sent.numel()))
         groups[AXIS].all_gather(received, sent[None], label="parts of parameters", channel="gather").wait()
-        slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
-        for (param, own), every in zip(alike.items(), slices, strict=True):
+        slices = torch.split(received, [shard.numel() for shard in same_dtype.values()], dim=1)
+        for (param, shard), parts_of_ranks in zip(same_dtype.items(), slices, strict=True):
             assert param.shard is not None, param
-            whole[param] = param.shard.joined(every.reshape(groups[AXIS].size, *own.shape))
+            whole[param] = param.shard.joined(parts_of_ranks.reshape(groups[AXIS].size, *shard.shape))
     return {param: whole[param] for param in parts}
 
 
@@ -218,7 +218,7 @@ class StandIn(nn.Parameter):
         """Answers functions of shape for the full weight, those of dtype and device for the shard; refuses the others."""
         kwargs = kwargs or {}
         if function in SHARD_FUNCTIONS:
-            return function(*(one.shard if isinstance(one, StandIn) else one for one in args), **kwargs)
+            return function(*(arg.shard if isinstance(arg, StandIn) else arg for arg in args), **kwargs)
         if function in SHAPE_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
@@ -228,7 +228,7 @@ class StandIn(nn.Parameter):
         free, bound = (args[:1], args[1:]) if function in LIKE_FUNCTIONS else (args[1:], args[:1])
         if function in LIKE_FUNCTIONS | AS_SECOND and not any(_stand_ins((bound, kwargs))):
             # For each stand-in, a tensor of its full shape, dtype and device, backed by one element.
-            replaced = [one.shard.new_empty(()).expand(one.param.shape) if isinstance(one, StandIn) else one for one in free]
+            replaced = [arg.shard.new_empty(()).expand(arg.param.shape) if isinstance(arg, StandIn) else arg for arg in free]
             return (
                 function(*replaced, *bound, **kwargs) if function in LIKE_FUNCTIONS else function(*bound, *replaced, **kwargs)
             )

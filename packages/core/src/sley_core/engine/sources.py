@@ -87,14 +87,14 @@ class SourceSums:
         of its samples, on the host. loss: of all of them. With `SplitLogits` a collective of the ranks that share them.
         """
         has_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
-        here = sorted(set(sources.tolist()))
-        if len(here) == 1 and not has_split:
-            self._loss_slot(here[0], micro).add_(loss.detach())
+        sources_of_batch = sorted(set(sources.tolist()))
+        if len(sources_of_batch) == 1 and not has_split:
+            self._loss_slot(sources_of_batch[0], micro).add_(loss.detach())
             return
         measured = copy(self._loss)  # it may count its calls
         devices = [self._device.torch_device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            for source in range(len(self.names)) if has_split else here:
+            for source in range(len(self.names)) if has_split else sources_of_batch:
                 rows = sources == source
                 if has_split:  # ranks call it alike, whichever sources they have
                     part = (
@@ -127,9 +127,9 @@ class SourceSums:
                     "samples of each source"
                 )
                 raise RunError("outputs-apart", message, path=("batch", "micro_size"), hint=hint)
-        at = numbers.to(self._device.torch_device)
-        fields = {name: value.index_select(self._fields[name].batch_dim, at) for name, value in batch.items()}
-        return unflatten([tensor.index_select(dim, at) for tensor in tensors], structure), fields
+        indices = numbers.to(self._device.torch_device)
+        fields = {name: value.index_select(self._fields[name].batch_dim, indices) for name, value in batch.items()}
+        return unflatten([tensor.index_select(dim, indices) for tensor in tensors], structure), fields
 
     def terms(self) -> Tensor:
         """Returns the terms to sum over all ranks: float64 [n] on the device."""
@@ -143,7 +143,7 @@ class SourceSums:
         """
         count = len(self.names)
         size = len(self._reduction.weight_terms([]))
-        weights = [self._reduction.weight_of(summed[at * size : (at + 1) * size]) for at in range(count)]
+        weights = [self._reduction.weight_of(summed[index * size : (index + 1) * size]) for index in range(count)]
         losses = torch.tensor(summed[count * size :], dtype=torch.float64).chunk(count)
         row = {}
         for name, weight, terms in zip(self.names, weights, losses, strict=True):

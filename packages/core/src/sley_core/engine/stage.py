@@ -101,13 +101,13 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     except PlanError as error:
         raise plan.add_places(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
-    stages = [(placement.holder(at).stage, layers) for at, layers in enumerate(positions)]
+    stages = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
     chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
     stage = Stage(lists, stages, chunks)
     if stage.ties and not has_tie_handler(plan):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
-        own = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
-        known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'
+        link_ties = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
+        known = f'`use = "{link_ties}"`' if link_ties else '`use = "pp.shared_modules"`, of sley-pp,'
         hint = f"add [[gradient_handlers]] with {known} behind the reducer"
         raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return stage

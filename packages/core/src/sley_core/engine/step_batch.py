@@ -201,12 +201,12 @@ class BatchSplitter:
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
         """Slices `whole`, checks weights, and cuts microbatches. counts: the numbers of microbatches of the pieces."""
-        own = [self.slices(piece) for piece in whole]
-        weighed = whole if self.weighs_whole else own
+        slices = [self.slices(piece) for piece in whole]
+        weighed = whole if self.weighs_whole else slices
         if self._additive is not None:
             for piece, count in zip(weighed, counts, strict=True):
                 self._additive.check(piece, count)
-        micros = _cut(own, self._fields, counts)
+        micros = _cut(slices, self._fields, counts)
         if not self.weighs:
             weighed = ()
         elif self.weighs_micros:
@@ -249,12 +249,12 @@ class ModelOutputs:
         if not self.by_micro:
             return None
         outputs = [self.by_micro[number] for number in range(len(self.micros))]
-        is_one = given is None or isinstance(given, Mapping)
-        if is_one and len(outputs) > 1:
+        is_single = given is None or isinstance(given, Mapping)
+        if is_single and len(outputs) > 1:
             samples = dim_and_size(self.micros[0], fields, "batch_dim")
-            taken = [flatten(output) for output in outputs]
-            for tensors, structure in taken:
-                if structure != taken[0][1] or not all(_has_dim(tensor, samples) for tensor in tensors):
+            flat_outputs = [flatten(output) for output in outputs]
+            for tensors, structure in flat_outputs:
+                if structure != flat_outputs[0][1] or not all(_has_dim(tensor, samples) for tensor in tensors):
                     shapes, (dim, length) = [list(tensor.shape) for tensor in tensors], samples
                     message = (
                         f"an output of shapes {shapes} does not have the {length} samples of its microbatch along dim {dim}"
@@ -262,12 +262,12 @@ class ModelOutputs:
                     raise RunError(
                         "outputs-apart", message, hint="pass a list of microbatches to get one output per microbatch"
                     )
-            places = zip(*(tensors for tensors, _ in taken), strict=True)
-            outputs = [unflatten([torch.cat(every, samples[0]) for every in places], taken[0][1])]
+            places = zip(*(tensors for tensors, _ in flat_outputs), strict=True)
+            outputs = [unflatten([torch.cat(tensors, samples[0]) for tensors in places], flat_outputs[0][1])]
         if join and sp.size > 1:
             lengths = [dim_and_size(micro, fields, "sequence_dim") for micro in self.micros]
             outputs = [whole(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
-        return outputs[0] if is_one else outputs
+        return outputs[0] if is_single else outputs
 
 
 def gathered(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:

@@ -167,14 +167,14 @@ class Stepper:
             if metrics.own is not None:  # on all ranks, of which some may have no output
                 everyone = self.groups["control"].gather_objects([tally.problem, tally.names], label="the names of metrics")
                 names = [*names, *merge_metric_names(everyone, self.groups["control"].ranks)]
-            sums = [losses, *(tally.column(name, at) for name in names for at in (0, 1))]
+            sums = [losses, *(tally.column(name, column) for name in names for column in (0, 1))]
             differs = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
             self.groups["all"].all_reduce(totals, label="the mean loss").wait()
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
-            loss, *counted = (self.store.reduction.loss_of(one, len(losses)) for one in totals[1:].chunk(len(sums)))
+            loss, *values = (self.store.reduction.loss_of(part, len(losses)) for part in totals[1:].chunk(len(sums)))
             state.step_progress.begin_entry(BETWEEN)
         if ranks_differ:
             raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])
@@ -185,7 +185,7 @@ class Stepper:
         if not math.isfinite(mean):
             hint = "check whether training diverged, or whether the data contains NaN or infinite values"
             raise RunError("not-finite", f"the loss of the evaluated samples is {mean}", hint=hint)
-        pairs = zip(counted[::2], counted[1::2], strict=True)
+        pairs = zip(values[::2], values[1::2], strict=True)
         means = (total / count if count else math.nan for total, count in pairs)
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
@@ -202,8 +202,8 @@ class Stepper:
     def _evaluating(self) -> Iterator[StepState]:
         """Yields the state of an evaluation; all modules are in evaluation mode within the block."""
         modules = [layer.module for layers in self.executor.chunks for layer in layers]
-        every = [part for module in modules for part in module.modules()]
-        training = [part.training for part in every]
+        all_modules = [part for module in modules for part in module.modules()]
+        training = [part.training for part in all_modules]
         for module in modules:
             module.eval()
         try:
@@ -214,7 +214,7 @@ class Stepper:
                 yield state
         finally:
             # Each module gets its own former mode: a program may keep some in evaluation mode.
-            for part, was in zip(every, training, strict=True):
+            for part, was in zip(all_modules, training, strict=True):
                 part.training = was
 
     def _begin_forward(self, label: str, number: int, batch: StepBatch, state: StepState) -> Lowered:

@@ -129,8 +129,8 @@ class PendingTotals:
         """Waits for the copy of the totals, but for no later work on the device, and returns them."""
         self._device.wait_until(self.ended)
         scale = self._totals.loss_scale
-        loss, grad_norm, weight, stops, saves, differs, *more = self._totals.read(self._device)
-        skipped, numbers = (False, more) if scale is None else (more[0] > 0, more[1:])
+        loss, grad_norm, weight, stops, saves, differs, *extra = self._totals.read(self._device)
+        skipped, numbers = (False, extra) if scale is None else (extra[0] > 0, extra[1:])
         mean = loss / weight if weight else 0.0
         return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, scale, skipped)
 
@@ -247,9 +247,9 @@ def refusal(
         order = enumerate(parts.store.params)
         finite = ((place, param.name, torch.isfinite(parts.store.part(param)).all()) for place, param in order)
         bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
-    own = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
+    report = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
-    gathered = parts.groups["control"].gather_objects(own, label="losses that are not finite")
+    gathered = parts.groups["control"].gather_objects(report, label="losses that are not finite")
     reports = [RankReport(*fields) for fields in gathered]
     if result.is_finite:
         return RunError(
@@ -271,9 +271,9 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad:
-        whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
-        label = " or ".join(dict.fromkeys("NaN" if math.isnan(reports[rank].loss) else "infinite" for rank in bad))
-        text += f"; the loss of {whose} is {label}" if len(reports) > 1 else ""
+        ranks_text = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+        values_text = " or ".join(dict.fromkeys("NaN" if math.isnan(reports[rank].loss) else "infinite" for rank in bad))
+        text += f"; the loss of {ranks_text} is {values_text}" if len(reports) > 1 else ""
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient
@@ -289,5 +289,5 @@ def _describe_samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> st
     numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:
         return ""
-    more = ", ..." if len(numbers) > SHOWN else ""
-    return f"; samples {', '.join(map(str, numbers[:SHOWN]))}{more}"
+    suffix = ", ..." if len(numbers) > SHOWN else ""
+    return f"; samples {', '.join(map(str, numbers[:SHOWN]))}{suffix}"

@@ -120,10 +120,10 @@ class Update:
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]
         else:
-            on_host = totals.read(self.device)
-            if not allow_a_step(on_host):
+            host_totals = totals.read(self.device)
+            if not allow_a_step(host_totals):
                 return totals
-            norm = on_host[NORM]
+            norm = host_totals[NORM]
         if self.clip_norm is not None:
             self._clip(gradients, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
@@ -329,7 +329,7 @@ class _BucketGroups:
             self._whole = [[parameter for parameter in parameters if id(parameter) not in moved] for parameters in self._whole]
             self._whole += [group["params"] for group in new]
             values = shared_values(self._optimizer)
-            return copy_values({at: one for at, one in values.items() if at[0] == "option" and at[1] >= number})
+            return copy_values({place: value for place, value in values.items() if place[0] == "option" and place[1] >= number})
         return {}
 
     def restore(self) -> None:

@@ -148,15 +148,15 @@ class WeightStore:
 
     def start_completions(self) -> None:
         """Starts the completions; called when this rank has stepped its parts. All ranks call it."""
-        for one in self._completions:
-            one.start()
+        for completion in self._completions:
+            completion.start()
         if self.is_eager:
             self.settle()
 
     def settle(self) -> None:
         """Blocks until this rank's weights are those of the last step, and may be written. All ranks call it."""
-        for one in self._completions:
-            one.finish()
+        for completion in self._completions:
+            completion.finish()
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
@@ -164,9 +164,9 @@ class WeightStore:
         try:
             yield
         except BaseException:
-            for one in self._completions:
+            for completion in self._completions:
                 with suppress(RunError):
-                    one.wait()
+                    completion.wait()
             raise
 
 
@@ -292,11 +292,11 @@ class Masters:
         `home`.
         """
         self._copy_back()
-        if every := list(self._masters.values()):
+        if masters := list(self._masters.values()):
             if not (self.home is not None if are_sent is None else are_sent):
-                torch._foreach_copy_([one.working for one in every], [one.master for one in every])
-            for one in every:
-                one.synced = one.state
+                torch._foreach_copy_([master.working for master in masters], [master.master for master in masters])
+            for master in masters:
+                master.synced = master.state
         for stepped in self.stepped:
             if stepped.parameter is not stepped.original:
                 stepped.parameter.grad = None
@@ -342,8 +342,8 @@ class Masters:
         device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
         for param, original in self._originals:
-            now = param.parameter
-            if now is not original or now.dtype != self.weights.dtype_of(param):
+            parameter = param.parameter
+            if parameter is not original or parameter.dtype != self.weights.dtype_of(param):
                 message = (
                     f"the parameter {param.name!r} is not the tensor that the optimizer updates: it was replaced, or "
                     "its type has changed"
@@ -351,10 +351,10 @@ class Masters:
                 hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
-        for one in self._masters.values():
-            if one.synced != one.state:
-                one.sync()
-                master, working = one.master, one.working.to(one.master.device)
+        for pair in self._masters.values():
+            if pair.synced != pair.state:
+                pair.sync()
+                master, working = pair.master, pair.working.to(pair.master.device)
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 

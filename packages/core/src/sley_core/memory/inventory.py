@@ -67,21 +67,21 @@ class MemoryInventory:
     def pieces(self, part: Part) -> list[StorageEntry]:
         """Returns the storages that `part` holds on the device, and no earlier part of `PARTS`, each once, with its tensors."""
         taken = self._storage_ids_before(part)
-        return [one for one in group_by_storage(self.tensors(part)) if storage_id(one.memory) not in taken]
+        return [entry for entry in group_by_storage(self.tensors(part)) if storage_id(entry.memory) not in taken]
 
     def states_of(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
         """Returns the storages of these parameters' optimizer states, each once, with its tensors; none at first."""
-        found = chain.from_iterable(map(self._states_of, stepped))
-        return group_by_storage((name, state) for name, state in found if self._is_state(state))
+        states = chain.from_iterable(map(self._states_of, stepped))
+        return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
     def storage_ids_without(self, stepped: Sequence[Stepped]) -> set[int]:
         """Returns what identifies (`storage_id`) each storage of everything but the states of these parameters: of earlier
         parts, and of other parameters' states. A storage that is among them cannot leave while only some parameters are
         stepped.
         """
-        own = {id(state) for one in stepped for _, state in self._states_of(one)}
-        others = (state for _, state in self._sources["optimizer_states"]() if id(state) not in own)
-        return self._storage_ids_before("optimizer_states") | set(map(storage_id, others))
+        ids = {id(state) for tensor in stepped for _, state in self._states_of(tensor)}
+        other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)
+        return self._storage_ids_before("optimizer_states") | set(map(storage_id, other_states))
 
     def num_bytes(self, part: Part) -> int:
         """Returns the bytes of device memory that `part` has now; 0 while it is away."""
@@ -101,7 +101,7 @@ def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry
     entries: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         entries.setdefault(storage_id(tensor), {})[name] = tensor
-    return [StorageEntry(whole(next(iter(inside.values()))), inside) for inside in entries.values()]
+    return [StorageEntry(whole(next(iter(tensors.values()))), tensors) for tensors in entries.values()]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def view_in_copy(tensor: Tensor, memory: Tensor) -> Tensor:
     """
     import torch
 
-    start, rest = divmod(int(memory.storage_offset()), tensor.dtype.itemsize)
-    assert rest == 0, f"a copy of {tensor.dtype} starts at byte {memory.storage_offset()}"
+    start, remainder = divmod(int(memory.storage_offset()), tensor.dtype.itemsize)
+    assert remainder == 0, f"a copy of {tensor.dtype} starts at byte {memory.storage_offset()}"
     view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
     return view.set_(memory.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride())

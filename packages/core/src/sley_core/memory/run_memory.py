@@ -130,10 +130,10 @@ class RunMemory:
     @property
     def report(self) -> dict[Part, Moved]:
         """Returns what moving each part has cost since the run began; parts that no manager moves are left out."""
-        moved: dict[Part, Moved] = {}
+        costs: dict[Part, Moved] = {}
         for manager in self.managers:
-            moved.update({part: manager.moved(part) for part in manager.parts})
-        return moved
+            costs.update({part: manager.moved(part) for part in manager.parts})
+        return costs
 
     @on_stream
     def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +162,7 @@ class RunMemory:
 
     def _copies(self) -> dict[int, Tensor]:
         """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; one per storage."""
-        return {key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()}
+        return {key: copy for manager in self.managers for part in manager.parts for key, copy in manager.host(part).items()}
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """Returns `parts`, or all that move if it is empty, with their managers, in the order in which they come back.
@@ -249,13 +249,13 @@ class OffloadMetrics:
 
     def _since(self, name: str, part: Part | None) -> tuple[float, float, float]:
         """Returns the bytes copied since the last call with this `name` and `part`, those of timed copies, and their time."""
-        every = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
-        now = (
-            float(sum(moved.copied_out + moved.copied_in for moved in every)),
-            float(sum(moved.timed_out + moved.timed_in for moved in every)),
-            sum(moved.seconds_out + moved.seconds_in for moved in every),
+        costs = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
+        current = (
+            float(sum(cost.copied_out + cost.copied_in for cost in costs)),
+            float(sum(cost.timed_out + cost.timed_in for cost in costs)),
+            sum(cost.seconds_out + cost.seconds_in for cost in costs),
         )
         key = f"{name} {part}"
         before = self._before.get(key, (0.0, 0.0, 0.0))
-        self._before[key] = now
-        return now[0] - before[0], now[1] - before[1], now[2] - before[2]
+        self._before[key] = current
+        return current[0] - before[0], current[1] - before[1], current[2] - before[2]

@@ -60,11 +60,11 @@ class Moved:
 
     def numbers(self) -> dict[str, float]:
         """Returns the numbers for a report, by name; `gb_per_s_out` and `gb_per_s_in`, 0 if unknown, for the timed bytes."""
-        found: dict[str, float] = asdict(self)
+        numbers: dict[str, float] = asdict(self)
         for way in ("out", "in"):
-            timed, seconds = found.pop(f"timed_{way}"), found[f"seconds_{way}"]
-            found[f"gb_per_s_{way}"] = timed / 1e9 / seconds if seconds else 0.0
-        return found
+            timed, seconds = numbers.pop(f"timed_{way}"), numbers[f"seconds_{way}"]
+            numbers[f"gb_per_s_{way}"] = timed / 1e9 / seconds if seconds else 0.0
+        return numbers
 
 
 class OffloadManager(Protocol):

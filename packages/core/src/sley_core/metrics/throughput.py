@@ -142,9 +142,9 @@ class Meter:
 
     def _memory_mb(self) -> float:
         """Returns the peak memory in MiB. The value is up to `MEMORY_EVERY_S` old, since reading it takes 0.1 ms."""
-        now = time.monotonic()
-        if now - self._measured_at >= MEMORY_EVERY_S:
-            self._measured_at = now
+        time_s = time.monotonic()
+        if time_s - self._measured_at >= MEMORY_EVERY_S:
+            self._measured_at = time_s
             self._memory = memory_mb(self.device)
         return self._memory
 

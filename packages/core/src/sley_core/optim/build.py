@@ -120,16 +120,16 @@ def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping
     groups cannot match, with the name to use instead. Raises PlanError "group-unmatched" for every group that no name falls to,
     with close names, and "all-frozen" if nothing is left to train.
     """
-    every = list(names)
-    owner = {name: _first_match(name, config.groups) for name in every}
+    all_names = list(names)
+    owner = {name: _first_match(name, config.groups) for name in all_names}
     unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
     if unmatched:
         raise PlanError.from_diagnostics(
-            _unmatched_diagnostic(index, every, config.groups, aliases or {}) for index in unmatched
+            _unmatched_diagnostic(index, all_names, config.groups, aliases or {}) for index in unmatched
         )
     frozen_names = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
-    if every and len(frozen_names) == len(every):
-        message = f"all {len(every)} parameters are frozen, so there is nothing to train"
+    if all_names and len(frozen_names) == len(all_names):
+        message = f"all {len(all_names)} parameters are frozen, so there is nothing to train"
         hint = "narrow the pattern of a group with `freeze = true`"
         raise PlanError("all-frozen", message, path=("optimizer", "groups"), hint=hint)
     return frozen_names
@@ -219,9 +219,9 @@ def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         late = {id(parameter) for parameter in with_gradient if optimizer.state[parameter].get("momentum_buffer") is None}
         if 0 < len(late) < len(with_gradient):
-            apart = [parameter for parameter in group["params"] if id(parameter) in late]
+            late_parameters = [parameter for parameter in group["params"] if id(parameter) in late]
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in late]
-            optimizer.param_groups.append({**group, "params": apart})
+            optimizer.param_groups.append({**group, "params": late_parameters})
 
 
 COMPILER_WRAPPED: tuple[Callable[..., Any], ...] = (
@@ -242,9 +242,9 @@ def avoid_compiler_import() -> None:
     difference.
     """
     for function in COMPILER_WRAPPED:
-        behind = getattr(function, "__wrapped__", None)
-        if behind is not None and not hasattr(behind, "__dynamo_disable"):
-            behind.__dynamo_disable = behind
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None and not hasattr(wrapped, "__dynamo_disable"):
+            wrapped.__dynamo_disable = wrapped
 
 
 @cache
@@ -252,12 +252,12 @@ def compiler_free_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Returns a subclass of torch's optimizer `kind` that steps as it does, without importing the compiler, as torch does at
     each step. Not for `differentiable`. An instance is pickled and copied as one of `kind`.
     """
-    behind: Any = inspect.unwrap(kind.step)
+    unwrapped_step: Any = inspect.unwrap(kind.step)
 
     @torch.no_grad()
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
-        found: float | None = behind(self, closure)
-        return found
+        loss: float | None = unwrapped_step(self, closure)
+        return loss
 
     def reduced(self: Optimizer) -> tuple[Any, ...]:
         return object.__new__, (kind,), self.__getstate__()

@@ -31,9 +31,9 @@ class GroupConfig(Table):
     @classmethod
     def _frozen_has_no_options(cls, freeze: bool, info: ValidationInfo) -> bool:
         """Raises ValueError for a frozen group with options, which would have no effect."""
-        useless = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
-        if freeze and useless:
-            raise ValueError(f"`{useless[0]}` has no effect in a group with `freeze = true`")
+        ignored = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
+        if freeze and ignored:
+            raise ValueError(f"`{ignored[0]}` has no effect in a group with `freeze = true`")
         return freeze
 
 

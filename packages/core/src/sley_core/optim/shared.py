@@ -52,10 +52,10 @@ def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
         _containing_dict(optimizer, owners, place).pop(place[2])
     for place, value in values.items():
         holder, key = _containing_dict(optimizer, owners, place), place[2]
-        now = holder.get(key)
-        if now is not value and isinstance(now, dict) and isinstance(value, dict):
-            now.clear()
-            now.update(value)
+        current = holder.get(key)
+        if current is not value and isinstance(current, dict) and isinstance(value, dict):
+            current.clear()
+            current.update(value)
         else:
             holder[key] = value
 
@@ -74,26 +74,26 @@ def load_optimizer_state(
     own, and attributes; `begun`: the attributes with which the optimizer began, for those that `shared` lacks. dtypes: that of
     each parameter when its states were saved; those of the same dtype get the parameter's, all others keep theirs.
     """
-    groups, own = optimizer.param_groups, optimizer.state
+    groups, state_by_key = optimizer.param_groups, optimizer.state
     packed = optimizer.state_dict()
     numbered: dict[int, Any] = {}
-    for group, more, with_numbers in zip(groups, options, packed["param_groups"], strict=True):
+    for group, group_options, with_numbers in zip(groups, options, packed["param_groups"], strict=True):
         for parameter, number in zip(group["params"], with_numbers["params"], strict=True):
             if state := states.get(id(parameter)):
                 numbered[number] = state
-        with_numbers |= more
+        with_numbers |= group_options
     optimizer.load_state_dict({"state": numbered, "param_groups": packed["param_groups"]})
-    for mine, loaded in zip(groups, optimizer.param_groups, strict=True):
-        mine.update(loaded)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
     loaded_state = dict(optimizer.state)
-    own.clear()
-    own.update(loaded_state)
-    optimizer.param_groups, optimizer.state = groups, own  # the same objects as before: others have them
-    for parameter in (one for group in groups for one in group["params"]):
+    state_by_key.clear()
+    state_by_key.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, state_by_key  # the same objects as before: others have them
+    for parameter in (parameter for group in groups for parameter in group["params"]):
         if saved := states.get(id(parameter)):
-            own[parameter] = _restore_dtypes(own[parameter], saved, dtypes[id(parameter)])
-    now = {place: value for place, value in shared_values(optimizer).items() if place[0] == "option"}
-    set_values(optimizer, now | copy_values(begun) | shared)
+            state_by_key[parameter] = _restore_dtypes(state_by_key[parameter], saved, dtypes[id(parameter)])
+    current = {place: value for place, value in shared_values(optimizer).items() if place[0] == "option"}
+    set_values(optimizer, current | copy_values(begun) | shared)
 
 
 PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay")
@@ -113,11 +113,11 @@ def _restore_dtypes(loaded: Any, saved: Any, followed: torch.dtype) -> Any:
 
 def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a group that differ from those with which the optimizer began."""
-    begun = optimizer.defaults
+    defaults = optimizer.defaults
     return {
         key: value
         for key, value in group.items()
-        if key not in PLAN_OPTIONS and (key not in begun or not is_equal(begun[key], value))
+        if key not in PLAN_OPTIONS and (key not in defaults or not is_equal(defaults[key], value))
     }
 
 
@@ -144,15 +144,15 @@ def _containing_dict(
     optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], place: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
     """Returns the dict that contains the value of a place."""
-    kind, where, _ = place
+    kind, owner_path, _ = place
     if kind == "attribute":
-        return vars(owners[where])
-    return optimizer.param_groups[where] if kind == "option" else optimizer.state
+        return vars(owners[owner_path])
+    return optimizer.param_groups[owner_path] if kind == "option" else optimizer.state
 
 
 def changed_values(before: Shared, after: Shared) -> Shared:
     """Returns the values of `after` that are new or differ; one that is not on the host counts as different."""
-    return {place: one for place, one in after.items() if place not in before or not is_equal(one, before[place])}
+    return {place: value for place, value in after.items() if place not in before or not is_equal(value, before[place])}
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -170,7 +170,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 def can_compare(value: Any) -> bool:
     """Returns whether `is_equal` can compare `value`: all of its tensors are on the host."""
-    return all(one.device.type == "cpu" for one in tree_leaves(value) if isinstance(one, Tensor))
+    return all(tensor.device.type == "cpu" for tensor in tree_leaves(value) if isinstance(tensor, Tensor))
 
 
 def is_plain(value: Any) -> bool:
@@ -180,7 +180,7 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter) and value.numel() <= MAX_PLAIN_ELEMENTS
     if isinstance(value, dict):
-        return all(is_plain(key) and not isinstance(key, Tensor) and is_plain(one) for key, one in value.items())
+        return all(is_plain(key) and not isinstance(key, Tensor) and is_plain(item) for key, item in value.items())
     return type(value) in (list, tuple) and all(map(is_plain, value))
 
 
@@ -200,10 +200,10 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
     """Yields name and value of the attributes that are, or hold, optimizers with groups or states of their own."""
     for path, owner in _owners(optimizer):
         for name, value in vars(owner).items():
-            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            for one in inside:
-                if isinstance(one, torch.optim.Optimizer) and not _is_shared(one, optimizer):
-                    yield f"{path}{name}", one
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for item in items:
+                if isinstance(item, torch.optim.Optimizer) and not _is_shared(item, optimizer):
+                    yield f"{path}{name}", item
 
 
 def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -221,9 +221,9 @@ def _is_shared(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bo
 @cache
 def _torch_attributes() -> frozenset[str]:
     """Returns the names of the attributes that any torch optimizer may have."""
-    every = vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
+    names = vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
     return (
-        frozenset(every)
+        frozenset(names)
         | {"_step_count", "_opt_called", "step", "grad_scale", "found_inf"}
         | {"_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"}
     )

@@ -312,8 +312,8 @@ class Restoring:
             masters.set(param, value)
         saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.wide)
         if saved_dtypes:
-            wide = str(masters.wide).removeprefix("torch.")
-            self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {wide} here")
+            master_dtype = str(masters.wide).removeprefix("torch.")
+            self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
@@ -410,9 +410,9 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
         for state, path in _names_by_parameter(saved).get(name, [])
     )
     options = decode_value(values.get(OPTIONS + name, {}))
-    dtype, begun = BY_NAME[saved.kind(WEIGHTS + name).dtype], copy_values(attributes_of(shared_values(optimizer)))
+    dtype, initial = BY_NAME[saved.kind(WEIGHTS + name).dtype], copy_values(attributes_of(shared_values(optimizer)))
     key = id(parameter)
-    load_optimizer_state(optimizer, {key: join_leaves(leaves)}, [options], _shared_states(saved), begun, {key: dtype})
+    load_optimizer_state(optimizer, {key: join_leaves(leaves)}, [options], _shared_states(saved), initial, {key: dtype})
 
 
 def _shared_states(saved: CheckpointReader) -> Shared:

@@ -135,8 +135,8 @@ def _read_index(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = "it has no `weight_map`" if isinstance(error, KeyError) else str(error)
         raise weight_files_error(f"cannot read `{path}`: {reason}") from None
-    if outside := sorted({file for file in files.values() if Path(file).name != file}):
-        raise weight_files_error(f"`{path}` names `{outside[0]}`, which is not in its folder")
+    if foreign := sorted({file for file in files.values() if Path(file).name != file}):
+        raise weight_files_error(f"`{path}` names `{foreign[0]}`, which is not in its folder")
     return dict(files)
 
 

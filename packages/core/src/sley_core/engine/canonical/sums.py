@@ -136,14 +136,14 @@ def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_
     packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
     flat = buffer.data.new_zeros(size * num_columns)
     partial = [store.partial_sums(param) for param in buffer.params]
-    each = len(partial[0]) // num_uses
-    for at in range(len(partial[0])):
-        if at == 0:
+    num_per_use = len(partial[0]) // num_uses
+    for index in range(len(partial[0])):
+        if index == 0:
             flat[:numel].copy_(buffer.data)
         else:
             for rows, start in zip(partial, buffer.offsets, strict=True):
-                flat[start : start + rows[at].numel()].copy_(rows[at].reshape(-1))
-        packed[:, at // each * num_rows + at % each].copy_(flat.view(size, num_columns))
+                flat[start : start + rows[index].numel()].copy_(rows[index].reshape(-1))
+        packed[:, index // num_per_use * num_rows + index % num_per_use].copy_(flat.view(size, num_columns))
     for rows in partial:
         del rows[1:]
     return packed

@@ -41,11 +41,11 @@ def weight_digits(weights: Iterable[float]) -> list[float]:
         if not math.isfinite(weight):
             sums[0] += weight
             continue
-        rest = weight
-        for at in range(NUM_DIGITS):
-            digit = math.floor(rest)
-            sums[at] += digit
-            rest = (rest - digit) * _BASE
+        remainder = weight
+        for index in range(NUM_DIGITS):
+            digit = math.floor(remainder)
+            sums[index] += digit
+            remainder = (remainder - digit) * _BASE
     return sums
 
 
@@ -88,12 +88,12 @@ def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=most.device)
     for tensor in tensors:
         for chunk in torch.split(tensor.reshape(-1), _CHUNK):
-            rest = chunk.to(torch.float64, copy=True).mul_(shrink)
-            rest = rest.square_() if kind == 2 else rest.abs_()
+            remainder = chunk.to(torch.float64, copy=True).mul_(shrink)
+            remainder = remainder.square_() if kind == 2 else remainder.abs_()
             for number in range(_NUM_DIGITS):
-                digit = rest.mul_(2.0**_DIGIT).floor()
+                digit = remainder.mul_(2.0**_DIGIT).floor()
                 sums[number] += digit.sum().to(torch.int64)
-                rest.sub_(digit)
+                remainder.sub_(digit)
     high = sums >> _HALF
     return torch.cat([high, sums - (high << _HALF)]).double()
 

@@ -96,8 +96,8 @@ def cover(first: int, last: int, num_leaves: int) -> list[Node]:
 def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
     """Returns the range of leaves of rank `coord` in a group of `size` ranks that share all leaves."""
     assert num_leaves % size == 0, f"{num_leaves} microbatches over {size} ranks"
-    each = num_leaves // size
-    return coord * each, (coord + 1) * each
+    size_per_rank = num_leaves // size
+    return coord * size_per_rank, (coord + 1) * size_per_rank
 
 
 class SumMemory:
@@ -146,10 +146,10 @@ class PartialSums:
         """Stores the sum of `node` and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
         while True:
             other = sibling(node, self.num_leaves)
-            there = self._held.pop((use, other), None) if other is not None else None
-            if other is None or there is None:
+            stored = self._held.pop((use, other), None) if other is not None else None
+            if other is None or stored is None:
                 break
-            value = self._add_pair(there, value)
+            value = self._add_pair(stored, value)
             node = parent(node, other)
         assert (use, node) not in self._held, f"{node} came twice"
         self._held[use, node] = value
@@ -159,10 +159,10 @@ class PartialSums:
         known = self._held.pop((use, node), None)
         if known is not None:
             return known
-        inside = any(
+        has_inner = any(
             stored_use == use and node.first <= stored.first and stored.last <= node.last for stored_use, stored in self._held
         )
-        if not inside:
+        if not has_inner:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
         left, right = node.children
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
@@ -440,10 +440,12 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
             continue
         every = [use for each in by_layer.values() for use in each]
         name = every[0][0]
-        odd = next((use for use in every if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
-        if odd is not None:
-            kind = type(odd[1]).__name__
-            message = f"{name!r} is also {odd[0]!r} in a {kind}, so autograd or the ranks sum both gradients in their own order"
+        unsupported = next((use for use in every if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
+        if unsupported is not None:
+            kind = type(unsupported[1]).__name__
+            message = (
+                f"{name!r} is also {unsupported[0]!r} in a {kind}, so the order in which their gradients are summed varies"
+            )
             hint = f"{FAST}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
         elif len({use[2] for use in every}) > 1 and len(by_layer) > 2:
