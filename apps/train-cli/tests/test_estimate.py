@@ -56,8 +56,11 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path, leaves: bool) -> Non
 
 
 def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
+    (plan.parent / "held_out.txt").write_text("the sley beats home\n" * 60, "utf-8")
     before = sorted(plan.parent.iterdir())
-    result = cli("run", plan, "--dry-run")
+    saves = ["checkpoint.every_steps=1", "evaluation={ every = 1, keep_best = 'held_out_loss' }"]
+    saves += ["data.held_out_files=['held_out.txt']"]
+    result = cli("run", plan, "--dry-run", changes=saves)
     assert result.code == 0, result.err
     assert "dry run on 2 ranks: the first steps succeed; the peak is " in result.err
     assert sorted(plan.parent.iterdir()) == before

@@ -178,6 +178,8 @@ def fake_run(
     Raises PlanError for each failed check of the plan. Within the block raises RunError `estimate-late` after
     `limits.estimate_timeout_s`.
     """
+    evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
+    plan = replace(plan, checkpoint=None, evaluation=evaluation)  # steps without values save nothing
     progress = StepProgress()
     ledger = Ledger(progress)
     is_cuda = plan.run.device == "cuda"
