@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 200)
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
     calls: list[int] = []
@@ -98,13 +98,13 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
 def test_worker_processes_give_the_same_tokens(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of one document each, in parts of several, from three processes."""
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 3)
-    for name, size in {"WORTH_BYTES": 0, "PART_BYTES": 200, "BATCH_BYTES": 1}.items():
+    for name, size in {"MIN_CACHED_BYTES": 0, "PART_BYTES": 200, "BATCH_BYTES": 1}.items():
         monkeypatch.setattr(cache, name, size)
     assert samples(table) == samples(table.model_copy(update={"cache": "none"}))
 
 
 def test_an_error_in_a_worker_process_is_raised(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
     table.files[1].write_bytes(b"a\xff")
     with pytest.raises(PlanError, match=r"`b.txt#0` is not UTF-8"):
@@ -141,14 +141,14 @@ def test_two_that_prepare_at_once_do_it_once(
     wanted = TextDataset(table.model_copy(update={"cache": "none"}), DataContext()).load()
     (whole,) = encoded
     encoded.clear()
-    encode, say, waiting = Tokenizer.encode, cache.say, threading.Event()
+    encode, say, waiting = Tokenizer.encode, cache.report, threading.Event()
 
     def slowly(self: Tokenizer, documents: Any) -> Any:
         assert waiting.wait(30)
         return encode(self, documents)
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
-    monkeypatch.setattr(cache, "say", lambda text: (say(text), waiting.set()))
+    monkeypatch.setattr(cache, "report", lambda text: (say(text), waiting.set()))
     with ThreadPoolExecutor(2) as pool:
         loaded = [pool.submit(TextDataset(table, DataContext()).load) for _ in range(2)]
         tokens = [each.result(60) for each in loaded]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache
-from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, best_fit
+from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, pack_best_fit
 from sley_data.chat_template import ChatTemplate
 from sley_data.check import check_chat
 from sley_data.config import ChatConfig
@@ -169,7 +169,7 @@ def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) ->
 
 def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is made once, whenever a process was killed, and apart for each table."""
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
@@ -206,7 +206,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     (folder / "complete.json").unlink()
     (folder / "00001.tokens").write_bytes(b"")
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
     check(num_parts + 1)  # none in this process
@@ -243,7 +243,7 @@ def test_check_says_what_a_run_would(table: Any, tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.just(40))
 def test_bins_are_full_and_none_is_above_its_size(lengths: list[int], size: int) -> None:
-    bins = best_fit(lengths, size)
+    bins = pack_best_fit(lengths, size)
     assert sorted(number for each in bins for number in each) == list(range(len(lengths)))
     loads = [sum(lengths[number] for number in each) for each in bins]
     assert all(load <= size for load in loads)
@@ -254,5 +254,5 @@ def test_padding_of_chat_sets_is_at_most_two_percent() -> None:
     random = Random(1)
     for median, sigma, size in ((250, 0.9, 2048), (600, 1.0, 4096), (120, 0.7, 1024)):  # log-normal, as of public chat sets
         lengths = [min(size, max(8, round(median * 2.718 ** random.gauss(0, sigma)))) for _ in range(20_000)]
-        bins = best_fit(lengths, size)
+        bins = pack_best_fit(lengths, size)
         assert 1 - sum(lengths) / (len(bins) * size) < 0.02

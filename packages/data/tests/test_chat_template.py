@@ -14,7 +14,7 @@ from sley_core.errors import PlanError
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation
-from sley_data.tokenizer import Tokenized, Tokenizer
+from sley_data.tokenizer import Tokenizer, TokenizerIds
 
 NUM_CASES = 500
 PIECES = (
@@ -200,7 +200,7 @@ def test_a_token_across_the_border_of_a_block_is_not_trained_on(folder: Path, tm
 def test_a_template_writes_the_same_date_every_day(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "dated.jinja"
     file.write_text("{{ strftime_now('%d %b %Y, %H') }}" + template_of("chatml", blocks=False), "utf-8")
-    assert ChatTemplate(folder, file).text([{"role": "user", "content": "a"}], None).startswith("26 Jul 2024, 00")
+    assert ChatTemplate(folder, file).render([{"role": "user", "content": "a"}], None).startswith("26 Jul 2024, 00")
 
 
 def test_what_a_template_does_not_do_is_said(folder: Path, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_conversation_may_begin_with_an_answer(folder: Path, tmp_path: Path, n
 def test_text_comes_token_by_token_as_from_the_whole(folder: Path) -> None:
     """In time that is linear: of 4,000 tokens no more than the last ones are decoded again."""
     tokenizer = Tokenizer(folder, None)
-    known, sizes = Tokenized(tokenizer), []
+    known, sizes = TokenizerIds(tokenizer), []
     decode = tokenizer.decode
     tokenizer.decode = lambda ids: (sizes.append(len(ids)), decode(ids))[1]  # type: ignore[method-assign]
     text = "schön 東京 🙂  it returns\n\n the name <|im_end|>" * 100

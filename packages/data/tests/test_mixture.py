@@ -25,8 +25,8 @@ from sley_core.plan.load import plan_from_dict
 from sley_data.conversations import read_conversations
 from sley_data.documents import read_documents
 from sley_data.files import text_files
-from sley_data.interleave import Interleave, whole_shares
-from sley_data.sources import component_of
+from sley_data.interleave import Interleave, integer_shares
+from sley_data.sources import source_component
 from sley_testing.dataset_contract import DatasetContract
 from sley_testing.plans import small_plan
 
@@ -138,7 +138,7 @@ def test_in_epoch_3_and_with_another_size_from_a_step_on() -> None:
 
 @given(weights=st.lists(st.floats(0.001, 1000, allow_nan=False), min_size=1, max_size=30), start=st.integers(0, 10**15))
 def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) -> None:
-    shares = whole_shares(weights)
+    shares = integer_shares(weights)
     order = Interleave(shares)
     for source, share in enumerate(shares):
         count = order.count(source, start + 1000) - order.count(source, start)
@@ -156,14 +156,14 @@ def test_counts_are_those_of_the_choices(shares: list[int]) -> None:
     assert [len(each) for each in places] == shares
     for source, each in enumerate(places):
         for count, number in enumerate(each):
-            assert order.first_with(source, count + 1) == number + 1
-            assert order.last_with(source, count) == number
+            assert order.shortest_prefix(source, count + 1) == number + 1
+            assert order.longest_prefix(source, count) == number
 
 
 def test_shares_are_exact() -> None:
-    assert whole_shares([0.3, 0.7]) == [3, 7]
-    assert whole_shares([1e-3, 2]) == [1, 2000]
-    fifths, common = whole_shares([0.1, 0.25, 4]), 20
+    assert integer_shares([0.3, 0.7]) == [3, 7]
+    assert integer_shares([1e-3, 2]) == [1, 2000]
+    fifths, common = integer_shares([0.1, 0.25, 4]), 20
     assert [share * common // gcd(*fifths) for share in fifths] == [2 * common, 5 * common, 80 * common]
 
 
@@ -254,7 +254,7 @@ def test_what_one_source_holds_out_none_trains_on(tmp_path: Path, first: Any, se
     config = plan_from_dict(small_plan(data=mixture(sources)), tmp_path).data.config
 
     def documents(split: Split) -> list[set[bytes]]:
-        tables = [component_of(config, number).config for number in range(2)]
+        tables = [source_component(config, number).config for number in range(2)]
         return [{each for _, each in read_documents(text_files(table, split)[0], table, split)} for table in tables]
 
     trained, held_out = documents("train"), documents("held_out")
@@ -276,7 +276,7 @@ def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
     config = plan_from_dict(small_plan(data=mixture(sources, sequence=8)), tmp_path).data.config
 
     def asked(number: int, split: Split) -> set[str]:
-        pairs = read_conversations(component_of(config, number).config, split)
+        pairs = read_conversations(source_component(config, number).config, split)
         return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
 
     trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))

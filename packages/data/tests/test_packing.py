@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_data import packing
-from sley_data.documents import num_chunks, num_windows, window
+from sley_data.documents import locate_window, num_chunks, num_windows
 from sley_data.packing import TokenArray
 
 documents_of = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -27,7 +27,7 @@ def naive_window(documents: list[list[int]], index: int, sequence: int) -> dict[
     """One sample, token by token: `owner` says which document a token of the stream belongs to."""
     owner = [number for number, document in enumerate(documents) for _ in document]
     stream = list(chain.from_iterable(documents))
-    start, covered = window(index, len(stream), sequence)
+    start, covered = locate_window(index, len(stream), sequence)
     labels, positions, starts = [], [], [0]
     for place in range(start, start + sequence):
         if place > start and owner[place] != owner[place - 1]:
@@ -47,7 +47,7 @@ def test_windows_cover_every_label_once_and_are_full(num_tokens: int, sequence: 
         return
     labels = []
     for index in range(count):
-        start, covered = window(index, num_tokens, sequence)
+        start, covered = locate_window(index, num_tokens, sequence)
         assert 0 <= start <= num_tokens - sequence - 1
         assert 0 <= covered < sequence
         labels += range(start + covered + 1, start + sequence + 1)

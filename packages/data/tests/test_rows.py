@@ -20,11 +20,11 @@ from pyarrow import parquet
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.config import TextConfig
-from sley_data.conversations import Conversation, conversations_in
+from sley_data.conversations import Conversation, file_conversations
 from sley_data.datasets import TextDataset
 from sley_data.documents import read_documents
 from sley_data.files import merge_problems, row_files, text_files
-from sley_data.rows import rows_of
+from sley_data.rows import read_rows
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -84,7 +84,7 @@ def read(path: Path, field: str | None = None) -> list[Conversation]:
     files, problems = row_files([path], ("data", "files"))
     if problems:
         raise merge_problems(problems)
-    return [each for file in files for each in conversations_in(file, field)]
+    return [each for file in files for each in file_conversations(file, field)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -257,4 +257,4 @@ def test_mixed_and_odd_tables(tmp_path: Path) -> None:
     long.write_bytes(lines([{"messages": [{"role": "user", "content": "x" * 5_000_000}]}]))
     assert len(read(long)[0].messages[0]["content"]) == 5_000_000
     files, _ = row_files([odd], ("data", "files"))
-    assert [number for number, _ in rows_of(files[0])] == [1, 2]
+    assert [number for number, _ in read_rows(files[0])] == [1, 2]

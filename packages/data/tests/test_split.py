@@ -19,7 +19,7 @@ from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TextDataset, TokensDataset
-from sley_data.documents import content_of, count_samples, is_in_share, read_documents
+from sley_data.documents import count_samples, is_in_share, read_documents, text_content
 from sley_data.files import text_files
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
@@ -104,7 +104,7 @@ def test_texts_that_differ_in_the_middle_are_no_copies(tmp_path: Path, way: str,
 
 @given(st.lists(st.binary(max_size=8)), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_share_holds_out_more_and_contents_alone_decide(found: list[bytes], one: float, other: float) -> None:
-    contents = [content_of(text) for text in found]
+    contents = [text_content(text) for text in found]
     small, large = sorted((one, other))
     assert all(is_in_share(content, large) for content in contents if is_in_share(content, small))
     assert not any(is_in_share(content, 0) for content in contents)

@@ -1,13 +1,13 @@
-"""Tokenizes a corpus once and keeps the tokens on disk. Later starts, and all ranks of a host, map them; torch-free.
+"""Tokenizes a corpus once and caches the tokens on disk. Later runs, and all ranks of a host, map the files; torch-free.
 
     ~/.cache/sley/data/DIGEST/           the digest of files, tokenizer and settings
         00000.tokens                     the tokens of about 32 MiB of text
-        00000.stats                      JSON about them, if the dataset has any
+        00000.stats                      statistics about them as JSON, if the dataset has any
         00000.lengths                    the number of tokens of each document; written last
         complete.json                    written when all parts are complete
 
-One process of a host works and holds a lock; the others wait for it. If it is killed, its parts remain, and the next process
-writes only the missing ones.
+One process of a host holds a lock and tokenizes, while the other processes wait. If that process is killed, its parts remain,
+and the next process writes only the missing parts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from sley_data.files import File
 
 PART_BYTES = 1 << 25
-"""The bytes of text in a part."""
+"""The size of the text of a part."""
 
 BATCH_BYTES = 1 << 18
-"""The bytes of text that a worker process tokenizes at a time."""
+"""The size of the text that a worker process tokenizes at a time."""
 
-WORTH_BYTES = 1 << 23
-"""Less text than this is tokenized at each start, in about a second."""
+MIN_CACHED_BYTES = 1 << 23
+"""The minimum size of cached text. Less text is tokenized again in each run, in about a second."""
 
 _REPORT_S = 5.0
-"""The seconds between two lines about the progress."""
+"""The time in seconds between two progress lines."""
 
 Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
-"""The tokens of documents, concatenated; the length of each document, 64 bits; and their stats, or None."""
+"""The concatenated tokens of documents, the length of each document (64 bits), and their statistics or None."""
 
 T = TypeVar("T")
 
@@ -54,14 +54,14 @@ _COMPLETE = "complete.json"
 
 
 class Part(NamedTuple):
-    """The files of a part."""
+    """The paths of a part's files."""
 
     tokens: Path
     lengths: Path
     stats: Path
 
     def read_stats(self) -> list[Any]:
-        """Returns the stats of the part's batches."""
+        """Returns the statistics of the part's batches."""
         stats: list[Any] = json.loads(self.stats.read_text("utf-8"))
         return stats
 
@@ -69,22 +69,22 @@ class Part(NamedTuple):
 def cache_folder(
     cache: Path | str, files: Sequence[File], held_out: Sequence[File], settings: object, min_bytes: int
 ) -> Path | None:
-    """Returns the folder for the tokens of `files`, or None if they are not kept.
+    """Returns the folder for the tokens of `files`, or None if they are not cached.
 
-    cache: the plan's value. held_out: the files whose documents are excluded. settings: everything else that decides the
-    tokens. min_bytes: the size of `files` from which on tokens are kept. The name, the size, the modification time and 16
-    blocks of bytes identify a file.
+    cache: the plan's value. held_out: the files whose documents are excluded. settings: all other values that determine the
+    tokens. min_bytes: the minimum size of all `files` for caching. The name, size, modification time and 16 blocks of bytes
+    identify a file.
     """
     if cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
         return None
     digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
     for file in (*files, *held_out):
         digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
-    folder = home() if cache == "auto" else Path(cache)
+    folder = cache_home() if cache == "auto" else Path(cache)
     return folder and folder / digest.hexdigest()
 
 
-def home() -> Path | None:
+def cache_home() -> Path | None:
     """Returns the default folder for prepared data, or None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
@@ -92,43 +92,43 @@ def home() -> Path | None:
         return None
 
 
-def prepare(
+def prepare_parts(
     folder: Path,
     documents: Iterable[T],
-    size: Callable[[T], int],
+    size_of: Callable[[T], int],
     encode: Callable[[list[T]], Encoded],
     num_bytes: int,
     summarize: Callable[[list[Part]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the content of `complete.json` in `folder`. First writes the missing parts, or waits for a process that does.
+    """Writes the missing parts in `folder`, or waits for a process that does. Returns the content of `complete.json`.
 
-    size: returns the number of bytes of a document. encode: tokenizes documents, in worker processes. num_bytes: the size of
-    all text, for the progress. summarize: returns what `complete.json` keeps of all parts. Raises OSError if the folder cannot
+    size_of: returns the number of bytes of a document. encode: tokenizes documents in a worker process. num_bytes: the size of
+    all text, for progress lines. summarize: returns the further content of `complete.json`. Raises OSError if the folder cannot
     be written.
     """
     if (complete := _read_complete(folder)) is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with _hold_lock(folder):
             if (complete := _read_complete(folder)) is None:
-                count = _write_parts(folder, documents, size, encode, num_bytes)
-                summary = summarize(part_files(folder, count))
-                complete = {"parts": count, "sizes": _file_sizes(folder), **summary}
+                num_parts = _write_parts(folder, documents, size_of, encode, num_bytes)
+                summary = summarize(part_files(folder, num_parts))
+                complete = {"parts": num_parts, "sizes": _file_sizes(folder), **summary}
                 with replace_atomically(folder / _COMPLETE) as file:
                     file.write(json.dumps(complete).encode())
     return complete
 
 
-def part_files(folder: Path, count: int) -> list[Part]:
-    """Returns the files of each of `count` parts."""
-    return [_part(folder, number) for number in range(count)]
+def part_files(folder: Path, num_parts: int) -> list[Part]:
+    """Returns the paths of all parts."""
+    return [_numbered_part(folder, number) for number in range(num_parts)]
 
 
-def _part(folder: Path, number: int) -> Part:
+def _numbered_part(folder: Path, number: int) -> Part:
     return Part(*(folder / f"{number:05}.{suffix}" for suffix in Part._fields))
 
 
 def _read_complete(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of `complete.json`, or None if it is missing or damaged or a file has another size than it says."""
+    """Returns the content of `complete.json`, or None if it is missing, damaged or does not match the sizes of the files."""
     try:
         complete: dict[str, Any] = json.loads((folder / _COMPLETE).read_text("utf-8"))
         return complete if complete["sizes"] == _file_sizes(folder) else None
@@ -137,32 +137,32 @@ def _read_complete(folder: Path) -> dict[str, Any] | None:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Returns the sizes of all files by name, except those of the lock, `complete.json` and files that are being written."""
+    """Returns the size of each file by name, without the lock, `complete.json` and temporary files."""
     paths = (path for path in sorted(folder.iterdir()) if path.name not in ("lock", _COMPLETE) and path.name[0] != ".")
     return {path.name: path.stat().st_size for path in paths}
 
 
 def _is_complete(part: Part) -> bool:
-    """Returns whether a part exists and has as many tokens as its lengths say."""
+    """Returns whether a part exists and its number of tokens matches its lengths."""
     if not part.tokens.exists() or not part.lengths.exists():
         return False
     lengths = part.lengths.read_bytes()
     if len(lengths) % 8:
         return False
-    count = sum(array("q", lengths))
-    return part.tokens.stat().st_size in (count, 2 * count, 4 * count)
+    num_tokens = sum(array("q", lengths))
+    return part.tokens.stat().st_size in (num_tokens, 2 * num_tokens, 4 * num_tokens)
 
 
 class _Batch(NamedTuple):
-    """Documents of one part, and their size in bytes."""
+    """Documents of the part with the number `part`, and their size in bytes."""
 
     part: int
     num_bytes: int
     documents: list[Any]
 
 
-def _batches(documents: Iterable[T], size: Callable[[T], int]) -> Iterator[_Batch]:
-    """Yields all documents in batches. A part and a batch end with the document with which they reach their size."""
+def _split_batches(documents: Iterable[T], size_of: Callable[[T], int]) -> Iterator[_Batch]:
+    """Yields all documents in batches. A part or batch ends once it has PART_BYTES or BATCH_BYTES."""
     part = part_bytes = batch_bytes = 0
     batch: list[T] = []
     for document in documents:
@@ -172,8 +172,8 @@ def _batches(documents: Iterable[T], size: Callable[[T], int]) -> Iterator[_Batc
         if part_bytes >= PART_BYTES:
             part, part_bytes = part + 1, 0
         batch.append(document)
-        part_bytes += size(document)
-        batch_bytes += size(document)
+        part_bytes += size_of(document)
+        batch_bytes += size_of(document)
     if batch:
         yield _Batch(part, batch_bytes, batch)
 
@@ -183,56 +183,56 @@ def _encode_batch(encode: Callable[[list[Any]], Encoded], batch: _Batch) -> tupl
 
 
 def _write_parts(
-    folder: Path, documents: Iterable[T], size: Callable[[T], int], encode: Callable[[list[T]], Encoded], num_bytes: int
+    folder: Path, documents: Iterable[T], size_of: Callable[[T], int], encode: Callable[[list[T]], Encoded], num_bytes: int
 ) -> int:
     """Writes the missing parts, and returns the number of all parts."""
     start = last_report = time.monotonic()
-    count = num_skipped = num_encoded = 0
+    num_parts = skipped_bytes = encoded_bytes = 0
 
     def missing_batches() -> Iterator[_Batch]:
-        nonlocal count, num_skipped
-        for number, batches in groupby(_batches(documents, size), lambda batch: batch.part):
-            count, is_complete = number + 1, _is_complete(_part(folder, number))
+        nonlocal num_parts, skipped_bytes
+        for number, batches in groupby(_split_batches(documents, size_of), lambda batch: batch.part):
+            num_parts, is_complete = number + 1, _is_complete(_numbered_part(folder, number))
             for batch in batches:
                 if is_complete:
-                    num_skipped += batch.num_bytes
+                    skipped_bytes += batch.num_bytes
                 else:
                     yield batch
 
     with closing(map_batches(partial(_encode_batch, encode), missing_batches())) as results:
         for number, part_results in groupby(results, lambda result: result[0]):
-            part, lengths, stats = _part(folder, number), array("q"), []
+            part, lengths, stats = _numbered_part(folder, number), array("q"), []
             with replace_atomically(part.tokens) as file:
                 for _, batch_bytes, (tokens, batch_lengths, batch_stats) in part_results:
                     file.write(tokens)
                     lengths += batch_lengths
                     stats += [] if batch_stats is None else [batch_stats]
-                    num_encoded += batch_bytes
+                    encoded_bytes += batch_bytes
                     now = time.monotonic()
                     if now - last_report > _REPORT_S:
-                        last_report, speed, num_done = now, num_encoded / (now - start), num_skipped + num_encoded
-                        progress = f"{num_done / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
-                        say(f"tokenized {progress}, {max(0, num_bytes - num_done) / speed:.0f} s left")
+                        last_report, speed, done_bytes = now, encoded_bytes / (now - start), skipped_bytes + encoded_bytes
+                        progress = f"{done_bytes / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
+                        report(f"tokenized {progress}, {max(0, num_bytes - done_bytes) / speed:.0f} s left")
             if stats:
                 with replace_atomically(part.stats) as file:
                     file.write(json.dumps(stats).encode())
             with replace_atomically(part.lengths) as file:
                 file.write(lengths)
-    return count
+    return num_parts
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, and reports if another process has it."""
+def _hold_lock(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock in the block. Prints a line if another process holds it."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another process on this host, which tokenizes the same text into {folder}")
+            report(f"waiting for another process on this host, which tokenizes the same text into {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def say(text: str) -> None:
-    """Prints a line for the user, on any rank."""
+def report(text: str) -> None:
+    """Prints a line to stderr, on any rank."""
     print(f"data: {text}", file=sys.stderr, flush=True)

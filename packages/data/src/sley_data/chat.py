@@ -17,8 +17,8 @@ from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
-from sley_data.conversations import Conversation, chat_files, nothing_left, read_conversations
-from sley_data.files import files_of_split
+from sley_data.conversations import Conversation, chat_files, empty_split_error, read_conversations
+from sley_data.files import split_files
 from sley_data.streams import map_tokens
 
 
@@ -26,10 +26,11 @@ from sley_data.streams import map_tokens
 class ChatStats:
     """Counts the conversations of a split.
 
-    documents: the conversations that were read. samples: the packed token sequences; a template that rewrites earlier turns
-    makes several of a conversation. tokens, trained: the tokens of these samples, and those with a label. longest: the number
-    of tokens of the longest conversation. dropped, first_dropped: the number of dropped samples by reason, and the first name.
-    copied: the conversations that are also held out. remarks: sentences about the template.
+    documents: the number of conversations. samples: the number of packed token sequences. A conversation has several if the
+    template rewrites earlier turns. tokens, trained: the number of tokens of these samples, and of tokens with a label.
+    longest: the number of tokens of the longest conversation. dropped: the number of dropped samples by reason. first_dropped:
+    the name of the first dropped sample by reason. copied: the number of conversations that are also held out. remarks:
+    sentences about the template.
     """
 
     documents: int = 0
@@ -43,7 +44,7 @@ class ChatStats:
     remarks: list[str] = field(default_factory=list)
 
     def add(self, other: ChatStats) -> None:
-        """Adds the counts of later conversations."""
+        """Adds the counts of further conversations."""
         for name in ("documents", "samples", "tokens", "trained", "copied"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
@@ -66,8 +67,8 @@ class ChatStats:
         return notes
 
 
-_TRAINED = 1 << 31
-"""The bit that marks a token with a label."""
+_LABEL_BIT = 1 << 31
+"""The bit of a stored token that is set if the token is a label."""
 
 TOO_LONG = "longer than `sequence`"
 CUT = "longer than `sequence`, and cut there"
@@ -77,15 +78,15 @@ NOT_TRAINED = "no token has a label"
 class ChatRows:
     """The rows of a split: whole conversations, packed by best fit into `sequence` positions per row.
 
-    A conversation of n tokens has n - 1 positions, since its last token is only a label. `parts` contains the tokens of all
-    conversations, with the bit `_TRAINED` for tokens with labels. `rows[r]` contains the numbers of the conversations in row r.
-    The constructor renders and tokenizes all conversations, or maps cached tokens. Raises PlanError "data-short" without a
-    conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every token has a
-    label.
+    A conversation of n tokens has n - 1 positions, since its last token is only a label. parts: the tokens of all
+    conversations, with `_LABEL_BIT` for labels. rows: the numbers of the samples in each row.
+
+    The constructor renders and tokenizes all conversations, or maps cached tokens. It raises PlanError "data-short" if there is
+    no conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every token has a
+    label. template: the table's template if it is already loaded.
     """
 
     def __init__(self, config: ChatConfig, context: DataContext, template: ChatTemplate | None = None) -> None:
-        """template: the template of the table, if it is already loaded."""
         self.sequence = config.sequence
         self.template = template or ChatTemplate(config.tokenizer, config.template)
         self.stats = ChatStats()
@@ -96,25 +97,18 @@ class ChatRows:
         self._starts = [0, *accumulate(map(len, self.parts))]
         lengths = [length for _, part in pairs for length in part]
         self.offsets = array("q", [0, *accumulate(lengths)])
-        self.rows = best_fit([length - 1 for length in lengths], config.sequence)
+        self.rows = pack_best_fit([length - 1 for length in lengths], config.sequence)
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
     def _cached_parts(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
-        """Returns the mapped tokens and the sample lengths of each part in the cache folder; None if tokens are not kept."""
+        """Returns the mapped tokens and the sample lengths of each part in the cache, or None if tokens are not cached."""
         config = self._config
-        files, held_out = files_of_split(config, self._split, chat_files)
-        options = (
-            config.train_on,
-            config.sequence,
-            config.too_long,
-            config.field,
-            config.held_out,
-            config.largest_share,
-            self._split,
-        )
+        files, held_out = split_files(config, self._split, chat_files)
+        limits = (config.train_on, config.sequence, config.too_long)
+        options = (*limits, config.field, config.held_out, config.largest_share, self._split)
         digest = self.template.digest
         folder = cache.cache_folder(
-            config.cache if digest else "none", files, held_out, ("chat", 5, digest, *options), cache.WORTH_BYTES
+            config.cache if digest else "none", files, held_out, ("chat", 5, digest, *options), cache.MIN_CACHED_BYTES
         )
         if folder is None:
             return None
@@ -129,50 +123,52 @@ class ChatRows:
         encode = partial(encode_conversations, self.template, config)
         try:
             num_bytes = sum(file.num_bytes for file in files)
-            complete = cache.prepare(
+            complete = cache.prepare_parts(
                 folder, self._read(), lambda conversation: conversation.content.size, encode, num_bytes, summarize
             )
             parts = [_map_part(part) for part in cache.part_files(folder, complete["parts"])]
         except OSError as error:
-            cache.say(f"the tokens are not kept in {folder}: {error}")
+            cache.report(f"the tokens are not kept in {folder}: {error}")
             return None
         self.stats = _load_stats(complete["stats"])
         return parts
 
     def _tokenize(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Returns the tokens and the sample lengths of all conversations as one part."""
+        """Returns the tokens and sample lengths of all conversations as one part."""
         ids, lengths, stats = encode_conversations(self.template, self._config, self._read())
         self.stats.add(_load_stats(stats))
         self._check()
         return [(ids, lengths)]
 
     def _read(self) -> Iterator[Conversation]:
-        """Yields the conversations of the split, and counts excluded copies."""
+        """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
         self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
-        for conversation, is_chosen in read_conversations(self._config, self._split):
-            if is_chosen:
+        for conversation, is_selected in read_conversations(self._config, self._split):
+            if is_selected:
                 self._first = self._first or conversation
                 yield conversation
             elif self._split == "train" and not self._config.largest_share:
                 self.stats.copied += 1
 
     def _check(self) -> None:
-        """Raises PlanError without a conversation, or if no token or every token has a label."""
+        """Raises PlanError if there is no conversation, or if no token or every token has a label."""
         if self._first is None:
-            raise nothing_left(self._config, self._split)
+            raise empty_split_error(self._config, self._split)
         is_all_trained = self.stats.trained == self.stats.tokens - self.stats.samples
         if not self.stats.samples or (self._config.train_on != "all" and is_all_trained):
-            raise self._no_mask(self._first)
+            raise self._mask_error(self._first)
 
-    def _no_mask(self, first: Conversation) -> PlanError:
+    def _mask_error(self, conversation: Conversation) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
         problem = "every token has a label" if self.stats.samples else "no token of a conversation has a label"
         reasons = "; ".join(f"{count}: {reason}" for reason, count in self.stats.dropped.items())
         try:
-            text = self.template.text(first.messages, first.tools)
+            text = self.template.render(conversation.messages, conversation.tools)
         except ValueError as error:
             text = str(error)
-        message = f"{problem}{f' ({reasons})' if reasons else ''}; the first conversation, `{first.name}`, is {text[:500]!r}"
+        message = (
+            f"{problem}{f' ({reasons})' if reasons else ''}; the first conversation, `{conversation.name}`, is {text[:500]!r}"
+        )
         hint = 'use the roles "user" and "assistant", or set `train_on = "all"` to train on every token'
         return PlanError("chat-mask", message, path=("data", "train_on"), hint=hint)
 
@@ -194,8 +190,8 @@ class ChatRows:
             part = bisect_right(self._starts, start) - 1
             part_start = self._starts[part]
             ids = self.parts[part][start - part_start : stop - part_start]
-            tokens += [token % _TRAINED for token in ids[:-1]]
-            labels += [token - _TRAINED if token >= _TRAINED else IGNORE_INDEX for token in ids[1:]]
+            tokens += [token % _LABEL_BIT for token in ids[:-1]]
+            labels += [token - _LABEL_BIT if token >= _LABEL_BIT else IGNORE_INDEX for token in ids[1:]]
             positions += range(stop - start - 1)
         num_padding = self.sequence - len(tokens)
         starts.append(len(tokens))
@@ -209,7 +205,7 @@ class ChatRows:
 
     @property
     def digest(self) -> str:
-        """A digest of all tokens, of their labels, and of the lengths of the conversations."""
+        """A digest of all tokens, labels and sample lengths."""
         digest = blake2b(digest_size=16)
         for part in (*self.parts, self.offsets):
             digest.update(memoryview(part))  # type: ignore[arg-type]  # an array, or a view of one
@@ -217,7 +213,7 @@ class ChatRows:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of `DataRows`."""
+        """The counts, as in `DataRows`."""
         stats = self.stats
         return {
             "documents": stats.documents,
@@ -233,7 +229,7 @@ class ChatRows:
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> tuple[array[int], array[int], dict[str, Any]]:
-    """Returns the tokens of conversations, the length of each sample, and the stats of the conversations as a dict."""
+    """Returns the tokens of conversations, the length of each sample, and the attributes of the `ChatStats`."""
     ids, lengths, stats = array("I"), array("q"), ChatStats()
     for conversation, samples, reason in template.encode(conversations, config):
         stats.documents += 1
@@ -247,7 +243,7 @@ def encode_conversations(
 def _append_sample(
     config: ChatConfig, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], stats: ChatStats
 ) -> None:
-    """Appends a sample of a conversation, or counts why it is dropped."""
+    """Appends a sample of a conversation to `ids` and `lengths`, or counts it as dropped."""
     stats.longest = max(stats.longest, len(sample.ids))
     limit = config.sequence + 1
     if len(sample.ids) > limit:
@@ -258,22 +254,22 @@ def _append_sample(
         stats.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
         if config.too_long == "drop":
             return
-    marked = list(sample.ids)
+    tokens = list(sample.ids)
     for start, stop in sample.trained:
-        marked[start:stop] = [token + _TRAINED for token in marked[start:stop]]
-    num_trained = sum(token >= _TRAINED for token in marked[1:limit])  # the first token is no label
+        tokens[start:stop] = [token + _LABEL_BIT for token in tokens[start:stop]]
+    num_trained = sum(token >= _LABEL_BIT for token in tokens[1:limit])  # the first token is not a label
     if not num_trained:
         stats.drop(NOT_TRAINED, conversation.name)
         return
-    ids.extend(marked[:limit])
-    lengths.append(len(marked[:limit]))
+    ids.extend(tokens[:limit])
+    lengths.append(len(tokens[:limit]))
     stats.samples += 1
     stats.tokens += min(len(sample.ids), limit)
     stats.trained += num_trained
 
 
 def _load_stats(values: dict[str, Any]) -> ChatStats:
-    """Returns the stats with the attributes `values`, which may be from JSON."""
+    """Returns the `ChatStats` with these attributes, which may come from JSON."""
     return ChatStats(**{**values, "dropped": Counter(values["dropped"])})
 
 
@@ -283,28 +279,28 @@ def _map_part(part: cache.Part) -> tuple[Sequence[int], Sequence[int]]:
     return map_tokens(part.tokens, "I"), array("q", part.lengths.read_bytes())
 
 
-def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Packs items into bins of `size`, the longest item first, and returns the item numbers of each bin.
+def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Packs items into bins of `size`, longest first, and returns the item numbers of each bin, sorted.
 
-    lengths: the lengths of the items, from 1 to `size`. The numbers in a bin ascend, and the bins are sorted. Best-fit
-    decreasing needs at most 11/9 of the optimal number of bins, plus a constant (Johnson et al., 1974).
+    lengths: the length of each item, from 1 to `size`. Best-fit decreasing needs at most 11/9 of the optimal number of bins,
+    plus a constant (Johnson et al., 1974).
     """
     bins: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(size + 1)]  # the bins by free space
-    spaces = 0  # bit s is set if a bin has the free space s
+    bins_by_space: list[list[int]] = [[] for _ in range(size + 1)]  # the bins with each free space
+    space_bits = 0  # bit s is set if a bin has the free space s
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length = lengths[number]
-        fitting = spaces >> length
-        space = length + (fitting & -fitting).bit_length() - 1 if fitting else size
-        if fitting:
-            index = by_space[space].pop()
-            if not by_space[space]:
-                spaces ^= 1 << space
+        fitting_bits = space_bits >> length
+        space = length + (fitting_bits & -fitting_bits).bit_length() - 1 if fitting_bits else size
+        if fitting_bits:
+            index = bins_by_space[space].pop()
+            if not bins_by_space[space]:
+                space_bits ^= 1 << space
         else:
             index = len(bins)
             bins.append([])
         bins[index].append(number)
-        by_space[space - length].append(index)
+        bins_by_space[space - length].append(index)
         if space > length:  # the bin is not full
-            spaces |= 1 << space - length
+            space_bits |= 1 << space - length
     return sorted(map(sorted, bins))

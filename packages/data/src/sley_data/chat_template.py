@@ -1,14 +1,14 @@
 """Renders conversations with a chat template, and finds the tokens of the assistant; torch-free.
 
-Templates with `{% generation %}` blocks mark these tokens. For other templates, they are found from rendered prefixes:
+Templates with `{% generation %}` blocks mark these tokens. For other templates, two rendered prefixes show them:
 
     messages before the turn, with the generation prompt     <user> Hi <assistant>
     messages up to the turn                                  <user> Hi <assistant> Hello <end>
                                                                                    ^^^^^^^^^^^ trained
 
-The tokens of both must be the first tokens of the conversation. If they are not, because the template writes earlier turns
-differently when others follow, the turn becomes a separate sample that ends with it. If that is not possible either, the turn
-is dropped and counted.
+The tokens of both must be the first tokens of the conversation. If they are not, because the template changes earlier turns
+when further turns follow, the turn becomes a separate sample that ends with it. If that is not possible either, the turn is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sley_core.api.files import RANDOM_SETTINGS
 from sley_core.errors import PlanError, PluginError
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, Message
-from sley_data.tokenizer import Tokenized, Tokenizer
+from sley_data.tokenizer import Tokenizer, TokenizerIds
 
 INSTALL = """install sley-data[chat]; in a clone of Sley's repository, run `pip install -e "packages/data[chat]"`"""
 
@@ -49,20 +49,21 @@ _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 
 @dataclass
 class Encoded:
-    """The tokens of a sample, and the ascending, disjoint ranges of tokens with labels."""
+    """A sample. ids: its tokens. trained: the ranges of the tokens that are labels, ascending and disjoint."""
 
     ids: list[int]
     trained: list[tuple[int, int]]
 
 
 Outcome: TypeAlias = tuple[Conversation, list[Encoded], str]
-"""A conversation, its samples, and the reason for which turns are in no sample, or ""."""
+"""A conversation, its samples, and the reason why turns were dropped, or ""."""
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of a tokenizer, and finds the tokens of the assistant.
 
-    Raises PluginError if `transformers` is not installed, and PlanError if the folder has no tokenizer or no template.
+    path: the tokenizer's folder. template: a template file that replaces the tokenizer's template. Raises PluginError if
+    `transformers` is not installed, and PlanError if the folder has no tokenizer or no template.
     """
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
@@ -89,7 +90,7 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str | None:
-        """A digest that differs if the tokens of a conversation may differ; None for a tokenizer without a text form."""
+        """A digest of all that determines a conversation's tokens, or None if the tokenizer cannot be serialised."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -99,30 +100,30 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The special token with which the template ends a turn of the assistant, or None."""
-        last: int | None = None
+        """The special token with which the template ends an assistant turn, or None."""
+        end: int | None = None
         for token in self._probe[1]:
             if token in self._special_ids:
-                last = token
+                end = token
             elif self.tokenizer.decode([token]).strip():
-                last = None
-        return last
+                end = None
+        return end
 
     @cached_property
     def _probe(self) -> tuple[list[int], list[int], bool]:
-        """The ids of a question with the generation prompt, the ids of the answer and the text after it, and whether there is
-        a generation prompt. Without ids for a template that refuses these turns.
+        """The ids of a question with the generation prompt, the ids of the rest of the turns, and whether the template has a
+        generation prompt. There are no ids if the template refuses these turns.
         """
         try:
             question, prompt, full = self._tokenize(
-                [self.text(_PROBE[:1], None), self.text(_PROBE[:1], None, prompt=True), self.text(_PROBE, None)]
+                [self.render(_PROBE[:1], None), self.render(_PROBE[:1], None, prompt=True), self.render(_PROBE, None)]
             )
         except ValueError:
             return [], [], True
         return prompt, full[len(prompt) :], prompt != question
 
     def remarks(self) -> list[str]:
-        """Returns sentences for the user about missing features of the template."""
+        """Returns sentences for the user about features that the template lacks."""
         _, answer, has_prompt = self._probe
         remarks = []
         if answer and self.end_of_turn is None:
@@ -153,7 +154,7 @@ class ChatTemplate:
     def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Encodes conversations whose template has `{% generation %}` blocks.
 
-        Uses prefixes for a conversation with another number of blocks than assistant turns.
+        Uses prefixes for a conversation whose number of blocks is not its number of assistant turns.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -167,7 +168,7 @@ class ChatTemplate:
                     **self.tokenizer.special_tokens_map,
                 )
             except Exception as error:  # a template may raise anything
-                yield conversation, [], _refusal(error)
+                yield conversation, [], _refusal_message(error)
                 continue
             (text,), (blocks,) = rendered
             if len(blocks) != len(conversation.assistant_turns):
@@ -185,7 +186,7 @@ class ChatTemplate:
     def _token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Returns the token range of a block of text; None if a token begins before the block and ends in it."""
+        """Returns the token range of a text range, or None if a token begins before the text range and ends in it."""
         first = bisect_right(offsets, block[0], key=lambda offset: offset[1])
         last = bisect_left(offsets, block[1], lo=first, key=lambda offset: offset[0])
         if first < len(ids) and offsets[first][0] < block[0] < block[1]:
@@ -199,19 +200,19 @@ class ChatTemplate:
         for conversation in batch:
             start, turns, reason = len(texts), list[tuple[int, int]](), ""
             try:
-                texts.append(self.text(conversation.messages, conversation.tools))
+                texts.append(self.render(conversation.messages, conversation.tools))
                 for turn in [] if config.train_on == "all" else _trained_turns(conversation, config):
                     is_last = turn + 1 == len(conversation.messages)
-                    prefix = texts[start] if is_last else self.text(conversation.messages[: turn + 1], conversation.tools)
-                    before: str | None
+                    prefix = texts[start] if is_last else self.render(conversation.messages[: turn + 1], conversation.tools)
+                    prompt: str | None
                     if turn:
-                        before = self.text(conversation.messages[:turn], conversation.tools, prompt=True)
+                        prompt = self.render(conversation.messages[:turn], conversation.tools, prompt=True)
                     else:
-                        before = self._text_before_answer(prefix)
-                    if before is None:
+                        prompt = self._text_before_answer(prefix)
+                    if prompt is None:
                         reason = _UNKNOWN_START
                         continue
-                    texts += [before, prefix]
+                    texts += [prompt, prefix]
                     turns.append((len(texts) - 2, len(texts) - 1))
             except ValueError as error:
                 del texts[start:]
@@ -224,15 +225,14 @@ class ChatTemplate:
             elif config.train_on == "all":
                 yield conversation, [Encoded(ids[start], [(0, len(ids[start]))])], ""
             else:
-                samples, num_dropped = self._make_samples(ids[start], [(ids[before], ids[prefix]) for before, prefix in turns])
+                prefixes = [(ids[prompt_index], ids[prefix_index]) for prompt_index, prefix_index in turns]
+                samples, num_dropped = self._make_samples(ids[start], prefixes)
                 yield conversation, samples, _PROMPT_DIFFERS if num_dropped else reason
 
     def _text_before_answer(self, text: str) -> str | None:
-        """Returns the part of `text` before the answer in its first turn, which ends with the generation prompt; None if `text`
-        does not contain the generation prompt.
-        """
+        """Returns `text` up to its first generation prompt, or None if it has no generation prompt."""
         try:
-            without_prompt, with_prompt = (self.text(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
+            without_prompt, with_prompt = (self.render(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
         except ValueError:
             return None
         prompt = with_prompt[len(without_prompt) :] if with_prompt.startswith(without_prompt) else ""
@@ -242,26 +242,26 @@ class ChatTemplate:
     def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
         """Returns the samples of a conversation, and the number of dropped turns.
 
-        full: the tokens of the conversation. turns: for each turn the tokens before it, with the generation prompt, and the
-        tokens up to its end.
+        full: the tokens of the conversation. turns: for each turn, the tokens up to its generation prompt, and the tokens up to
+        its end.
         """
-        ranges, separate, num_dropped = [], [], 0
-        for before, prefix in turns:
-            turn = (len(before), len(prefix))
-            if len(before) >= len(prefix) or prefix[: len(before)] != before:
+        ranges, separate_samples, num_dropped = [], [], 0
+        for prompt, prefix in turns:
+            turn = (len(prompt), len(prefix))
+            if len(prompt) >= len(prefix) or prefix[: len(prompt)] != prompt:
                 num_dropped += 1
             elif full[: len(prefix)] == prefix:
                 ranges.append(self._trim_turn(full, turn))
             else:
-                separate.append(Encoded(prefix, [self._trim_turn(prefix, turn)]))
-        return [*separate, *([Encoded(full, ranges)] if ranges or not turns else [])], num_dropped
+                separate_samples.append(Encoded(prefix, [self._trim_turn(prefix, turn)]))
+        return [*separate_samples, *([Encoded(full, ranges)] if ranges or not turns else [])], num_dropped
 
     def _trim_turn(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
-        """Returns the range of a turn without the text after its end-of-turn token, such as a line end."""
+        """Returns the token range of a turn without the text after its end-of-turn token, such as a line break."""
         start, stop = turn
         if self.end_of_turn is None:
             return turn
-        if stop < len(ids) and ids[stop] == self.end_of_turn:  # a `{% generation %}` block may end before it
+        if stop < len(ids) and ids[stop] == self.end_of_turn:  # a `{% generation %}` block may end before this token
             return start, stop + 1
         for index in range(stop - 1, start - 1, -1):
             if ids[index] == self.end_of_turn:
@@ -270,33 +270,33 @@ class ChatTemplate:
                 break
         return turn
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """Returns the rendered messages. prompt: whether to add the generation prompt. Raises ValueError on refusal."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
+        """Returns the messages as text. prompt: whether to add the generation prompt. Raises ValueError if it is refused."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # a template may raise anything
-            raise ValueError(_refusal(error)) from None
+            raise ValueError(_refusal_message(error)) from None
         return text
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of texts that already contain their special tokens."""
+        """Returns the ids of texts that already include their special tokens."""
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return ids
 
 
 def _trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
-    """Returns the numbers of the messages with labels."""
+    """Returns the numbers of the messages whose tokens are labels."""
     return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 
-def _refusal(error: Exception) -> str:
+def _refusal_message(error: Exception) -> str:
     return f"the template refuses it: {str(error) or type(error).__name__}"
 
 
 def _fix_date(template: str) -> str:
-    """Returns a template with a fixed date instead of the current date, so that the tokens are the same on every day."""
+    """Replaces the current date in a template by a fixed date, so that the tokens are the same every day."""
     return _NOW.sub(lambda match: repr(_DATE.strftime(match[2])), template)
 
 
@@ -324,6 +324,6 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the token ids of the table, or of `tokenizer`. The end of a turn ends a text (see `DatasetRecord.text_ids`)."""
+    """Implements `DatasetRecord.text_ids`: returns the `TextIds` of the table or of `tokenizer`. An end of turn ends a text."""
     path = config.tokenizer if tokenizer is None else tokenizer
-    return Tokenized(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)
+    return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)

@@ -12,29 +12,29 @@ from sley_core.records import Problem
 from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, TextConfig, TokensConfig
-from sley_data.conversations import chat_files, conversations_in, nothing_left
-from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, select_files
+from sley_data.conversations import chat_files, empty_split_error, file_conversations
+from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, load_tokenizer, select_files
 from sley_data.files import File, FilesAndProblems, text_files, token_files
 
 
 def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a table of `data.text` or `data.tokens` (see `DatasetRecord.check`)."""
+    """Yields the problems of a `data.text` or `data.tokens` table, as `DatasetRecord.check`."""
     assert isinstance(config, TextConfig | TokensConfig), config
     yield from _check_table(config, evaluates=evaluates)
     try:
         count = _num_ids(config)
     except SleyError:
-        return  # reported already
+        return  # already reported
     if vocab_size is not None and vocab_size < count:
-        yield _too_few_ids(vocab_size, count)
+        yield _vocabulary_problem(vocab_size, count)
 
 
 _MAX_CHECKED = 64
-"""The number of conversations of large files that are rendered before a run."""
+"""The maximum number of conversations of large files to render before a run."""
 
 
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a table of `data.chat` (see `DatasetRecord.check`).
+    """Yields the problems of a `data.chat` table, as `DatasetRecord.check`.
 
     Renders all conversations of small files, but only the first conversations of large files.
     """
@@ -49,10 +49,9 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
     try:
         template = ChatTemplate(config.tokenizer, config.template)
         if vocab_size is not None and vocab_size < template.vocab_size:
-            yield _too_few_ids(vocab_size, template.vocab_size)
+            yield _vocabulary_problem(vocab_size, template.vocab_size)
         if sum(file.num_bytes for file in files) > ALWAYS_READ:
-            first = islice(conversations_in(files[0], config.field), _MAX_CHECKED)
-            outcomes = list(template.encode(first, config))
+            outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
             if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
                 reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
                 message = (
@@ -60,7 +59,7 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
                 )
                 yield Problem(("data", "train_on"), message, None, "chat-mask")
             if evaluates and not config.held_out and not config.held_out_files:
-                yield from _error_problems(nothing_left(config, "held_out"))
+                yield from _error_problems(empty_split_error(config, "held_out"))
             return
         for split in splits:
             count = len(ChatRows(config, DataContext(split=split), template))
@@ -69,15 +68,15 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
     except SleyError as error:
         yield from _error_problems(error)
     except OSError as error:
-        yield _unreadable_data(error)
+        yield _unreadable_problem(error)
 
 
-def _too_few_ids(vocab_size: int, count: int) -> Problem:
+def _vocabulary_problem(vocab_size: int, count: int) -> Problem:
     message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
     return Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
 
 
-def _unreadable_data(error: OSError) -> Problem:
+def _unreadable_problem(error: OSError) -> Problem:
     return Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
 
 
@@ -92,10 +91,8 @@ def _num_ids(config: TextConfig | TokensConfig) -> int:
 
 
 def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
-    """Yields the problems of a table without the model: files that are missing, empty or of a wrong size; a missing or invalid
-    tokenizer; splits without a sample; another number of samples than in the resolved plan.
-    """
-    train, held_out = _files(config)
+    """Yields all problems of a table except an unsuitable model vocabulary."""
+    train, held_out = _split_files(config)
     problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
     if not problems:
         problems = list(_first_row_problems(config, [*train[0], *held_out[0]]))
@@ -107,7 +104,7 @@ def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Itera
     try:
         single_file, count = _single_document(config, train[0]), count_samples(config, "train", train[0])
         if count == 0 and isinstance(config, TextConfig) and config.held_out_files and _has_sample(config, train[0]):
-            message = f"without the documents in `held_out_files`, `files` is shorter than {_sample(config)}"
+            message = f"without the documents in `held_out_files`, `files` is shorter than {_sample_text(config)}"
             yield Problem(("data", "files"), message, "name more `files`, or other `held_out_files`", "data-short")
         else:
             yield from _train_problems(config, count, single_file)
@@ -116,11 +113,11 @@ def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Itera
     except SleyError as error:
         yield from _error_problems(error)
     except OSError as error:
-        yield _unreadable_data(error)
+        yield _unreadable_problem(error)
 
 
-def _files(config: TextConfig | TokensConfig) -> tuple[FilesAndProblems, FilesAndProblems]:
-    """Returns the files and problems of the train split and of the held-out split."""
+def _split_files(config: TextConfig | TokensConfig) -> tuple[FilesAndProblems, FilesAndProblems]:
+    """Returns the files and problems of the training split and of the held-out split."""
     if isinstance(config, TokensConfig):
         return token_files(config, "train"), token_files(config, "held_out")
     train = text_files(config, "train")
@@ -128,7 +125,7 @@ def _files(config: TextConfig | TokensConfig) -> tuple[FilesAndProblems, FilesAn
 
 
 def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[File]) -> Iterator[Problem]:
-    """Yields a problem if the first row of a file cannot be read. The run reads the other rows."""
+    """Yields a problem if the first row of a file cannot be read. Later rows are read only in the run."""
     read_file = document_reader(config) if isinstance(config, TextConfig) and config.field is not None else None
     for file in dict.fromkeys(files) if read_file else ():
         assert read_file is not None
@@ -138,17 +135,14 @@ def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[File]
             yield from _error_problems(error)
             return
         except OSError:
-            return  # reported when the samples are counted
+            return  # counting the samples reports it
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
-    """Loads the tokenizer of a `data.text` table, and yields its problems."""
-    if isinstance(config, TokensConfig) or config.tokenizer is None:
-        return
-    from sley_data.tokenizer import Tokenizer  # bytes need none
-
+    """Yields the problems of loading the tokenizer of a `data.text` table."""
     try:
-        Tokenizer(config.tokenizer, config.end_of_document)
+        if isinstance(config, TextConfig):
+            load_tokenizer(config)
     except SleyError as error:
         yield from _error_problems(error)
 
@@ -158,26 +152,26 @@ def _error_problems(error: SleyError) -> Iterator[Problem]:
 
 
 def _single_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> File | None:
-    """Returns the only document of a text with a held-out share, if that is one file; else None."""
+    """Returns the only document of a text with a held-out share if it is a whole file, and None otherwise."""
     if not isinstance(config, TextConfig) or not config.held_out or document_reader(config) is not None:
         return None
     return files[0] if len(files) == 1 else None
 
 
 def _has_sample(config: TextConfig, files: Sequence[File]) -> bool:
-    """Returns whether `files` contains a sample if `held_out_files` is ignored."""
+    """Returns whether `files` contain a sample if `held_out_files` are ignored."""
     return count_samples(config.model_copy(update={"held_out_files": ()}), "train", files) != 0
 
 
 def _train_problems(config: TextConfig | TokensConfig, count: int | None, single_file: File | None) -> Iterator[Problem]:
-    """Yields a problem for a training split without a sample, or of another size than in the resolved plan."""
+    """Yields a problem if the training split has no sample, or a number of samples that differs from the resolved plan."""
     if single_file is not None and isinstance(config, TextConfig) and not select_files([single_file], config, "train"):
         message = f"`{single_file.path}` is one document, and it is held out: nothing is left to train on"
         hint = 'set `separator = "\\n\\n"` to make each paragraph a document, or set `held_out = 0.0`'
         yield Problem(("data", "files"), message, hint, "data-short")
     elif count == 0:
         hint = "use more data or a smaller `sequence`"
-        yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
+        yield Problem(("data", "sequence"), f"the data is shorter than {_sample_text(config)}", hint, "data-short")
     elif count is not None and (problem := config.check_num_samples(count)):
         yield problem
 
@@ -192,7 +186,7 @@ def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, sin
         yield Problem(("evaluation",), message, hint, "held-out")
         return
     if config.held_out_files or (isinstance(config, TextConfig) and config.held_out):
-        message = f"the held-out data is shorter than {_sample(config)}"
+        message = f"the held-out data is shorter than {_sample_text(config)}"
     else:
         message = "there is no held-out data to evaluate on"
     has_share = isinstance(config, TextConfig) and not config.held_out_files
@@ -201,5 +195,5 @@ def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, sin
     yield Problem(("evaluation",), message, hint, "held-out")
 
 
-def _sample(config: TextConfig | TokensConfig) -> str:
+def _sample_text(config: TextConfig | TokensConfig) -> str:
     return f"one sample of {config.sequence} tokens and a label for the last token"

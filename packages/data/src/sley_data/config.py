@@ -15,7 +15,7 @@ from sley_core.api.plan import Array, DataConfig, PartTable, PlanPath, PlanPatte
 Documents = Literal["pack", "cut", "pad"]
 """The way in which documents become samples of equal length.
 
-pack: concatenates documents and keeps their boundaries: `cu_seqlens`, positions that restart, no label across a boundary.
+pack: concatenates documents and keeps their boundaries in `cu_seqlens`, in positions that restart, and in ignored labels.
 cut: concatenates documents into one long text without boundaries.
 pad: starts a new sample with each document, and pads the document's last sample with ignored labels.
 """
@@ -37,7 +37,7 @@ class DocumentsConfig(DataConfig):
     _sibling_tables: tuple[Any, ...] = PrivateAttr(())
 
     def with_siblings(self, tables: Iterable[DataConfig]) -> Self:
-        """Returns a copy for a mixture source, which also excludes the held-out documents of the `tables` of the same type."""
+        """Returns a copy for a mixture source, which also excludes the held-out documents of `tables` of the same type."""
         copy = self.model_copy()
         copy._sibling_tables = tuple(table for table in tables if type(table) is type(self))
         return copy
@@ -49,7 +49,7 @@ class DocumentsConfig(DataConfig):
 
     @property
     def largest_share(self) -> float:
-        """The share of documents that no source trains on."""
+        """The largest share of held-out documents, which no source trains on."""
         tables: tuple[Any, ...] = self.all_sources
         share: float = max(table.held_out for table in tables)
         return share

@@ -4,7 +4,7 @@
     conversations             the same, or ShareGPT's [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]
     prompt and completion     two texts, or two lists of messages; only the completion has labels
 
-The template also gets the other keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
+The template also receives further keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
-from sley_data.documents import Content, ContentSet, content_of, split_filter
+from sley_data.documents import Content, ContentSet, split_filter, text_content
 from sley_data.files import File, FilesAndProblems, merge_problems, row_files
-from sley_data.rows import bad_row, rows_of
+from sley_data.rows import read_rows, row_error
 
 Message = dict[str, Any]
 
@@ -38,14 +38,14 @@ SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-"""The roles by their names in ShareGPT."""
+"""The roles of ShareGPT's names."""
 
 
 @dataclass(frozen=True)
 class Conversation:
     """The messages of a conversation.
 
-    name: the file and the row. first_trained: the number of the first message that may have labels.
+    name: the file name and the row number. first_trained: the number of the first message that may have labels.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def trained_turns(self) -> list[int]:
-        """The numbers of the assistant's messages that may have labels, without those with `weight` 0."""
+        """The numbers of the assistant's messages that may have labels. Messages with `weight` 0 have none."""
         numbers = (number for number in self.assistant_turns if number >= self.first_trained)
         return [number for number in numbers if self.messages[number].get("weight") != 0]
 
@@ -66,51 +66,51 @@ class Conversation:
 
     @cached_property
     def content(self) -> Content:
-        """The content of all messages and tools."""
+        """The identity of all messages and tools."""
         text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
-        return content_of(text)
+        return text_content(text)
 
 
 def chat_files(config: ChatConfig, split: Split) -> FilesAndProblems:
-    """Returns the files with a split, and their problems. Without `held_out_files`, `files` contains both splits."""
+    """Returns the files of a split, and their problems. Without `held_out_files`, `files` contain both splits."""
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     return row_files(getattr(config, key), ("data", key))
 
 
 def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conversation, bool]]:
-    """Yields the conversations in the files of a split, in order, each with whether it belongs to the split.
+    """Yields each conversation in the files of a split, and whether it belongs to the split.
 
     Raises PlanError with all problems of the files, or with the first row that is not a conversation.
     """
-    is_chosen = split_filter(
+    is_selected = split_filter(
         config, split, lambda table: (conversation.content for conversation in _read_files(table, "held_out"))
     )
     for conversation in _read_files(config, split):
-        yield conversation, is_chosen is None or is_chosen(conversation.content)
+        yield conversation, is_selected is None or is_selected(conversation.content)
 
 
 def _read_files(config: ChatConfig, split: Split) -> Iterator[Conversation]:
     files, problems = chat_files(config, split)
     if problems:
         raise merge_problems(problems)
-    return chain.from_iterable(conversations_in(file, config.field) for file in files)
+    return chain.from_iterable(file_conversations(file, config.field) for file in files)
 
 
-def conversations_in(file: File, field: str | None) -> Iterator[Conversation]:
-    """Yields the conversations of a file. field: the key of the messages, or None for the usual keys.
+def file_conversations(file: File, field: str | None) -> Iterator[Conversation]:
+    """Yields the conversations of a file. field: the key of the messages, or None for the default keys.
 
     Raises PlanError "data-json" for a row that is not a conversation.
     """
     columns = KEYS if field is None else (field, "system", "tools")
-    for number, row in rows_of(file, columns if file.is_table else None):
+    for number, row in read_rows(file, columns if file.is_table else None):
         try:
             yield _parse_row(row, field, f"{file.name}#{number}")
         except (ValueError, RecursionError) as error:
-            raise bad_row(file, number, str(error)) from None
+            raise row_error(file, number, str(error)) from None
 
 
 def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
-    """Returns the conversation in a row. Raises ValueError with the reason if there is none."""
+    """Returns the conversation in a row. Raises ValueError if the row has none."""
     tools = row.get("tools")
     if isinstance(tools, str):  # columns of tables have no type for arbitrary schemas
         tools = json.loads(tools) if tools.strip() else None
@@ -133,7 +133,7 @@ def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversatio
 
 
 def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
-    """Returns a list of messages. role: the role of a plain text, which is one message; None if a plain text is an error."""
+    """Returns a list of messages. role: the role of a plain text, or None if a plain text is an error."""
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, str):  # some tables have messages as JSON
@@ -191,15 +191,13 @@ def _part_text(part: Any, number: int) -> str:
     raise ValueError(f"has a part of type {part_type!r} in message {number}; only text is supported")
 
 
-def describe_overlap(training: ChatConfig, evaluated: ChatConfig) -> str:
-    """Describes the held-out conversations of `evaluated` on which a run with the table `training` is trained; "" if there are
-    none.
-    """
-    if chat_files(evaluated, "held_out")[1]:
+def describe_overlap(training: ChatConfig, evaluation: ChatConfig) -> str:
+    """Describes the held-out conversations of the table `evaluation` that the table `training` trains on, or returns ""."""
+    if chat_files(evaluation, "held_out")[1]:
         return ""  # the evaluation reports it
     if problems := chat_files(training, "train")[1]:
         return f"it is not known whether the run was trained on the held-out conversations: {problems[0].message}"
-    held_out, trained = _contents(evaluated, "held_out"), _contents(training, "train")
+    held_out, trained = _contents(evaluation, "held_out"), _contents(training, "train")
     count = ContentSet(trained).count(held_out)
     if not count:
         return ""
@@ -207,10 +205,10 @@ def describe_overlap(training: ChatConfig, evaluated: ChatConfig) -> str:
 
 
 def _contents(config: ChatConfig, split: Split) -> list[Content]:
-    return [conversation.content for conversation, is_chosen in read_conversations(config, split) if is_chosen]
+    return [conversation.content for conversation, is_selected in read_conversations(config, split) if is_selected]
 
 
-def nothing_left(config: ChatConfig, split: Split) -> PlanError:
+def empty_split_error(config: ChatConfig, split: Split) -> PlanError:
     """Returns the PlanError for a split without a conversation."""
     if split == "held_out":
         hint = "set `held_out_files`, or increase `held_out`"

@@ -17,7 +17,7 @@ from sley_data.chat_template import ChatTemplate
 from sley_data.config import NUM_BYTES, ChatConfig, Documents, TextConfig, TokensConfig
 from sley_data.documents import load_tokenizer, num_windows
 from sley_data.packing import TokenArray
-from sley_data.streams import Stream, text_stream, token_stream, too_short
+from sley_data.streams import Stream, short_data_error, text_stream, token_stream
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TokenDataset:
     """Samples of `sequence` tokens with their labels. Each label of the data occurs once per epoch.
 
-    A subclass defines `vocab_size`, `data_digest` and `load`. The first `len` or sample calls `load`, but `info` does not.
+    A subclass defines `vocab_size`, `data_digest` and `load`. The first access to the length or a sample calls `load`.
     """
 
     def __init__(self, sequence: int, documents: Documents) -> None:
@@ -35,7 +35,7 @@ class TokenDataset:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The fields, the vocabulary size and the sequence length, without loading the data."""
+        """The fields, the vocabulary size and the sequence length. Does not load the data."""
         return DataInfo(packing.token_fields(self._documents), self.vocab_size, self._sequence)
 
     @property
@@ -44,12 +44,12 @@ class TokenDataset:
         raise NotImplementedError
 
     def load(self) -> Stream:
-        """Returns the tokens and the documents of the split."""
+        """Returns the tokens and documents of the split."""
         raise NotImplementedError
 
     @property
     def data_digest(self) -> str:
-        """A digest of the tokens, the documents and their order. Loads the data."""
+        """A digest of the tokens and documents in order. Loads the data."""
         raise NotImplementedError
 
     @cached_property
@@ -75,14 +75,14 @@ class TokenDataset:
 
     @cached_property
     def _num_samples(self) -> int:
-        """The number of samples in an epoch. Loads the data. Raises PlanError "data-short" if there are none."""
+        """The number of samples per epoch. Loads the data. Raises PlanError "data-short" if there are none."""
         tokens = self._data[0]
         if self._documents == "pad":
             count = int(self._ends[-1]) if self._ends.numel() else 0
         else:
             count = num_windows(len(tokens), self._sequence)
         if not count:
-            raise too_short(len(tokens), self._sequence)
+            raise short_data_error(len(tokens), self._sequence)
         return count
 
     def __len__(self) -> int:
@@ -101,10 +101,10 @@ class TokenDataset:
 
 
 class TextDataset(TokenDataset):
-    """Samples of one split of a text corpus, as bytes in any encoding, or as tokens of UTF-8 text.
+    """Samples of a split of a text corpus: bytes in any encoding, or tokens of UTF-8 text.
 
-    data_notes: sentences for the user about the documents, after they are read. Raises PlanError with every file that is
-    missing or empty, or if the text is shorter than one sample.
+    data_notes: sentences for the user about the documents, once they are loaded. Loading raises PlanError with all missing and
+    empty files, or if the text is shorter than one sample.
     """
 
     def __init__(self, config: TextConfig, context: DataContext) -> None:
@@ -124,7 +124,7 @@ class TextDataset(TokenDataset):
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of all tokens and of the lengths of the documents."""
+        """A digest of all tokens and document lengths."""
         return self._stream.digest
 
     def load(self) -> Stream:
@@ -133,18 +133,18 @@ class TextDataset(TokenDataset):
 
 
 def as_tensor(view: memoryview) -> Tensor:
-    """Returns a view of tokens or offsets, which may be read-only, as uint8, uint16, uint32 or int64."""
+    """Returns the memory of `view` as a tensor of uint8, uint16, uint32 or int64. The view may be read-only."""
     dtype = {"B": torch.uint8, "H": torch.uint16, "I": torch.uint32, "q": torch.int64}[view.format]
     with warnings.catch_warnings():
-        # PyTorch has no read-only tensors, and warns about that. Nothing writes to these: `TokenArray.read` copies.
+        # PyTorch warns that it has no read-only tensors. Nothing writes to these, since `TokenArray.read` copies.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
 
 
 class ChatDataset:
-    """Samples of whole conversations, packed with their boundaries (see `chat.ChatRows`). The first `len` or sample reads all.
+    """Samples of whole conversations, packed with their boundaries (see `chat.ChatRows`).
 
-    data_notes: sentences for the user about dropped conversations, after all conversations are read.
+    data_notes: sentences for the user about dropped conversations, once they are loaded.
     """
 
     def __init__(self, config: ChatConfig, context: DataContext) -> None:
@@ -154,7 +154,7 @@ class ChatDataset:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The fields, the vocabulary size and the sequence length. Loads only the tokenizer."""
+        """The fields, the vocabulary size and the sequence length. Loads the tokenizer, but not the data."""
         return DataInfo(packing.token_fields("pack"), self._template.vocab_size, self._config.sequence)
 
     @cached_property
@@ -169,7 +169,7 @@ class ChatDataset:
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of all tokens, of their labels, and of the lengths of the conversations."""
+        """A digest of all tokens, labels and sample lengths."""
         return self._rows.digest
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class ChatDataset:
 
 
 class TokensDataset(TokenDataset):
-    """Samples of token files, which form one stream in the order of the plan. The files are mapped, not copied."""
+    """Samples of token files, which form one stream in the plan's order. The files are memory-mapped."""
 
     def __init__(self, config: TokensConfig, context: DataContext) -> None:
         super().__init__(config.sequence, config.documents)
@@ -199,7 +199,7 @@ class TokensDataset(TokenDataset):
 
     @cached_property
     def data_digest(self) -> str:
-        """A digest of the sizes of the files, of blocks of tokens of each file, and of the lengths of the documents."""
+        """A digest of the file sizes, of blocks of tokens of each file, and of the document lengths."""
         return self._stream.sampled_digest
 
     def load(self) -> Stream:

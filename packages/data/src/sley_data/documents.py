@@ -1,7 +1,7 @@
-"""Reads the documents of one split of a text corpus; torch-free.
+"""Reads the documents of a split of a text corpus; torch-free.
 
-The content of a document decides whether it is held out, so that all copies are in the same split. Ranks, the order of the
-files, the seed and the path of the corpus have no influence.
+Only the content of a document decides whether it is held out, so all copies are in the same split, whatever the ranks, the
+order of the files, the seed and the path of the corpus.
 """
 
 from __future__ import annotations
@@ -18,55 +18,52 @@ from typing import TYPE_CHECKING
 from sley_core.api.data import Split
 from sley_core.records import Problem
 from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
-from sley_data.files import C, File, merge_problems, text_files
-from sley_data.formats import opened
-from sley_data.rows import bad_row, rows_of
+from sley_data.files import ConfigT, File, merge_problems, text_files
+from sley_data.formats import open_decompressed
+from sley_data.rows import read_rows, row_error
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
 _PIECE_BYTES = 1 << 10
-"""The size of each piece of a held-out token file that is searched for in the training files."""
+"""The size of a piece of a held-out token file to search for in the training files."""
 
 _MAX_SEARCH_BYTES = 1 << 30
-"""The number of bytes of all files that are searched for copies of held-out tokens, in about a second."""
+"""The maximum number of bytes to search for copies of held-out tokens, in about a second."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """Identifies the content of a document.
-
-    size: its number of bytes. source: its digest, or the file whose content it is.
-    """
+    """Identifies the content of a document. size: its number of bytes. source: its digest, or the file that contains it."""
 
     size: int
     source: bytes | Path
 
     def key(self) -> bytes:
-        """Returns the digest of the content; may read a file."""
+        """Returns the digest of the content. May read a file."""
         if isinstance(self.source, bytes):
             return self.source
         with self.source.open("rb") as file:
             return file_digest(file, "sha256").digest()
 
 
-def content_of(text: bytes) -> Content:
-    """Returns the content of a text."""
+def text_content(text: bytes) -> Content:
+    """Returns the identity of a text's content."""
     return Content(len(text), sha256(text).digest())
 
 
-def content_of_file(file: File) -> Content:
-    """Returns the content of a file; reads a compressed file. Raises OSError, and the same PlanError as `opened`."""
-    return content_of(read(file.path)) if file.is_compressed else Content(file.num_bytes, file.path)
+def file_content(file: File) -> Content:
+    """Returns the identity of a file's content. Reads compressed files. Raises the same errors as `open_decompressed`."""
+    return text_content(read_file(file.path)) if file.is_compressed else Content(file.num_bytes, file.path)
 
 
 def is_in_share(content: Content, share: float) -> bool:
-    """Returns whether the key of a document, uniform over [0, 1), is below `share`; computes no key if the share is 0."""
+    """Returns whether the key of a document, as a number in [0, 1), is below `share`. Computes no key if the share is 0."""
     return share > 0 and int.from_bytes(content.key()[:8], "big") < share * 2**64
 
 
 class ContentSet:
-    """A set of documents by content; computes keys only for documents of equal sizes."""
+    """A set of documents by content. Computes keys only for documents of equal sizes."""
 
     def __init__(self, contents: Iterable[Content]) -> None:
         self._contents: dict[int, list[Content]] = {}
@@ -79,7 +76,7 @@ class ContentSet:
         if size not in self._contents:
             return False
         if size not in self._keys:
-            self._keys[size] = {known.key() for known in self._contents[size]}
+            self._keys[size] = {element.key() for element in self._contents[size]}
         return content.key() in self._keys[size]
 
     def count(self, contents: Iterable[Content]) -> int:
@@ -87,33 +84,36 @@ class ContentSet:
         return sum(content in self for content in contents)
 
 
-def find_copied_tokens(trained: Sequence[File], held_out: Sequence[File]) -> list[Problem]:
+def find_copied_tokens(training_files: Sequence[File], held_out_files: Sequence[File]) -> list[Problem]:
     """Returns a problem for each held-out token file whose tokens are in a training file.
 
-    Searches for three pieces of each held-out file. Large training files are searched only at their start and end.
+    Searches for three pieces of each held-out file, in large training files only at their start and end.
     """
-    budget = _MAX_SEARCH_BYTES // max(1, len(trained) * len(held_out))
+    max_bytes = _MAX_SEARCH_BYTES // max(1, len(training_files) * len(held_out_files))
     problems = []
-    for evaluated in held_out:
+    for held_out in held_out_files:
         try:
-            pieces = _pieces(evaluated)
-            copy = next((file for file in trained if pieces and _contains_all(file, pieces, budget)), None)
+            pieces = _sample_pieces(held_out)
+            copy = next((file for file in training_files if pieces and _contains_all(file, pieces, max_bytes)), None)
         except OSError:
-            continue  # the code that opens it later reports the error
+            continue  # the code that opens the file later reports the error
         if copy is not None:
-            message = f"the tokens of `{evaluated.path}` are also in `{copy.path}`, and would be trained on"
+            message = f"the tokens of `{held_out.path}` are also in `{copy.path}`, and would be trained on"
             hint = "remove the held-out tokens from `files`"
             problems.append(Problem(("data", "held_out_files"), message, hint, "held-out-trained"))
     return problems
 
 
-def _contains_all(file: File, pieces: Sequence[bytes], budget: int) -> bool:
-    with file.path.open("rb") as stored, mmap(stored.fileno(), 0, access=ACCESS_READ) as content:
-        return all(_contains(content, piece, budget) for piece in pieces)
+def _contains_all(file: File, pieces: Sequence[bytes], max_bytes: int) -> bool:
+    """Returns whether a file contains all `pieces`. Searches at most `max_bytes`, at the start and end of the file."""
+    with file.path.open("rb") as raw_file, mmap(raw_file.fileno(), 0, access=ACCESS_READ) as content:
+        size = len(content)
+        ranges = [(0, size)] if size <= max_bytes else [(0, max_bytes // 2), (size - max_bytes // 2, size)]
+        return all(any(content.find(piece, start, stop) >= 0 for start, stop in ranges) for piece in pieces)
 
 
-def _pieces(file: File) -> list[bytes]:
-    """Returns pieces from the start, the middle and the end of a token file, without uniform pieces."""
+def _sample_pieces(file: File) -> list[bytes]:
+    """Returns pieces from the start, middle and end of a token file, except pieces with few different bytes."""
     pieces = []
     with file.path.open("rb") as content:
         for start in (0, (file.num_bytes - _PIECE_BYTES) // 2, file.num_bytes - _PIECE_BYTES):
@@ -122,31 +122,25 @@ def _pieces(file: File) -> list[bytes]:
     return [piece for piece in dict.fromkeys(pieces) if len(set(piece)) > 4]
 
 
-def _contains(content: mmap, piece: bytes, budget: int) -> bool:
-    if len(content) <= budget:
-        return content.find(piece) >= 0
-    return content.find(piece, 0, budget // 2) >= 0 or content.find(piece, len(content) - budget // 2) >= 0
-
-
 _MAX_COMPARE_BYTES = 1 << 30
-"""The number of bytes that are read only to compare or select documents, in about a second."""
+"""The maximum number of bytes to read only to compare or select documents, in about a second."""
 
 
 def read_documents(
     files: Sequence[File], config: TextConfig, split: Split, notes: list[str] | None = None
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and the content of each document of a split, in the order of `files`, the result of `text_files`.
+    """Yields the name and text of each document of a split, in the order of `files`, the result of `text_files`.
 
-    Excludes documents that are also in `held_out_files`, and adds a sentence about them to `notes`.
+    Excludes documents that are also in `held_out_files`, and appends a sentence about them to `notes`.
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
     read_file = document_reader(config) or _read_whole_file
-    is_chosen = split_filter(config, split, _held_out_contents)
+    is_selected = split_filter(config, split, _held_out_contents)
     count = num_excluded = 0
     for name, text in chain.from_iterable(map(read_file, files)):
         count += 1
-        if is_chosen is None or is_chosen(content_of(text)):
+        if is_selected is None or is_selected(text_content(text)):
             yield name, text
         else:
             num_excluded += 1
@@ -154,22 +148,22 @@ def read_documents(
         notes.append(f"{num_excluded} of {count} documents in `files` are also in `held_out_files`: training excludes them")
 
 
-def contents_of(files: Sequence[File], config: TextConfig) -> list[Content]:
-    """Returns the contents of all documents in `files`. Reads files with several documents."""
+def document_contents(files: Sequence[File], config: TextConfig) -> list[Content]:
+    """Returns the identities of all documents in `files`. Reads files with several documents."""
     read_file = document_reader(config)
     if read_file is None:
-        return [content_of_file(file) for file in files]
-    return [content_of(text) for file in files for _, text in read_file(file)]
+        return [file_content(file) for file in files]
+    return [text_content(text) for file in files for _, text in read_file(file)]
 
 
-def describe_overlap(training: TextConfig, evaluated: TextConfig) -> str:
-    """Describes the held-out documents of `evaluated` on which a run with the table `training` is trained; "" without any.
+def describe_overlap(training: TextConfig, evaluation: TextConfig) -> str:
+    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns "".
 
     Compares contents, and may read all data of the run.
     """
-    if (training.separator, training.field) != (evaluated.separator, evaluated.field):
+    if (training.separator, training.field) != (evaluation.separator, evaluation.field):
         return "the run splits its files into other documents: it is not known whether it was trained on these"
-    held_out_files, problems = text_files(evaluated, "held_out")
+    held_out_files, problems = text_files(evaluation, "held_out")
     if problems:
         return ""  # the evaluation reports them
     training_files, problems = text_files(training, "train")
@@ -178,9 +172,9 @@ def describe_overlap(training: TextConfig, evaluated: TextConfig) -> str:
     if _is_large(training_files):
         reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this"
         return f"it is not known whether the run was trained on the held-out documents: {reason}"
-    trained, held_out = contents_of(training_files, training), contents_of(held_out_files, evaluated)
-    trained = list(compress(trained, _belong_to_split(trained, training, "train")))
-    held_out = list(compress(held_out, _belong_to_split(held_out, evaluated, "held_out")))
+    trained, held_out = document_contents(training_files, training), document_contents(held_out_files, evaluation)
+    trained = list(compress(trained, _split_membership(trained, training, "train")))
+    held_out = list(compress(held_out, _split_membership(held_out, evaluation, "held_out")))
     count = ContentSet(trained).count(held_out)
     if not count:
         return ""
@@ -188,7 +182,7 @@ def describe_overlap(training: TextConfig, evaluated: TextConfig) -> str:
 
 
 def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
-    """Returns a function that yields the name and the content of each document in a file; None if each file is one document.
+    """Returns a function that yields the name and text of each document in a file, or None if each file is one document.
 
     The function raises PlanError "data-json" for a row without text in `field`.
     """
@@ -199,38 +193,38 @@ def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, 
 
 
 def select_files(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
-    """Returns the files of a split, where each file is one document."""
+    """Returns the files that belong to a split. Each file must be one document."""
     if not config.largest_share and not any(table.held_out_files for table in config.all_sources):
         return list(files) if split == "train" else []
-    return list(compress(files, _belong_to_split([content_of_file(file) for file in files], config, split)))
+    return list(compress(files, _split_membership([file_content(file) for file in files], config, split)))
 
 
 def _is_large(files: Sequence[File]) -> bool:
-    """Returns whether the files are too large to read them only to compare or select documents."""
+    """Returns whether the files are too large to be read only to compare or select documents."""
     return sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES
 
 
-def _belong_to_split(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
-    """Returns for each document whether it belongs to the split. Computes only the keys that decide this."""
-    is_chosen = split_filter(config, split, _held_out_contents)
-    return [is_chosen is None or is_chosen(content) for content in contents]
+def _split_membership(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
+    """Returns whether each document belongs to the split. Computes only the keys that decide this."""
+    is_selected = split_filter(config, split, _held_out_contents)
+    return [is_selected is None or is_selected(content) for content in contents]
 
 
 def split_filter(
-    config: C, split: Split, held_out_contents: Callable[[C], Iterable[Content]]
+    config: ConfigT, split: Split, held_out_contents: Callable[[ConfigT], Iterable[Content]]
 ) -> Callable[[Content], bool] | None:
-    """Returns a function that returns whether a document belongs to the split; None if all documents do.
+    """Returns a function that tells whether a document belongs to the split, or None if all documents do.
 
     held_out_contents: returns the contents in the `held_out_files` of a table. The training split also excludes the held-out
-    documents of the other sources of a mixture.
+    documents of a mixture's other sources.
     """
     if split == "held_out":
         return None if config.held_out_files else lambda content: is_in_share(content, config.held_out)
     share = config.largest_share
-    with_files = [table for table in config.all_sources if table.held_out_files]
-    if not share and not with_files:
+    tables = [table for table in config.all_sources if table.held_out_files]
+    if not share and not tables:
         return None
-    held_out = ContentSet(chain.from_iterable(map(held_out_contents, with_files)))
+    held_out = ContentSet(chain.from_iterable(map(held_out_contents, tables)))
     return lambda content: not is_in_share(content, share) and content not in held_out
 
 
@@ -239,49 +233,49 @@ def _held_out_contents(config: TextConfig) -> list[Content]:
     files, problems = text_files(config, "held_out")
     if problems:
         raise merge_problems(problems)
-    return contents_of(files, config)
+    return document_contents(files, config)
 
 
-def read(path: Path) -> bytes:
-    """Returns the decompressed content of a file. Raises OSError, and the same PlanError as `opened`."""
-    with opened(path) as file:
+def read_file(path: Path) -> bytes:
+    """Returns the decompressed content of a file. Raises the same errors as `open_decompressed`."""
+    with open_decompressed(path) as file:
         return file.read()
 
 
 def _read_whole_file(file: File) -> Iterator[tuple[str, bytes]]:
-    yield file.name, read(file.path)
+    yield file.name, read_file(file.path)
 
 
 def _split_file(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields the non-empty documents of a file, with the names `file#0`, `file#1`, ..., without their separators.
+    """Yields the names (`file#0`, `file#1`, ...) and texts of the non-empty documents of a file, without separators.
 
     A `\\n` in the separator also matches `\\r\\n`. At most a block and a document are in memory.
     """
     pattern = re.compile(re.sub(rb"(?:\\\r)?\\\n", rb"\r?\n", re.escape(separator)))
-    number, rest = 0, b""
-    with opened(file.path) as content:
-        while block := content.read(max(_READ_BYTES, len(rest))):
-            *texts, rest = pattern.split(rest + block)
+    number, remainder = 0, b""
+    with open_decompressed(file.path) as content:
+        while block := content.read(max(_READ_BYTES, len(remainder))):
+            *texts, remainder = pattern.split(remainder + block)
             for text in texts:
                 if text:
                     yield f"{file.name}#{number}", text
                 number += 1
-    if rest:
-        yield f"{file.name}#{number}", rest
+    if remainder:
+        yield f"{file.name}#{number}", remainder
 
 
 def _read_rows(file: File, field: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the non-empty texts in the rows of a file, with the names `file#1`, `file#2`, ..."""
-    for number, row in rows_of(file, (field,) if file.is_table else None):
+    """Yields the names (`file#1`, `file#2`, ...) and texts of the non-empty rows of a file."""
+    for number, row in read_rows(file, (field,) if file.is_table else None):
         text = row.get(field, "" if file.is_table else None)  # null in a table
         if not isinstance(text, str):
             keys = ", ".join(f"`{key}`" for key in row)
             reason = f"has no text as `{field}`" if field in row else f"has no `{field}`"
-            raise bad_row(file, number, reason, f"its keys are {keys}" if keys and field not in row else None)
+            raise row_error(file, number, reason, f"its keys are {keys}" if keys and field not in row else None)
         try:
             content = text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair
-            raise bad_row(file, number, f"cannot be read: {error}") from None
+            raise row_error(file, number, f"cannot be read: {error}") from None
         if content:
             yield f"{file.name}#{number}", content
 
@@ -291,19 +285,19 @@ def num_windows(num_tokens: int, sequence: int) -> int:
     return -(-(num_tokens - 1) // sequence) if num_tokens > sequence else 0
 
 
-def window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
-    """Returns the start of window `index` in the stream, and the number of its labels that earlier windows contain.
+def locate_window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
+    """Returns the start of window `index` in the stream, and the number of its labels that earlier windows include.
 
-    The last window starts earlier so that it is full. No token is dropped or added, and each label counts once.
+    The last window starts earlier, so that it is full. No token is dropped or added, and each label counts once.
 
         stream   0 1 2 3 4 5 6 7 8 9       N = 10, sequence = 4
         window 0 a b c d .                 labels 1..4
         window 1         a b c d .         labels 5..8
         window 2           x x x d .       starts at 5; labels 6..8 are ignored, 9 is new
     """
-    regular = index * sequence
-    start = min(regular, num_tokens - 1 - sequence)
-    return start, regular - start
+    regular_start = index * sequence
+    start = min(regular_start, num_tokens - 1 - sequence)
+    return start, regular_start - start
 
 
 def num_chunks(lengths: Iterable[int], sequence: int) -> int:
@@ -312,13 +306,13 @@ def num_chunks(lengths: Iterable[int], sequence: int) -> int:
 
 
 ALWAYS_READ = 1 << 20
-"""The size of text up to which it is read and tokenized for an exact number of samples."""
+"""The maximum size of text that is read and tokenized only to count samples."""
 
 _READ_BYTES = 1 << 20
 
 
 def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequence[File]) -> int | None:
-    """Returns the number of samples in an epoch of a split; None if the number is only known when the data is loaded.
+    """Returns the number of samples per epoch of a split, or None if only loading the data can show it.
 
     files: the result of `text_files` or `token_files` for this split.
     """
@@ -331,7 +325,7 @@ def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequen
 
 
 def _token_lengths(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
-    """Returns the number of all tokens as one length, or the length of each padded document; None if only the tokens tell."""
+    """Returns the length of each padded document, or the number of all tokens as one length, or None if it is unknown."""
     if config.documents != "pad":
         return [sum(file.num_bytes // TOKEN_BYTES[file.dtype(config)] for file in files)]
     indices = [file.index for file in files if file.index is not None]
@@ -341,7 +335,7 @@ def _token_lengths(config: TokensConfig, files: Sequence[File]) -> list[int] | N
 
 
 def _text_lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Sequence[int] | None:
-    """Returns the number of tokens of each document; None if a large corpus must be read for it."""
+    """Returns the number of tokens of each document, or None if a large corpus must be read for it."""
     has_file_sizes = document_reader(config) is None and config.tokenizer is None
     if has_file_sizes and not any(file.is_compressed for file in files) and not (config.largest_share and _is_large(files)):
         return [file.num_bytes for file in select_files(files, config, split)]
@@ -353,7 +347,7 @@ def _text_lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Se
 
 
 def load_tokenizer(config: TextConfig) -> Tokenizer | None:
-    """Returns the tokenizer of a table, or None for bytes."""
+    """Loads the tokenizer of a table, or returns None for bytes."""
     if config.tokenizer is None:
         return None
     from sley_data.tokenizer import Tokenizer  # bytes need none

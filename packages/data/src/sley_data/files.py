@@ -1,7 +1,7 @@
 """Finds the files that a `[data]` table names, on this host or on the Hugging Face hub; torch-free.
 
-Hub names have the form `hf://datasets/OWNER/NAME@REVISION/PATTERN`; `@REVISION` is optional. Each host downloads the files
-once. The folder of a complete download is recorded, so that later starts and other ranks need no server.
+Hub names have the form `hf://datasets/OWNER/NAME@REVISION/PATTERN`, where `@REVISION` is optional. Each host downloads the
+files once. It records the folder of a complete download, so that later runs and other ranks need no server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
 from sley_core.records import Problem
-from sley_data.cache import home, say
+from sley_data.cache import cache_home, report
 from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.formats import (
     COMPRESSED_SUFFIXES,
@@ -33,8 +33,8 @@ from sley_data.formats import (
     Format,
     Index,
     TokenDtype,
-    find_wrong_ids,
-    format_of,
+    check_token_ids,
+    detect_format,
     read_index,
 )
 
@@ -42,8 +42,8 @@ INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `p
 
 _HUB_NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
-NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""The folders of the standard library without its sources."""
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+"""The folders that do not belong to the sources of the standard library."""
 
 JSON_LINES = frozenset({".jsonl", ".ndjson"})
 WILDCARDS = frozenset("*?[")
@@ -51,10 +51,11 @@ WILDCARDS = frozenset("*?[")
 
 @dataclass(frozen=True)
 class File:
-    """Holds a file, and its name within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`.
+    """A data file.
 
-    num_bytes: its stored size. is_compressed: whether its content is compressed. is_table: whether it is a Parquet or Arrow
-    table. index: the Megatron index of a token file, if it has one.
+    name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk. is_compressed:
+    whether the content is compressed. is_table: whether it is a Parquet or Arrow table. index: the Megatron index of a token
+    file, if any.
     """
 
     name: str
@@ -65,12 +66,12 @@ class File:
     index: Index | None = dataclasses.field(default=None, compare=False)
 
     def dtype(self, config: TokensConfig) -> TokenDtype:
-        """Returns the token dtype of a token file of the table."""
+        """Returns the token dtype of this token file of the table `config`."""
         return config.dtype if self.index is None else self.index.dtype
 
 
 FilesAndProblems: TypeAlias = "tuple[list[File], list[Problem]]"
-"""Files, and the problems of the paths and patterns that name them."""
+"""The files that paths and patterns name, and the problems of these paths and patterns."""
 
 
 def merge_problems(problems: Iterable[Problem]) -> PlanError:
@@ -81,11 +82,12 @@ def merge_problems(problems: Iterable[Problem]) -> PlanError:
 
 
 def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
-    """Returns the files that paths and patterns name, each once, and their problems.
+    """Returns the files that `patterns` name, each once, and their problems.
 
-    patterns: values of the type `table.PlanPattern`. The files are in the order of `patterns`, and sorted within each pattern.
-    Links to the same file count once, with the first name. Problems are paths that are missing, empty or not regular files,
-    patterns without a match, and files and folders without read permission. Empty files that match a pattern are skipped.
+    patterns: paths and patterns, of the type `PlanPattern`. key: the plan key of the patterns. The files are in the order of
+    `patterns`, and sorted within each pattern. Links to the same file count once, with the first name. Empty files that match a
+    pattern are skipped. Problems are paths that are missing, empty or not regular files, patterns without a match, and missing
+    read permissions.
     """
     files: dict[str, File] = {}
     problems = []
@@ -113,7 +115,7 @@ _ESCAPED = re.compile(r"\[([*?\[])\]")
 
 
 def _unescape(pattern: str) -> str:
-    """Returns the path with the name `pattern`, with escaped wildcards as plain characters."""
+    """Returns `pattern` with escaped wildcards as plain characters."""
     return _ESCAPED.sub(r"\1", pattern)
 
 
@@ -122,7 +124,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _match_files(pattern: str) -> Iterator[File]:
-    """Yields the files of a path or pattern, sorted. Raises `_BadPathError` if there are none."""
+    """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if there are none."""
     if pattern.startswith("hf:/"):
         try:
             pattern = download_files(pattern)
@@ -136,7 +138,7 @@ def _match_files(pattern: str) -> Iterator[File]:
     parts = Path(pattern).parts
     first = next(number for number, part in enumerate(parts) if _has_wildcard(part))
     root = Path(_unescape(str(Path(*parts[:first]))))
-    matches = sorted(_matching_paths(root, parts[first:])) if root.is_dir() else []
+    matches = sorted(_match_paths(root, parts[first:])) if root.is_dir() else []
     stats = ((match, match.stat()) for match in matches)
     sizes = {match: stat.st_size for match, stat in stats if S_ISREG(stat.st_mode)}
     if not sizes:
@@ -148,38 +150,38 @@ def _match_files(pattern: str) -> Iterator[File]:
     yield from (File(match.relative_to(root).as_posix(), match, size) for match, size in sizes.items() if size)
 
 
-def _matching_paths(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yields the paths in `folder` that match `parts`, the components of a pattern; follows links to folders.
+def _match_paths(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yields the paths in `folder` that match `parts`, the components of a pattern. Follows links to folders.
 
     As in a shell, `*` and `**` skip names that begin with a dot.
     """
     first, remaining = parts[0], parts[1:]
     if first == "**":
         for subfolder in _subfolders(folder, set()):
-            yield from _matching_paths(subfolder, remaining or ("*",))
+            yield from _match_paths(subfolder, remaining or ("*",))
         return
-    for name in _names(folder) if _has_wildcard(first) else [_unescape(first)]:
+    for name in _entry_names(folder) if _has_wildcard(first) else [_unescape(first)]:
         if name == _unescape(first) or (fnmatchcase(name, first) and (first[0] == "." or name[0] != ".")):
             path = folder / name
             if remaining and path.is_dir():
-                yield from _matching_paths(path, remaining)
+                yield from _match_paths(path, remaining)
             elif not remaining and os.path.lexists(path):
                 yield path
 
 
 def _subfolders(folder: Path, visited: set[str]) -> Iterator[Path]:
-    """Yields `folder` and all folders below it, each real folder once, except those whose names begin with a dot."""
+    """Yields `folder` and all folders below it, except names that begin with a dot. Yields linked folders only once."""
     real_path = os.path.realpath(folder)
     if real_path in visited:
         return
     visited.add(real_path)
     yield folder
-    for name in _names(folder):
+    for name in _entry_names(folder):
         if name[0] != "." and (folder / name).is_dir():
             yield from _subfolders(folder / name, visited)
 
 
-def _names(folder: Path) -> list[str]:
+def _entry_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -187,7 +189,7 @@ _SAVED_STATE = "state.json"
 
 
 def _saved_dataset_files(folder: Path) -> list[File]:
-    """Returns the files of a folder that `save_to_disk` of `datasets` has written."""
+    """Returns the data files in a folder that `save_to_disk` of `datasets` has written."""
     try:
         state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]
@@ -214,14 +216,14 @@ def _plain_file(path: Path) -> File:
 
 
 def download_files(name: str) -> str:
-    """Downloads the files with the hub name `name`, unless they are cached, and returns a pattern of the local files.
+    """Downloads the files with a hub name, unless they are cached, and returns a pattern that matches the local files.
 
     Raises PlanError `data-hub` if the download fails, and PluginError `hub-missing` if `huggingface_hub` is not installed.
     """
     match = _HUB_NAME.fullmatch(name)
     if match is None:
         raise PlanError("data-hub", f"a hub name must have the form hf://datasets/OWNER/NAME/PATTERN, but is `{name}`")
-    folder = home()
+    folder = cache_home()
     record = folder and folder / "hub" / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.json"
     try:
         snapshot = Path(json.loads(record.read_text("utf-8"))["folder"]) if record else None
@@ -237,7 +239,7 @@ def download_files(name: str) -> str:
 
 
 def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
-    """Downloads the files of a revision that match `pattern`, and returns the revision's folder in the hub's cache."""
+    """Downloads the files of a dataset that match `pattern`, and returns the revision's folder in the hub's cache."""
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
@@ -247,7 +249,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
         info = HfApi().dataset_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or ()]
         matches = [name for name in names if _matches_hub_pattern(name.split("/"), pattern.split("/"))]
-        say(f"downloading {len(matches)} files of `{repo}`, revision {info.sha}")
+        report(f"downloading {len(matches)} files of `{repo}`, revision {info.sha}")
         paths = [hf_hub_download(repo, name, repo_type="dataset", revision=info.sha) for name in matches]
     except Exception as error:  # huggingface_hub also raises the errors of its HTTP library
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -260,7 +262,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
 
 
 def _matches_hub_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Returns whether a path matches a pattern, both split at "/". The pattern `**` matches any number of folders."""
+    """Returns whether the parts of a path match the parts of a pattern, where `**` matches any number of folders."""
     if not patterns or not parts:
         return not patterns and not parts
     if patterns[0] == "**":
@@ -268,20 +270,20 @@ def _matches_hub_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], patterns[0]) and _matches_hub_pattern(parts[1:], patterns[1:])
 
 
-def standard_library() -> FilesAndProblems:
-    """Returns the source files of the running Python's standard library, sorted, without tests and installed packages."""
+def library_files() -> FilesAndProblems:
+    """Returns the sorted source files of this Python's standard library, without tests and installed packages."""
     root = sysconfig.get_path("stdlib")
-    if files := _library_sources(root):
+    if files := _find_library_files(root):
         return [*files], []
     message = f"this Python has no source files in `{root}`"
     return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
 
 
 @cache
-def _library_sources(root: str) -> tuple[File, ...]:
+def _find_library_files(root: str) -> tuple[File, ...]:
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_LIBRARY]
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
         paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
         files += [File(prefix + name, path, path.stat().st_size) for name, path in paths]
@@ -289,9 +291,9 @@ def _library_sources(root: str) -> tuple[File, ...]:
 
 
 def text_files(config: TextConfig, split: Split) -> FilesAndProblems:
-    """Returns the files with a split of a `data.text` table. Without `held_out_files`, all files contain both splits."""
+    """Returns the files of a split of a `data.text` table. Without `held_out_files`, all files contain both splits."""
     if config.source is not None and not (split == "held_out" and config.held_out_files):
-        return standard_library()
+        return library_files()
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     files, problems = find_files(getattr(config, key), ("data", key))
     json_files = [file for file in files if _content_suffix(file.path) in JSON_LINES]
@@ -302,15 +304,15 @@ def text_files(config: TextConfig, split: Split) -> FilesAndProblems:
     return _add_formats(files, problems, ("data", key), tables=config.field is not None)
 
 
-C = TypeVar("C", TextConfig, ChatConfig)
+ConfigT = TypeVar("ConfigT", TextConfig, ChatConfig)
 
 
-def files_of_split(
-    config: C, split: Split, find_split: Callable[[C, Split], FilesAndProblems]
+def split_files(
+    config: ConfigT, split: Split, find_split: Callable[[ConfigT, Split], FilesAndProblems]
 ) -> tuple[list[File], list[File]]:
-    """Returns the files with a split, and the files whose documents are excluded from it.
+    """Returns the files of a split, and the files whose documents are excluded from the split.
 
-    find_split: returns the files with a split of one table, and their problems. Raises PlanError with all problems.
+    find_split: returns the files of a split of one table, and their problems. Raises PlanError with all problems.
     """
     results = [find_split(config, split)]
     if split == "train":
@@ -321,50 +323,50 @@ def files_of_split(
 
 
 def row_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
-    """Returns the files with rows that paths and patterns name, and their problems, as `find_files` does."""
+    """Returns the files of rows that `patterns` name, and their problems, as `find_files` does."""
     return _add_formats(*find_files(patterns, key), key, tables=True)
 
 
 def _add_formats(files: Sequence[File], problems: list[Problem], key: KeyPath, *, tables: bool) -> FilesAndProblems:
-    """Returns the files with their formats. tables: whether Parquet and Arrow tables are allowed."""
-    formats = [format_of(file.path) for file in files]
+    """Returns the files with their formats, and all problems. tables: whether Parquet and Arrow tables are allowed."""
+    formats = [detect_format(file.path) for file in files]
     if tables:
-        formats = [replace(form, refused=None) if form.is_table and not form.is_compressed else form for form in formats]
+        formats = [replace(fmt, unsupported=None) if fmt.is_table and not fmt.is_compressed else fmt for fmt in formats]
     pairs = zip(files, formats, strict=True)
-    files = [replace(file, is_compressed=form.is_compressed, is_table=form.is_table) for file, form in pairs]
-    return files, [*problems, *_refused_formats(files, formats, key)]
+    files = [replace(file, is_compressed=fmt.is_compressed, is_table=fmt.is_table) for file, fmt in pairs]
+    return files, [*problems, *_format_problems(files, formats, key)]
 
 
 def _content_suffix(path: Path) -> str:
-    """Returns the suffix that names the content, in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
+    """Returns the suffix of the decompressed file in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     suffix = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def _refused_formats(files: Sequence[File], formats: Sequence[Format], key: KeyPath) -> Iterator[Problem]:
-    for file, form in zip(files, formats, strict=True):
-        if form.refused is not None:
-            yield Problem(key, f"`{file.path}` is {form.refused[0]}", form.refused[1], "data-format")
+def _format_problems(files: Sequence[File], formats: Sequence[Format], key: KeyPath) -> Iterator[Problem]:
+    for file, fmt in zip(files, formats, strict=True):
+        if fmt.unsupported is not None:
+            yield Problem(key, f"`{file.path}` is {fmt.unsupported[0]}", fmt.unsupported[1], "data-format")
 
 
 def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split of a `data.tokens` table, and their problems, such as ids of another width."""
+    """Returns the files of a split of a `data.tokens` table, and their problems, such as a wrong dtype."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
     try:
         files = list({os.path.realpath(file.path): file for file in map(_add_index, files)}.values())
     except _BadPathError as error:
         return files, [*problems, Problem(("data", key), error.message, error.hint, error.code)]
-    formats = [format_of(file.path) for file in files]
-    refused = ("compressed", "unpack it, since token files are memory-mapped")
-    formats = [replace(form, refused=refused) if form.is_compressed else form for form in formats]
-    problems += _refused_formats(files, formats, ("data", key))
+    formats = [detect_format(file.path) for file in files]
+    unsupported = ("compressed", "unpack it, since token files are memory-mapped")
+    formats = [replace(fmt, unsupported=unsupported) if fmt.is_compressed else fmt for fmt in formats]
+    problems += _format_problems(files, formats, ("data", key))
     for file in [] if problems else files:
         dtype = file.dtype(config)
         if file.num_bytes % TOKEN_BYTES[dtype]:
             message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {dtype} tokens"
             problems.append(Problem(("data", key), message, "set the `dtype` of the file", "data-size"))
-        elif reason_and_hint := find_wrong_ids(file.path, dtype, config.vocab_size):
+        elif reason_and_hint := check_token_ids(file.path, dtype, config.vocab_size):
             reason, hint = reason_and_hint
             problems.append(Problem(("data", key), f"`{file.path}` {reason}", hint, "data-format"))
         elif file.index is None and config.documents != "cut" and config.end_of_document is None:
@@ -374,7 +376,7 @@ def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
 
 
 def _add_index(file: File) -> File:
-    """Returns a token file with its Megatron index, if it has one. `file` may be either of the two. Raises `_BadPathError`."""
+    """Returns the token file of `file`, a token file or its index, with the index if there is one. Raises `_BadPathError`."""
     index, tokens = file.path.with_suffix(".idx"), file
     try:
         with file.path.open("rb") as content:

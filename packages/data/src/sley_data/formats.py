@@ -1,4 +1,4 @@
-"""Recognizes file formats by their first bytes, decompresses files, and reads Megatron's indices; torch-free.
+"""Detects file formats by their first bytes, decompresses files, and reads Megatron's indices; torch-free.
 
 A file is refused if it is neither text nor raw token ids of the width and byte order that its table names. Megatron's index
 `NAME.idx` contains the token dtype and the documents of `NAME.bin`, in little-endian order:
@@ -44,7 +44,7 @@ except ImportError:
 TokenDtype: TypeAlias = Literal["uint16", "uint32"]
 
 _HEAD_BYTES = 512
-"""The bytes of a file that are compared with signatures; the signature of tar is at byte 257."""
+"""The number of bytes that are compared with signatures. The signature of tar is at byte 257."""
 
 Opener = Callable[[Path], BufferedIOBase]
 T = TypeVar("T")
@@ -73,7 +73,7 @@ _TABLES = re.compile(b"|".join((PARQUET, ARROW_FILE, _ARROW_STREAM)), re.DOTALL)
 _UNPACK = "unpack it, and name the unpacked files"
 _COLUMN = 'name its column of texts: `field = "text"`'
 _INSTALL_ZSTD = """install sley-data[zstd]; in a clone of Sley's repository, run `pip install -e "packages/data[zstd]"`"""
-_REFUSED = {
+_UNSUPPORTED = {
     rb"PK\x03\x04": ("a zip archive", _UNPACK),
     _ZSTD: ("compressed by zstd", _INSTALL_ZSTD),
     rb"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it with `lz4 -d`, or use gzip, bzip2, xz or zstd"),
@@ -95,38 +95,38 @@ _REFUSED = {
         'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
     ),
 }
-"""The name of each refused format and a hint, by signature."""
+"""The description and hint of each unsupported format by signature."""
 
-_ANY_SIGNATURE = re.compile(b"|".join((*_COMPRESSED, *_REFUSED)), re.DOTALL)
+_ANY_SIGNATURE = re.compile(b"|".join((*_COMPRESSED, *_UNSUPPORTED)), re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Describes the format of a file.
+    """The format of a file.
 
-    is_compressed: whether `opened` decompresses the file. is_table: whether it is a Parquet or Arrow table. refused: the name
-    of the format and a hint, if it is neither text nor raw ids.
+    is_compressed: whether `open_decompressed` decompresses the file. is_table: whether it is a Parquet or Arrow table.
+    unsupported: the description of the format and a hint, if it is neither text nor raw ids.
     """
 
     is_compressed: bool = False
     is_table: bool = False
-    refused: tuple[str, str] | None = None
+    unsupported: tuple[str, str] | None = None
 
 
 PLAIN = Format()
 
 
-def format_of(path: Path) -> Format:
-    """Returns the format of a file. Returns `PLAIN` for an unreadable file, since the code that reads it reports the error."""
+def detect_format(path: Path) -> Format:
+    """Returns the format of a file, or `PLAIN` for an unreadable file, since the code that reads it reports the error."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
         if not _ANY_SIGNATURE.match(head):
             return PLAIN
         if _match_signature(head, _COMPRESSED) is None:
-            return Format(is_table=_TABLES.match(head) is not None, refused=_match_signature(head, _REFUSED))
-        with opened(path) as content:
-            return Format(is_compressed=True, refused=_match_signature(content.read(_HEAD_BYTES), _REFUSED))
+            return Format(is_table=_TABLES.match(head) is not None, unsupported=_match_signature(head, _UNSUPPORTED))
+        with open_decompressed(path) as content:
+            return Format(is_compressed=True, unsupported=_match_signature(content.read(_HEAD_BYTES), _UNSUPPORTED))
     except OSError:
         return PLAIN
     except PlanError:
@@ -134,8 +134,8 @@ def format_of(path: Path) -> Format:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BufferedIOBase]:
-    """Opens a file for reading, and decompresses gzip, bzip2, xz and zstd.
+def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
+    """Opens a file for reading. Decompresses gzip, bzip2, xz and zstd.
 
     Raises OSError, and PlanError "data-format" if compressed content is damaged or incomplete.
     """
@@ -162,25 +162,25 @@ def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
 
 _BLOCK_BYTES = 1 << 13
 _NUM_BLOCKS = 16
-"""The size and the number of the blocks of a file that identify its content."""
+"""The size and number of the blocks that identify a file's content."""
 
 _MIN_IDS = 64
-"""The number of ids from which on a rare pattern shows another format."""
+"""The minimum number of ids for which a rare pattern shows a wrong format."""
 
 _ARRAY_CODES = {"uint16": "H", "uint32": "I"}
 _LLM_C = (20240520).to_bytes(4, "little")
-"""The first bytes of a token file of llm.c; its header has 1024 bytes."""
+"""The first bytes of the header, of 1024 bytes, of token files of llm.c."""
 
 
-def find_wrong_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
-    """Returns a reason and a hint if the ids of a file are not of `dtype`, little-endian and below `vocab_size`; else None.
+def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
+    """Returns a reason and a hint if the ids of a file are not of `dtype`, little-endian and below `vocab_size`.
 
-    Reads at most 128 KiB of the file. An unreadable file gives None.
+    Returns None if they are, or if the file cannot be read. Reads at most 128 KiB of the file.
     """
     try:
         sample = read_blocks(path)
     except OSError:
-        return None  # the code that opens it later reports the error
+        return None  # the code that opens the file later reports the error
     if sample[:4] == _LLM_C:
         return "begins with the header of llm.c, which would be read as tokens", "remove the header with `tail -c +1025`"
     ids = _ids(sample, dtype)
@@ -200,21 +200,21 @@ def find_wrong_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str,
 
 
 def _describe_large_id(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[str, str]:
-    """Returns a message about an id outside the vocabulary, and a hint with the byte order or dtype with which the ids fit."""
-    fitting = [name for name in _ARRAY_CODES if name != dtype and max(_ids(sample, name)) < vocab_size]
-    swapped = _ids(sample, dtype)
-    swapped.byteswap()
-    if max(swapped) < vocab_size:
+    """Returns the problem of an id outside the vocabulary, and a hint that names a byte order or dtype that fits."""
+    fitting_dtypes = [name for name in _ARRAY_CODES if name != dtype and max(_ids(sample, name)) < vocab_size]
+    big_endian_ids = _ids(sample, dtype)
+    big_endian_ids.byteswap()
+    if max(big_endian_ids) < vocab_size:
         hint = "they fit if they are big-endian: write them in little-endian order"
-    elif fitting:
-        hint = f'they fit as `dtype = "{fitting[0]}"`'
+    elif fitting_dtypes:
+        hint = f'they fit as `dtype = "{fitting_dtypes[0]}"`'
     else:
         hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
     return f"has the id {largest} as {dtype}, but `vocab_size` is {vocab_size}", hint
 
 
 def read_blocks(path: Path) -> bytes:
-    """Returns blocks that are spread over a file, each at a multiple of 8 bytes; all bytes of a small file."""
+    """Returns blocks that are spread over a file, each at a multiple of 8 bytes, or all bytes of a small file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size <= _BLOCK_BYTES * _NUM_BLOCKS:
@@ -234,13 +234,13 @@ def _ids(sample: bytes, dtype: str) -> array[int]:
 
 
 def _is_padded(ids: Sequence[int]) -> bool:
-    """Returns whether every second id is 0 or small compared with the others, like the upper halves of wider ids."""
+    """Returns whether every second id is 0 or small, like the upper halves of wider ids."""
     lower, upper = ids[::2], ids[1::2]
     return (max(upper) == 0 and len(set(lower)) > 4) or (max(upper) < 16 and max(lower) >= 1 << 12)
 
 
 def _byte_entropy(ids: Sequence[int], shift: int) -> float:
-    """Returns the entropy of one byte of the ids in bits. shift: the position of the byte in bits."""
+    """Returns the entropy, in bits, of one byte of the ids. shift: the byte's position in bits."""
     counts = [0] * 256
     for value in ids:
         counts[value >> shift & 255] += 1
@@ -254,7 +254,7 @@ _OTHER_TYPES = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: 
 
 @dataclass(frozen=True)
 class Index:
-    """Holds a Megatron index: the token dtype, and the first token of each document with the number of tokens, 64 bits."""
+    """A Megatron index. offsets: the first token of each document, and the number of tokens, 64 bits [num_documents + 1]."""
 
     dtype: TokenDtype
     offsets: array[int]
@@ -263,7 +263,7 @@ class Index:
 def read_index(path: Path, num_bytes: int) -> Index:
     """Returns the index at `path` of a token file with `num_bytes`.
 
-    Raises OSError, and ValueError if the index is wrong. Its message continues the name of the file.
+    Raises OSError, and ValueError for a wrong index, with a message that continues the name of the file.
     """
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
@@ -277,9 +277,9 @@ def read_index(path: Path, num_bytes: int) -> Index:
         if code not in _TYPES:
             raise ValueError(f"has tokens of the type {_OTHER_TYPES.get(code, code)}, but must have uint16 or int32")
         size = len(head) + 12 * count + 8 * num_ends
-        stored = file.seek(0, 2)
-        if stored not in (size, size + count):
-            raise ValueError(f"has {stored} bytes, but {count} sequences in {num_ends - 1} documents need {size}")
+        file_size = file.seek(0, 2)
+        if file_size not in (size, size + count):
+            raise ValueError(f"has {file_size} bytes, but {count} sequences in {num_ends - 1} documents need {size}")
         content = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ))[len(head) :]
     lengths = content[: 4 * count].cast("i")
     starts = content[4 * count : 12 * count].cast("q")
@@ -290,7 +290,10 @@ def read_index(path: Path, num_bytes: int) -> Index:
 def _document_offsets(
     lengths: Sequence[int], starts: Sequence[int], ends: Sequence[int], num_bytes: int, width: int
 ) -> array[int]:
-    """Returns `Index.offsets`. ends: the first sequence of each document, and the number of sequences. width: token bytes."""
+    """Returns `Index.offsets`.
+
+    ends: the first sequence of each document, and the number of sequences. width: the size of a token in bytes.
+    """
     if min(lengths, default=0) < 0:
         raise ValueError("has a sequence of a negative length")
     total = sum(lengths)

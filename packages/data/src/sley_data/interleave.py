@@ -1,8 +1,8 @@
-"""Chooses the source of each mixture sample from the number of the sample, without state or tables; torch-free.
+"""Computes the source of each mixture sample from the number of the sample, without state or tables; torch-free.
 
-The sources are the leaves of a binary tree. Among the first n numbers of a node with shares a and b, the left branch has
-round(n a / (a + b)) and the right branch has the remainder. Each node adds an error of at most half a sample, so the count of a
-source in any range of numbers differs from its share by about two samples. All arithmetic is in integers.
+The sources are the leaves of a binary tree. Of the first n numbers of a node whose branches have shares a and b, the left
+branch has round(n a / (a + b)), and the right branch has the remainder. Each node adds an error of at most half a sample, so
+the count of a source in any range of numbers differs from its share by about two samples. All arithmetic is in integers.
 
                  0 1 2 3 4 5 6 7 8 9
     code, 3      .   x   .   x   x        3 of 10, spread evenly
@@ -27,7 +27,7 @@ from sley_data.config import MixtureConfig, SourceTable
 
 @dataclass(frozen=True)
 class _Node:
-    """A tree node with two branches, each a node or a source index. share: the share of `left` in `total`."""
+    """A tree node. left, right: its branches, each a node or a source index. share: the share of `left` in `total`."""
 
     left: _Node | int
     right: _Node | int
@@ -35,14 +35,14 @@ class _Node:
     total: int
 
     def num_left(self, count: int) -> int:
-        """Returns the number of the node's first `count` numbers that belong to the left branch."""
+        """Returns how many of the node's first `count` numbers belong to the left branch."""
         return (2 * count * self.share + self.total) // (2 * self.total)
 
 
 class Interleave:
     """Interleaves sources: `order[n]` is the source of number n, and the index of n among the numbers of this source.
 
-    shares: the share of each source, an integer of at least 1. The first sum(shares) numbers have exactly these counts.
+    shares: the share of each source, an integer of at least 1. The first sum(shares) numbers contain each source that often.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -55,63 +55,63 @@ class Interleave:
             total = left[0] + right[0]
             heappush(branches, (total, number, _Node(left[2], right[2], left[0], total)))
         self._root = branches[0][2]
-        self._paths = [list(self._path(self._root, source) or ()) for source in range(len(shares))]
+        self._paths = [list(self._find_path(self._root, source) or ()) for source in range(len(shares))]
 
     def __getitem__(self, number: int) -> tuple[int, int]:
         node = self._root
         while isinstance(node, _Node):
-            before = node.num_left(number)
-            if node.num_left(number + 1) > before:
-                node, number = node.left, before
+            num_left = node.num_left(number)
+            if node.num_left(number + 1) > num_left:
+                node, number = node.left, num_left
             else:
-                node, number = node.right, number - before
+                node, number = node.right, number - num_left
         return node, number
 
-    def count(self, source: int, num: int) -> int:
-        """Returns the number of the first `num` numbers that belong to `source`."""
+    def count(self, source: int, length: int) -> int:
+        """Returns how many of the first `length` numbers belong to `source`."""
         for node, is_left in self._paths[source]:
-            num_left = node.num_left(num)
-            num = num_left if is_left else num - num_left
-        return num
+            num_left = node.num_left(length)
+            length = num_left if is_left else length - num_left
+        return length
 
-    def first_with(self, source: int, count: int) -> int:
-        """Returns the smallest n such that the first n numbers have `count` numbers of `source`."""
-        return bisect_left(range(self._search_limit(source, count)), count, key=lambda num: self.count(source, num))
+    def shortest_prefix(self, source: int, count: int) -> int:
+        """Returns the smallest n such that `count` of the first n numbers belong to `source`."""
+        return bisect_left(range(self._search_limit(source, count)), count, key=lambda length: self.count(source, length))
 
-    def last_with(self, source: int, count: int) -> int:
-        """Returns the largest n such that the first n numbers have at most `count` numbers of `source`."""
-        return bisect_right(range(self._search_limit(source, count)), count, key=lambda num: self.count(source, num)) - 1
+    def longest_prefix(self, source: int, count: int) -> int:
+        """Returns the largest n such that at most `count` of the first n numbers belong to `source`."""
+        return bisect_right(range(self._search_limit(source, count)), count, key=lambda length: self.count(source, length)) - 1
 
     def _search_limit(self, source: int, count: int) -> int:
         return (count + len(self.shares) + 1) * self.total // self.shares[source] + 1
 
-    def _path(self, node: _Node | int, source: int) -> Sequence[tuple[_Node, bool]] | None:
-        """Returns the nodes from `node` to `source`, each with whether the path goes left; None without a path."""
+    def _find_path(self, node: _Node | int, source: int) -> Sequence[tuple[_Node, bool]] | None:
+        """Returns the nodes on the path to `source`, each with whether the path goes left, or None if there is no path."""
         if not isinstance(node, _Node):
             return () if node == source else None
         for branch, is_left in ((node.left, True), (node.right, False)):
-            if (subpath := self._path(branch, source)) is not None:
+            if (subpath := self._find_path(branch, source)) is not None:
                 return ((node, is_left), *subpath)
         return None
 
 
-def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Returns integers in the exact decimal proportion of `weights`: 3 and 7 for 0.3 and 0.7."""
+def integer_shares(weights: Sequence[float]) -> list[int]:
+    """Returns integers in the exact proportion of the decimal `weights`, such as 3 and 7 for 0.3 and 0.7."""
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
 
 
 def source_seed(context: DataContext, source: SourceTable) -> int:
-    """Returns the seed of a source, which depends on its name, but not on the other sources."""
+    """Returns the seed of a source, which depends only on the run's seed and the source's name."""
     return int.from_bytes(blake2b(f"{context.seed}/{source.name}".encode(), digest_size=7).digest())
 
 
 class MixtureOrder:
-    """Maps the samples of a mixture to those of its sources.
+    """Maps the samples of a mixture to the samples of its sources.
 
-    Number n of the whole run is number c of one source. This is place c % length in epoch c // length of the source, which has
-    an order of its own. sources: the sources that have the split. lengths: their numbers of samples.
+    sources: the sources that have the split. lengths: their numbers of samples. Sample n of the whole run is number c of one
+    source, which is position c % length in epoch c // length of the source's own order.
 
     Raises PlanError "data-exhausted" if the run needs more samples than a source with `exhausted = "refuse"` has.
     """
@@ -130,12 +130,12 @@ class MixtureOrder:
             self._interleave = Interleave([max(1, round(count)) for count in counts])
             self._length = self._interleave.total
         else:
-            self._interleave = Interleave(whole_shares([source.weight or 0 for source in sources]))
+            self._interleave = Interleave(integer_shares([source.weight or 0 for source in sources]))
             self._length = self._epoch_length()
 
     def _epoch_length(self) -> int:
-        end_of = self._interleave.last_with if self._starts_over else self._interleave.first_with
-        ends = [end_of(source, length) for source, length in enumerate(self._lengths)]
+        find_end = self._interleave.longest_prefix if self._starts_over else self._interleave.shortest_prefix
+        ends = [find_end(source, length) for source, length in enumerate(self._lengths)]
         length = min(ends) if self._starts_over else max(ends)
         num_needed = self._context.num_samples
         if self._config.exhausted == "refuse" and self._starts_over and num_needed is not None and num_needed > length:
@@ -151,16 +151,15 @@ class MixtureOrder:
         return Order(self._lengths[number], seed=source_seed(self._context, source), epoch=epoch, shuffle=is_shuffled)
 
     def __len__(self) -> int:
-        """The number of samples in an epoch of the mixture."""
         return self._length
 
-    def place(self, epoch: int, index: int) -> tuple[int, int, int]:
-        """Returns the source of sample `index` of an epoch, the source's epoch, and the sample in the source."""
+    def locate(self, epoch: int, index: int) -> tuple[int, int, int]:
+        """Returns the source of sample `index` of an epoch, the source's epoch, and the sample's index in the source."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         if self._starts_over:
-            number, place = self._interleave[index]
+            number, position = self._interleave[index]
         else:
             number, count = self._interleave[epoch * len(self) + index]
-            epoch, place = divmod(count, self._lengths[number])
-        return number, epoch, self._order(number, epoch)[place]
+            epoch, position = divmod(count, self._lengths[number])
+        return number, epoch, self._order(number, epoch)[position]

@@ -15,14 +15,11 @@ from torch import Tensor
 
 from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, Field, Sample
 from sley_data.config import Documents
-from sley_data.documents import num_windows, window
+from sley_data.documents import locate_window, num_windows
 
 
 class TokenArray:
-    """A stream of tokens in one or more parts.
-
-    parts: 1-dimensional uint8, uint16 or uint32 tensors, which may be mapped files.
-    """
+    """A stream of tokens. parts: 1-dimensional uint8, uint16 or uint32 tensors, which may be mapped files."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts = tuple(parts)
@@ -32,13 +29,13 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Returns tokens [start, stop) as an int64 copy. The range must be inside the stream."""
+        """Returns a copy of tokens [start, stop) as int64. The range must be inside the stream."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         pieces = [piece.to(torch.int64) for piece in self._pieces(start, stop)]
         return pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
 
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Yields views of the parts that contain tokens [start, stop)."""
+        """Yields views that together contain tokens [start, stop)."""
         number = bisect_right(self._ends, start)
         while start < stop:
             end = self._ends[number]
@@ -48,7 +45,7 @@ class TokenArray:
 
 
 WINDOW_BLOCK = 1 << 20
-"""The number of windows whose documents are counted at a time."""
+"""The number of windows whose documents are counted in one operation."""
 
 
 def token_fields(documents: Documents) -> dict[str, Field]:
@@ -57,8 +54,8 @@ def token_fields(documents: Documents) -> dict[str, Field]:
 
 
 def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
-    """Returns window `index` of the stream. Labels that an earlier window contains are ignored (see `documents.window`)."""
-    start, num_covered = window(index, len(tokens), sequence)
+    """Returns window `index` of the stream. Ignores labels that earlier windows include (see `documents.locate_window`)."""
+    start, num_covered = locate_window(index, len(tokens), sequence)
     values = tokens.read(start, start + sequence + 1)
     labels = values[1:].clone()
     labels[:num_covered] = IGNORE_INDEX
@@ -68,12 +65,12 @@ def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
 def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, max_documents: int) -> Sample:
     """Returns window `index` with its document boundaries. No label crosses a boundary.
 
-    The field `positions` restarts at 0 at the start of each document and of the window. The field `cu_seqlens`, int32
-    [max_documents + 1], contains the starts of the documents in the window, padded with `sequence`.
+    `positions` restarts at 0 at the start of each document and of the window. `cu_seqlens`, int32 [max_documents + 1], contains
+    the starts of the documents in the window, padded with `sequence`.
     """
-    start, _ = window(index, len(tokens), sequence)
+    start, _ = locate_window(index, len(tokens), sequence)
     sample = cut_sample(tokens, index, sequence)
-    boundaries = _starts_after(offsets, start, start + sequence) - start
+    boundaries = _document_starts(offsets, start, start + sequence) - start
     sample["labels"][boundaries - 1] = IGNORE_INDEX
     starts = torch.cat([boundaries.new_zeros(1), boundaries[boundaries < sequence]])
     lengths = torch.diff(starts, append=starts.new_tensor([sequence]))
@@ -83,7 +80,7 @@ def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, 
     return sample
 
 
-def _starts_after(offsets: Tensor, start: int, stop: int) -> Tensor:
+def _document_starts(offsets: Tensor, start: int, stop: int) -> Tensor:
     """Returns the document starts in (start, stop]."""
     first, last = torch.searchsorted(offsets, torch.tensor([start, stop]), right=True).tolist()
     return offsets[first:last]
@@ -96,26 +93,25 @@ def max_documents(offsets: Tensor, sequence: int) -> int:
     for first in range(0, num_windows(num_tokens, sequence), WINDOW_BLOCK):
         last = min(first + WINDOW_BLOCK, num_windows(num_tokens, sequence))
         starts = (torch.arange(first, last) * sequence).clamp(max=num_tokens - 1 - sequence)
-        before = torch.searchsorted(offsets, starts, right=True)
-        num_starts = torch.searchsorted(offsets, starts + sequence) - before
+        num_starts = torch.searchsorted(offsets, starts + sequence) - torch.searchsorted(offsets, starts, right=True)
         largest = max(largest, int(num_starts.max()) + 1)
     return largest
 
 
 def chunk_ends(offsets: Tensor, sequence: int) -> Tensor:
-    """Returns the number of samples of all padded documents up to and including each document, int64 [num_documents]."""
+    """Returns the number of samples of padded documents up to the end of each document, int64 [num_documents]."""
     num_labels = torch.diff(offsets) - 1
     return ((num_labels + sequence - 1) // sequence).cumsum(0)
 
 
 def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, sequence: int) -> Sample:
-    """Returns sample `index` of padded documents, with token 0 and ignored labels at its end.
+    """Returns sample `index` of padded documents. Pads its end with token 0, which every vocabulary has, and ignored labels.
 
-    ends: the result of `chunk_ends`. Token 0 is in every vocabulary. With causal attention, no token attends to the padding.
+    ends: the result of `chunk_ends`. With causal attention, no token attends to the padding.
     """
     document = int(torch.searchsorted(ends, index, right=True))
-    before = int(ends[document - 1]) if document else 0
-    start = int(offsets[document]) + (index - before) * sequence
+    first_sample = int(ends[document - 1]) if document else 0
+    start = int(offsets[document]) + (index - first_sample) * sequence
     values = tokens.read(start, min(start + sequence + 1, int(offsets[document + 1])))
     sample = {"tokens": torch.zeros(sequence, dtype=torch.int64), "labels": torch.full((sequence,), IGNORE_INDEX)}
     sample["tokens"][: values.numel() - 1] = values[:-1]

@@ -12,38 +12,38 @@ from typing import Any
 
 from sley_core.errors import PlanError, PluginError
 from sley_data.files import File
-from sley_data.formats import ARROW_FILE, PARQUET, opened
+from sley_data.formats import ARROW_FILE, PARQUET, open_decompressed
 
 INSTALL = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
 
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
-"""The number of rows of a Parquet file that are in memory at a time."""
+"""The number of table rows that are in memory at a time."""
 
 
-def rows_of(file: File, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number of each row, from 1, and the row. The number of a row of JSON lines is that of the line.
+def read_rows(file: File, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number of each row, from 1, and the row. In JSON lines, the row number is the line number.
 
-    columns: the columns to read, or None for all. Null values of Parquet and Arrow are omitted, also in nested dicts, since a
-    column has the keys of all of its rows. Raises PlanError "data-json" or "data-format" for an unreadable row, and PluginError
-    "pyarrow-missing" if `pyarrow` is not installed.
+    columns: the columns of tables to read, or None for all. Null values of tables are omitted, also in nested dicts, since
+    every row of a table has the keys of all rows. Raises PlanError "data-json" or "data-format" for an unreadable row, and
+    PluginError "pyarrow-missing" if `pyarrow` is not installed.
     """
     if file.is_table:
         yield from _read_table(file, columns)
         return
-    with opened(file.path) as content:
+    with open_decompressed(file.path) as content:
         start = content.read(512).removeprefix(_BOM).lstrip(_BLANK)
     yield from _read_array(file) if start[:1] == b"[" else _read_lines(file)
 
 
-def bad_row(file: File, number: int, reason: str, hint: str | None = None) -> PlanError:
-    """Returns the PlanError "data-json" for a row. reason: the rest of the sentence that begins with "row 3 of `file`"."""
+def row_error(file: File, number: int, reason: str, hint: str | None = None) -> PlanError:
+    """Returns the PlanError "data-json" for a row. reason: the predicate of a sentence whose subject is the row."""
     return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
 
 
 def _read_lines(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    with opened(file.path) as lines:
+    with open_decompressed(file.path) as lines:
         for number, line in enumerate(lines, start=1):
             line = line.removeprefix(_BOM) if number == 1 else line
             if line.strip():
@@ -51,7 +51,7 @@ def _read_lines(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _read_array(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    with opened(file.path) as content:
+    with open_decompressed(file.path) as content:
         values = _parse_json(file, 1, content.read().removeprefix(_BOM))
     for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
         yield number, _require_object(file, number, value)
@@ -61,12 +61,12 @@ def _parse_json(file: File, number: int, text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise bad_row(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
+        raise row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
 
 
 def _require_object(file: File, number: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise bad_row(file, number, "is not a JSON object")
+        raise row_error(file, number, "is not a JSON object")
     return value
 
 
@@ -79,28 +79,26 @@ def _read_table(file: File, columns: Sequence[str] | None) -> Iterator[tuple[int
         raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=INSTALL) from None
     number = 0
     try:
-        for batch in _batches(file, columns):
+        for batch in _read_batches(file, columns):
             batch.validate(full=True)  # reading a damaged batch would crash the process
             selected = [name for name in batch.schema.names if columns is None or name in columns]
             if not selected:
                 names = ", ".join(f"`{name}`" for name in batch.schema.names)
                 missing = " or ".join(f"`{name}`" for name in columns or ())
-                raise bad_row(file, 1, f"has no {missing}", f"its columns are {names}")
+                raise row_error(file, 1, f"has no {missing}", f"its columns are {names}")
             for start in range(0, batch.num_rows, _BATCH_ROWS):
                 for row in batch.select(selected).slice(start, _BATCH_ROWS).to_pylist():
                     number += 1
                     yield number, _remove_nulls(row)
     except (pyarrow.ArrowException, KeyError, ValueError, OSError) as error:
-        if (
-            isinstance(error, OSError) and error.errno is not None
-        ):  # from the disk; errors of pyarrow about the content have no number
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk; errors of pyarrow have no number
             raise
         message = f"`{file.path}` is damaged or incomplete after row {number}: {error}"
         raise PlanError("data-format", message, path=("data", "files")) from None
 
 
-def _batches(file: File, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yields the record batches of `pyarrow`, one in memory at a time. `save_to_disk` writes Arrow streams."""
+def _read_batches(file: File, columns: Sequence[str] | None) -> Iterator[Any]:
+    """Yields the record batches of a Parquet file, an Arrow file, or an Arrow stream, which `save_to_disk` writes."""
     import pyarrow as pa
 
     with file.path.open("rb") as content:

@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Component
 
 _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
-"""A text that the tokenizers of different models split differently."""
+"""A text that different models' tokenizers split differently."""
 
 
-def sources_of(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
-    """Returns the numbers and tables of the sources with samples of a split; all sources if no table holds samples out."""
+def split_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
+    """Returns the number and table of each source that has a split, or of all sources if none holds samples out."""
     sources = list(enumerate(config.sources))
     return sources if split == "train" else [pair for pair in sources if _may_hold_out(pair[1])] or sources
 
 
 def _may_hold_out(source: SourceTable) -> bool:
-    """Returns whether the source may hold samples out. A table without such keys may."""
+    """Returns whether the source may hold samples out, as a table may that has no keys for it."""
     config = source.component.config
     values = [getattr(config, key) for key in ("held_out", "held_out_files") if hasattr(config, key)]
     return any(values) or not values
 
 
-def component_of(config: MixtureConfig, number: int) -> Component:
-    """Returns the dataset of a source, which excludes the held-out documents of the other sources."""
+def source_component(config: MixtureConfig, number: int) -> Component:
+    """Returns the dataset component of a source, which excludes the held-out documents of the other sources."""
     component = config.sources[number].component
     if not isinstance(component.config, DocumentsConfig):
         return component
@@ -47,13 +47,13 @@ def component_of(config: MixtureConfig, number: int) -> Component:
 
 
 def source_path(number: int, path: KeyPath) -> KeyPath:
-    """Returns the path in the plan of a key of `[data]` that the dataset of a source names."""
+    """Returns a key path of `[data]` as the key path of a source's table."""
     return ("data", "sources", number, *path[1:]) if path[:1] == ("data",) else path
 
 
 @contextmanager
 def locate_errors(number: int, name: str) -> Iterator[None]:
-    """Adds the name of a source to the errors of the block, and changes their paths to those of its table."""
+    """Adds the name of a source to errors of the block, and changes their key paths to those of the source's table."""
     try:
         yield
     except SleyError as error:
@@ -64,12 +64,12 @@ def locate_errors(number: int, name: str) -> Iterator[None]:
 
 
 class MixtureRows:
-    """The samples of the first epoch of a mixture as lists of numbers (see `api.data.DataRows`)."""
+    """The samples of a mixture's first epoch as lists of numbers, as `api.data.DataRows`."""
 
     counts = None
 
     def __init__(self, config: MixtureConfig, context: DataContext, rows: Sequence[DataRows]) -> None:
-        sources = [source for _, source in sources_of(config, context.split)]
+        sources = [source for _, source in split_sources(config, context.split)]
         self.sources = tuple(source.name for source in sources)
         self._rows = rows
         self._order = MixtureOrder(config, replace(context, num_samples=None), sources, list(map(len, rows)))
@@ -79,7 +79,7 @@ class MixtureRows:
         return len(self._order)
 
     def row(self, index: int) -> dict[str, Sequence[int]]:
-        number, _, sample = self._order.place(0, index)
+        number, _, sample = self._order.locate(0, index)
         row = {**self._rows[number].row(sample), SOURCE: [number]}
         if starts := row.get("cu_seqlens"):
             row["cu_seqlens"] = [*starts, *[starts[-1]] * (self._num_starts - len(starts))]
@@ -87,10 +87,10 @@ class MixtureRows:
 
 
 def mixture_rows(config: MixtureConfig, context: DataContext) -> MixtureRows | None:
-    """Returns the samples of a mixture, or None if a source needs torch (see `DatasetRecord.rows`)."""
+    """Returns the samples of a mixture, or None if a source needs torch. Implements `DatasetRecord.rows`."""
     rows = []
-    for number, source in sources_of(config, context.split):
-        component = component_of(config, number)
+    for number, source in split_sources(config, context.split):
+        component = source_component(config, number)
         record = component.record
         if not isinstance(record, DatasetRecord) or record.rows is None:
             return None
@@ -100,14 +100,14 @@ def mixture_rows(config: MixtureConfig, context: DataContext) -> MixtureRows | N
 
 
 def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a mixture and of the tables of its sources (see `DatasetRecord.check`)."""
+    """Yields the problems of a mixture and of the tables of its sources, as `DatasetRecord.check`."""
     held_out = [number for number, source in enumerate(config.sources) if evaluates and _may_hold_out(source)]
     problems: list[Problem] = []
     for number, source in enumerate(config.sources):
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.check is not None:
             check = record.load(record.check)
-            source_config = component_of(config, number).config
+            source_config = source_component(config, number).config
             for problem in check(source_config, evaluates=number in held_out, vocab_size=vocab_size):
                 problems.append(replace(problem, path=source_path(number, problem.path)))
     if evaluates and not held_out:
@@ -119,11 +119,11 @@ def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | N
 
 
 def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
-    """Yields a problem for each source whose table does not match the table of the first source."""
-    first: dict[str, tuple[str, Any]] = {}
+    """Yields a problem for each source whose properties differ from those of earlier sources."""
+    references: dict[str, tuple[str, Any]] = {}
     for number, source in enumerate(config.sources):
         for key, (label, value) in _shared_properties(source).items():
-            name, expected = first.setdefault(key, (source.name, value))
+            name, expected = references.setdefault(key, (source.name, value))
             if value != expected:
                 values = f"`{name}` has {_format(expected)}, `{source.name}` has {_format(value)}"
                 message = f"all sources of a mixture need the same {label}: {values}"
@@ -139,7 +139,7 @@ _HINTS = {
 
 
 def _shared_properties(source: SourceTable) -> dict[str, tuple[str, Any]]:
-    """Returns the label and the value of each property that must be the same in all sources."""
+    """Returns the label and value of each property that must be the same in all sources."""
     config, record = source.component.config, source.component.record
     properties: dict[str, tuple[str, Any]] = {}
     if isinstance(config, ChatConfig):
@@ -168,7 +168,7 @@ def _copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
 
 
 def text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the token ids of the sources, which are the same in all (see `DatasetRecord.text_ids`)."""
+    """Returns the `TextIds` that all sources share. Implements `DatasetRecord.text_ids`."""
     for source in config.sources:
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.text_ids is not None:
@@ -177,17 +177,17 @@ def text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
     raise UsageError("no-vocabulary", "no source of the mixture has a tokenizer", hint="pass `--tokenizer PATH`")
 
 
-def describe_overlap(training: MixtureConfig, evaluated: MixtureConfig) -> str:
-    """Describes the held-out documents of `evaluated` on which a run with the table `training` is trained; "" without any."""
+def describe_overlap(training: MixtureConfig, evaluation: MixtureConfig) -> str:
+    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns ""."""
     sentences = []
-    for number, source in sources_of(evaluated, "held_out"):
+    for number, source in split_sources(evaluation, "held_out"):
         record = source.component.record
         if not isinstance(record, DatasetRecord) or record.describe_overlap is None:
             continue
         describe = record.load(record.describe_overlap)
         for training_number, training_source in enumerate(training.sources):
             if training_source.component.name == source.component.name:
-                configs = component_of(training, training_number).config, component_of(evaluated, number).config
+                configs = source_component(training, training_number).config, source_component(evaluation, number).config
                 if sentence := describe(*configs):
                     sentences.append(f"`{source.name}` in `{training_source.name}`: {sentence}")
     return "; ".join(sentences)

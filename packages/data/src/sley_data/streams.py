@@ -19,34 +19,33 @@ from sley_core.api.files import replace_atomically
 from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.documents import find_copied_tokens, load_tokenizer, num_chunks, num_windows, read_documents, window
-from sley_data.files import File, files_of_split, merge_problems, text_files, token_files
+from sley_data.documents import find_copied_tokens, load_tokenizer, locate_window, num_chunks, num_windows, read_documents
+from sley_data.files import File, merge_problems, split_files, text_files, token_files
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
 FORMATS: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
-"""The format of a view of tokens by dtype. Bytes have the format "B"."""
+"""The memoryview format of each token dtype. Bytes have the format "B"."""
 
 _SCAN_BYTES = 1 << 24
-"""The bytes of a token file that are in the memory of this process while it is searched for documents."""
+"""The number of bytes of a token file that are in memory while it is searched for documents."""
 
 _MAX_BYTES_IN_MEMORY = 1 << 27
-"""The size from which on bytes are cached as mapped files. Smaller text is in the memory of each rank."""
+"""The minimum size of bytes that are cached as mapped files. Each rank holds smaller text in memory."""
 
 
 @dataclass(frozen=True)
 class Stream:
     """Holds the tokens of documents, one after another.
 
-    parts: views of 8, 16 or 32 bits, of memory or of mapped files; a document may be in several. offsets: the first token of
-    each document, and the number of tokens, 64 bits [num_documents + 1]; no document is empty. known_digest: `digest`, if it is
-    known.
+    parts: views of memory or mapped files, of 8, 16 or 32 bits. A document may be in several parts. offsets: the start of each
+    document, and the number of tokens, 64 bits [num_documents + 1]. No document is empty. stored_digest: `digest`, if known.
     """
 
     parts: Sequence[memoryview]
     offsets: memoryview
-    known_digest: str | None = None
+    stored_digest: str | None = None
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -67,18 +66,18 @@ class Stream:
 
     @property
     def digest(self) -> str:
-        """A digest of all tokens and of the lengths of the documents."""
-        return self.known_digest or _digest([self.parts, [self.offsets]])
+        """A digest of all tokens and document lengths."""
+        return self.stored_digest or _digest([self.parts, [self.offsets]])
 
     @property
     def sampled_digest(self) -> str:
-        """A digest of the length of each part, of blocks of each part, at most 128 KiB, and of the lengths of the documents."""
-        blocks = ([memoryview(array("q", [len(part)])), *_blocks(part)] for part in self.parts)
+        """A digest of the length of each part, of blocks of at most 128 KiB per part, and of the document lengths."""
+        blocks = ([memoryview(array("q", [len(part)])), *_sample_blocks(part)] for part in self.parts)
         return _digest([*blocks, [self.offsets]])
 
 
 def _digest(values: Iterable[Sequence[memoryview]]) -> str:
-    """Returns a digest of values, each in one or more parts."""
+    """Returns a digest of values, each of which may have several parts."""
     digest = blake2b(digest_size=16)
     for parts in values:
         digest.update(f"{parts[0].format if parts else None}{sum(map(len, parts))}".encode())
@@ -89,13 +88,13 @@ def _digest(values: Iterable[Sequence[memoryview]]) -> str:
 
 
 def _release_pages(part: memoryview) -> None:
-    """Removes the pages of a mapped file from the memory of this process; the next access loads them again."""
+    """Removes the pages of a mapped file from this process's memory. The next access loads them again."""
     if isinstance(part.obj, mmap):
         part.obj.madvise(MADV_DONTNEED)
 
 
-def _blocks(part: memoryview) -> Iterator[memoryview]:
-    """Yields 16 blocks that are spread over a part, from its start to its end; together at most the whole part."""
+def _sample_blocks(part: memoryview) -> Iterator[memoryview]:
+    """Yields 16 blocks of at most 2,048 elements that are spread over a part, from its start to its end."""
     size = 1 << 11 if len(part) > 1 << 15 else max(1, -(-len(part) // 16))
     for number in range(16):
         start = max(0, len(part) - size) * number // 15
@@ -103,15 +102,15 @@ def _blocks(part: memoryview) -> Iterator[memoryview]:
 
 
 def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
-    """Returns the documents of a split of text in order, without empty ones.
+    """Returns the non-empty documents of a split of text in order.
 
-    tokenizer: None for bytes. notes: receives sentences for the user. The tokens of a large text are kept on disk (see
-    `cache`). Raises PlanError with every file that is missing or empty, or for a file that cannot be read.
+    tokenizer: None for bytes. notes: the list to which sentences for the user are added. The tokens of a large text are cached
+    on disk (see `cache`). Raises PlanError with all missing and empty files, or for an unreadable file.
     """
-    files, held_out = files_of_split(config, split, text_files)
+    files, held_out = split_files(config, split, text_files)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
     settings = (4, tokenizer and tokenizer.digest, *options)
-    min_bytes = cache.WORTH_BYTES if tokenizer else _MAX_BYTES_IN_MEMORY
+    min_bytes = cache.MIN_CACHED_BYTES if tokenizer else _MAX_BYTES_IN_MEMORY
     folder = cache.cache_folder(config.cache, files, held_out, settings, min_bytes)
     if folder is not None:
         documents = read_documents(files, config, split, notes)
@@ -119,11 +118,11 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
             return _cached_stream(folder, tokenizer, documents, sum(file.num_bytes for file in files), notes)
         except OSError as error:
             notes[:] = [f"the tokens are not kept in {folder}: {error}"]
-    tokens, lengths, _ = _encode(tokenizer, read_documents(files, config, split, notes))
+    tokens, lengths, _ = _encode_documents(tokenizer, read_documents(files, config, split, notes))
     return Stream([memoryview(tokens)], memoryview(array("q", accumulate(filter(None, lengths), initial=0))))
 
 
-def _encode(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> cache.Encoded:
+def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> cache.Encoded:
     if tokenizer is not None:
         return *tokenizer.encode(documents), None
     tokens, lengths = array("B"), array("q")
@@ -136,7 +135,7 @@ def _encode(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]])
 def _cached_stream(
     folder: Path, tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
 ) -> Stream:
-    """Returns the tokens in the cache folder, mapped; tokenizes the documents first, unless the folder is complete."""
+    """Returns the mapped tokens in the cache folder. Tokenizes the documents first unless the folder is complete."""
     view_format = "B" if tokenizer is None else FORMATS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
 
     def map_parts(parts: Iterable[cache.Part], digest: str | None = None) -> Stream:
@@ -153,18 +152,18 @@ def _cached_stream(
             file.write(offsets)
         return {"digest": map_parts(parts).digest, "notes": notes}
 
-    complete = cache.prepare(
-        folder, documents, lambda document: len(document[1]), partial(_encode, tokenizer), num_bytes, summarize
+    complete = cache.prepare_parts(
+        folder, documents, lambda document: len(document[1]), partial(_encode_documents, tokenizer), num_bytes, summarize
     )
     notes[:] = complete["notes"]
     return map_parts(cache.part_files(folder, complete["parts"]), complete["digest"])
 
 
 def map_tokens(path: Path, view_format: Literal["B", "H", "I", "q"]) -> memoryview:
-    """Returns the integers of a file as a read-only view, whose pages are loaded when they are read.
+    """Maps a file of integers as a read-only view.
 
-    The map is shared and read-only, so that a file can be larger than the memory. Linux would reserve memory for a private,
-    writable map, such as that of PyTorch's `from_file`.
+    The map is shared and read-only, so that a file can be larger than the memory. For a private, writable map, as from
+    PyTorch's `from_file`, Linux would reserve memory.
     """
     assert sys.byteorder == "little", "token files are little-endian"
     with path.open("rb") as file:
@@ -174,8 +173,8 @@ def map_tokens(path: Path, view_format: Literal["B", "H", "I", "q"]) -> memoryvi
 def token_stream(config: TokensConfig, split: Split) -> Stream:
     """Returns the token files of a split as one mapped stream.
 
-    With `documents = "cut"` the stream is one document. Otherwise files without an index are searched for `end_of_document`, at
-    about 3 s per GB. Raises PlanError with every file that is missing, empty or not a whole number of tokens long.
+    With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for `end_of_document`,
+    at about 3 s per GB. Raises PlanError with all files that are missing, empty or not a whole number of tokens long.
     """
     files, problems = token_files(config, split)
     if split == "held_out":
@@ -197,7 +196,7 @@ def token_stream(config: TokensConfig, split: Split) -> Stream:
 
 
 def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterator[int]:
-    """Yields the ends of the documents in a file, ascending; perhaps also the start of the first one."""
+    """Yields the ends of the documents in a file, ascending. May also yield the start of the first document."""
     if file.index is not None:
         yield from file.index.offsets
         return
@@ -215,7 +214,7 @@ def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterat
 
 
 class TokenRows:
-    """The samples of a split of `data.text` or `data.tokens` as lists of numbers (see `DatasetRecord.rows`)."""
+    """The samples of a split of `data.text` or `data.tokens` as lists of numbers, as `api.data.DataRows`."""
 
     def __init__(self, config: TextConfig | TokensConfig, context: DataContext) -> None:
         """Loads the data. Raises the same PlanError as the datasets."""
@@ -226,7 +225,7 @@ class TokenRows:
             self._stream = text_stream(config, context.split, load_tokenizer(config), [])
         self._lengths = array("q", (stop - start for start, stop in pairwise(self._stream.offsets)))
         if not len(self):
-            raise too_short(len(self._stream), config.sequence)
+            raise short_data_error(len(self._stream), config.sequence)
 
     def __len__(self) -> int:
         if self._config.documents == "pad":
@@ -235,7 +234,7 @@ class TokenRows:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of `DataRows`. The documents of token files with `documents = "cut"` are unknown."""
+        """The counts, as in `DataRows`. Documents of token files with `documents = "cut"` are unknown."""
         config, num_tokens = self._config, len(self._stream)
         trained = num_tokens - (1 if config.documents == "cut" else len(self._lengths))
         positions = len(self) * config.sequence
@@ -255,7 +254,7 @@ class TokenRows:
         sequence = self._config.sequence
         if self._config.documents == "pad":
             return self._padded_row(index)
-        start, num_covered = window(index, len(self._stream), sequence)
+        start, num_covered = locate_window(index, len(self._stream), sequence)
         values = self._stream.read(start, start + sequence + 1)
         row = {"tokens": values[:-1], "labels": [IGNORE_INDEX] * num_covered + values[1 + num_covered :]}
         if self._config.documents == "pack":
@@ -270,8 +269,8 @@ class TokenRows:
     def _padded_row(self, index: int) -> dict[str, list[int]]:
         sequence, offsets = self._config.sequence, self._stream.offsets
         document = bisect_right(self._chunk_ends, index)
-        before = self._chunk_ends[document - 1] if document else 0
-        start = offsets[document] + (index - before) * sequence
+        first_sample = self._chunk_ends[document - 1] if document else 0
+        start = offsets[document] + (index - first_sample) * sequence
         values = self._stream.read(start, min(start + sequence + 1, offsets[document + 1]))
         num_padding = sequence + 1 - len(values)
         return {"tokens": values[:-1] + [0] * num_padding, "labels": values[1:] + [IGNORE_INDEX] * num_padding}
@@ -281,7 +280,7 @@ class TokenRows:
         return list(accumulate(num_chunks([length], self._config.sequence) for length in self._lengths))
 
     def _boundaries(self, start: int) -> list[int]:
-        """Returns the document starts after the first token of the window at `start` and up to its last label, from `start`."""
+        """Returns the document starts, relative to `start`, in (start, start + sequence]."""
         offsets = self._stream.offsets
         first, last = bisect_right(offsets, start), bisect_right(offsets, start + self._config.sequence)
         return [offset - start for offset in offsets[first:last]]
@@ -290,11 +289,11 @@ class TokenRows:
     def _max_documents(self) -> int:
         """The largest number of documents in a sample."""
         sequence, num_tokens = self._config.sequence, len(self._stream)
-        starts = (window(index, num_tokens, sequence)[0] for index in range(len(self)))
+        starts = (locate_window(index, num_tokens, sequence)[0] for index in range(len(self)))
         return max(1 + sum(boundary < sequence for boundary in self._boundaries(start)) for start in starts)
 
 
-def too_short(num_tokens: int, sequence: int) -> PlanError:
+def short_data_error(num_tokens: int, sequence: int) -> PlanError:
     """Returns the PlanError "data-short" for data of `num_tokens`."""
     message = f"the data has {num_tokens} tokens, but a sample needs {sequence} tokens and a label for the last token"
     return PlanError("data-short", message, path=("data", "sequence"), hint="use more text or a smaller `sequence`")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
 
 _BATCH = 256
-"""The number of documents that one call of `tokenizers` encodes, with a thread for each core."""
+"""The number of documents per call of `tokenizers`, which uses a thread for each core."""
 
 FILE_NAME = "tokenizer.json"
 
@@ -31,18 +31,18 @@ INSTALL = """install sley-data[tokenizers]; in a clone of Sley's repository, run
 
 
 class Tokenizer:
-    """Converts text to token ids, with the special tokens that the tokenizer adds, such as `<s>`, and `end_of_document`.
+    """Converts text to token ids, including `end_of_document` and special tokens that the tokenizer adds, such as `<s>`.
 
-    Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and
-    PlanError if the file is not a tokenizer or does not have the token `end_of_document`.
+    path: a file or folder. end_of_document: the token to append to each document, or None. Truncation, padding and random
+    segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and PlanError if the file is not a
+    tokenizer or does not have the token `end_of_document`.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
-        """path: a file or folder. end_of_document: the token to append to each document, or None."""
-        self._implementation = _load(path)
+        self._implementation = _load_tokenizer(path)
         if not self._implementation.get_vocab(with_added_tokens=True):
             raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
-        self._begin, self._end = self._added_ids()
+        self._begin, self._end = self._special_ids()
         if end_of_document is not None:
             token = self._implementation.token_to_id(end_of_document)
             if token is None:
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest that differs if the tokens of a text may differ."""
+        """A digest of all that determines the tokens of a text."""
         text = f"{version('tokenizers')}{self._implementation.to_str()}{self._begin}{self._end}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -66,15 +66,15 @@ class Tokenizer:
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
-        """Returns the ids of all documents, concatenated, as integers of 2 or 4 bytes, and the length of each, 64 bits.
+        """Returns the concatenated ids of all documents, of 16 or 32 bits, and the length of each document, of 64 bits.
 
-        documents: (name, content) pairs. Raises PlanError "data-encoding" with the name of a document that is not UTF-8.
+        documents: (name, content) pairs. Raises PlanError "data-encoding" for a document that is not UTF-8.
         """
         code = "H" if self.vocab_size <= 1 << 16 else "I"
         begin, end = array(code, self._begin), array(code, self._end)
         ids, lengths = array(code), array("q")
         documents = iter(documents)
-        while texts := [_text(name, content) for name, content in islice(documents, _BATCH)]:
+        while texts := [_decode_text(name, content) for name, content in islice(documents, _BATCH)]:
             for encoding in self._implementation.encode_batch_fast(texts, add_special_tokens=False):
                 start = len(ids)
                 ids += begin
@@ -84,21 +84,21 @@ class Tokenizer:
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
-        """Returns the first ids of a document that begins with `text`, and the number of those ids before the text."""
+        """Returns the first ids of a document that begins with `text`, and the number of special tokens before the text."""
         ids = self._implementation.encode(text, add_special_tokens=False).ids
         return [*self._begin, *ids], len(self._begin)
 
     @property
     def end_of_document(self) -> int | None:
-        """The last id that `encode` adds after each document, or None."""
+        """The last id that `encode` appends to each document, or None."""
         return self._end[-1] if self._end else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, including special tokens. An incomplete character is U+FFFD."""
+        """Returns the text of token ids, including special tokens. An incomplete character becomes U+FFFD."""
         text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _added_ids(self) -> tuple[list[int], list[int]]:
+    def _special_ids(self) -> tuple[list[int], list[int]]:
         """Returns the ids that the post-processor of the tokenizer adds before and after each text."""
         if self._implementation.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
@@ -110,7 +110,7 @@ class Tokenizer:
         return [], []
 
 
-def _load(path: Path) -> Implementation:
+def _load_tokenizer(path: Path) -> Implementation:
     """Loads a tokenizer. Raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or "tokenizer-invalid"."""
     try:
         from tokenizers import Tokenizer as Implementation
@@ -148,8 +148,8 @@ def _tokenizer_file(path: Path) -> Path:
     return path
 
 
-def _text(name: str, content: bytes) -> str:
-    """Returns `content` as text. Raises PlanError "data-encoding" with the name of the document if it is not UTF-8."""
+def _decode_text(name: str, content: bytes) -> str:
+    """Decodes the content of a document. Raises PlanError "data-encoding" if it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -161,8 +161,8 @@ def _text(name: str, content: bytes) -> str:
         ) from None
 
 
-class Utf8(TextIds):
-    """Converts text to its bytes in UTF-8."""
+class Utf8Ids(TextIds):
+    """Converts text to UTF-8 bytes."""
 
     size = NUM_BYTES
     end = None
@@ -173,20 +173,19 @@ class Utf8(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the characters that each byte completes."""
+        """Yields, for each byte, the characters that it completes."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for byte in ids:
             yield decoder.decode(bytes([byte]))
         yield decoder.decode(b"", final=True)
 
 
-class Tokenized(TextIds):
-    """Converts text to the ids of a tokenizer."""
+class TokenizerIds(TextIds):
+    """Converts text to the ids of a tokenizer. end: the id that ends a document, or None for the tokenizer's own."""
 
     is_bytes = False
 
     def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
-        """end: the id that ends a document, instead of that of the tokenizer."""
         self._tokenizer = tokenizer
         self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
         self.num_before = 0
@@ -196,34 +195,34 @@ class Tokenized(TextIds):
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that each token id adds, when its characters are complete.
+        """Yields the text that each token id adds, once its characters are complete.
 
-        Tokens are decoded after the tokens of the previous text, since some tokens begin with a space only after others.
+        Decodes tokens together with those of the previous text, since some tokens begin with a space only after other tokens.
         """
-        previous: list[int] = []
+        tokens: list[int] = []
         start = stop = 0  # the range of the tokens of the previous text
         for token in ids:
-            previous.append(token)
-            before, text = self._tokenizer.decode(previous[start:stop]), self._tokenizer.decode(previous[start:])
+            tokens.append(token)
+            previous_text, text = self._tokenizer.decode(tokens[start:stop]), self._tokenizer.decode(tokens[start:])
             # Later tokens may complete a character, but do not change the text before it.
-            if text.startswith(before) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(before) :]
-                start, stop = stop, len(previous)
-        yield self._tokenizer.decode(previous[start:]).removeprefix(self._tokenizer.decode(previous[start:stop]))
+            if text.startswith(previous_text) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(previous_text) :]
+                start, stop = stop, len(tokens)
+        yield self._tokenizer.decode(tokens[start:]).removeprefix(self._tokenizer.decode(tokens[start:stop]))
 
 
 def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the token ids of a `data.text` table, or those of `tokenizer` for any table (see `DatasetRecord.text_ids`).
+    """Returns the `TextIds` of a `data.text` table, or of `tokenizer` for any table. Implements `DatasetRecord.text_ids`.
 
-    A document ends with the `end_of_document` of the table, or else with the `eos_token` in the `tokenizer_config.json` next to
+    A document ends with the table's `end_of_document`, or else with the `eos_token` in the `tokenizer_config.json` next to
     `tokenizer`.
     """
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:
         assert isinstance(config, TextConfig), config
-        return Utf8() if config.tokenizer is None else Tokenized(Tokenizer(config.tokenizer, end))
+        return Utf8Ids() if config.tokenizer is None else TokenizerIds(Tokenizer(config.tokenizer, end))
     end = _end_token(tokenizer) if end is None else end
-    return Tokenized(Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None)
+    return TokenizerIds(Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None)
 
 
 def _end_token(tokenizer: Path) -> str | None:

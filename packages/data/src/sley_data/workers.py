@@ -1,6 +1,6 @@
 """Calls a function on batches in worker processes, one for each core; torch-free.
 
-The workers are new Python processes, not forks: a rank may have threads and a GPU, and its main module may lack a guard.
+The workers are new Python processes, since a rank may have threads and a GPU, and its main module may lack a guard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from sley_core.errors import RunError
 T = TypeVar("T")
 R = TypeVar("R")
 
-_COMMAND = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from sley_data.workers import serve; serve()"
+_COMMAND = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from sley_data.workers import run_worker; run_worker()"
+)
 
 
 def num_cores() -> int:
@@ -31,28 +33,28 @@ def num_cores() -> int:
 
 
 def map_batches(function: Callable[[T], R], batches: Iterable[T]) -> Generator[R]:
-    """Yields the results of `function` for each batch, in order; with one core, this process computes them.
+    """Yields the result of `function` for each batch, in order. With one core, this process calls the function.
 
-    At most four batches per core are in memory. The function, the batches and the results must be picklable. Raises the
-    errors of `function`, and RunError "data-worker" if a worker process dies.
+    At most four batches per core are in memory. Function, batches and results must be picklable. Raises the errors of
+    `function`, and RunError "data-worker" if a worker process dies.
     """
     if num_cores() == 1:
         yield from map(function, batches)
         return
-    idle: SimpleQueue[_Worker] = SimpleQueue()
+    idle_workers: SimpleQueue[_Worker] = SimpleQueue()
 
     def call(batch: T) -> R:
-        worker = idle.get()
+        worker = idle_workers.get()
         try:
             result: R = worker.call(batch)
             return result
         finally:
-            idle.put(worker)
+            idle_workers.put(worker)
 
     pending: deque[Future[R]] = deque()
     with ExitStack() as stack:
         for _ in range(num_cores()):
-            idle.put(stack.enter_context(_Worker(function)))
+            idle_workers.put(stack.enter_context(_Worker(function)))
         pool = stack.enter_context(ThreadPoolExecutor(num_cores()))
         for batch in batches:
             pending.append(pool.submit(call, batch))
@@ -63,7 +65,7 @@ def map_batches(function: Callable[[T], R], batches: Iterable[T]) -> Generator[R
 
 
 class _Worker:
-    """A process that calls `function` on each batch that it receives. It ends when its pipe is closed."""
+    """A process that calls `function` on each batch that it receives. Closing its pipe ends it."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # one thread: each core has a process
@@ -81,7 +83,7 @@ class _Worker:
         try:
             self._send(batch)
             is_error, result = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last: it died within a reply
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died within a reply
             message = f"a worker process that tokenizes text ended with the exit status {self._process.wait()}"
             hint = "set `cache` to a path on another disk, or use a host with more memory, if the system killed the process"
             raise RunError("data-worker", message, path=("data",), hint=hint) from None
@@ -97,11 +99,11 @@ class _Worker:
         self._process.communicate()
 
 
-def serve() -> None:
+def run_worker() -> None:
     """Runs a worker: reads the function and the batches from stdin, and writes the results to stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which stops the workers
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not be part of a reply
+    os.dup2(2, 1)  # so that output of libraries is not part of a reply
     try:
         function = pickle.load(requests)
         while True:
