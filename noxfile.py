@@ -25,6 +25,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import nox
@@ -34,7 +35,17 @@ sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 import releases
 from imports import import_rules
-from packages import PACKAGES, Package, alone_program, assert_licensed, named, needed_by_tests, torch_floor, with_needs
+from packages import (
+    BACKENDS,
+    PACKAGES,
+    Package,
+    alone_program,
+    assert_licensed,
+    named,
+    needed_by_tests,
+    torch_floor,
+    with_needs,
+)
 from thirdparty import Outside, check
 
 nox.options.default_venv_backend = "virtualenv"
@@ -51,6 +62,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
+ALL_FOLDERS = tuple(package.folder for package in PACKAGES)
 CONSTRAINTS = ("-c", "constraints.txt")
 FOR_TESTS = {"OMP_NUM_THREADS": "1"}
 """A test's ranks share the machine's cores: more threads than cores only make them wait for one another."""
@@ -65,8 +77,16 @@ SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal")
 def dev(session: nox.Session) -> None:
     """Make .nox/dev: every package editable, with what its tests need. Point an editor here."""
     session.log("installs all packages and what their tests need: minutes at first, mostly for torch; `nox -R` skips it")
-    editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
-    session.install(*CONSTRAINTS, *editable, *needed_by_tests(), "pytest-xdist", "mypy")
+    install_editable(session, *needed_by_tests(), "pytest-xdist", "mypy")
+
+
+def install_editable(
+    session: nox.Session, *others: str, folders: Iterable[str] = ALL_FOLDERS, constraints: str = "constraints.txt"
+) -> None:
+    """Installs packages editable, and `others`. What builds them is installed once, and not for each of them anew."""
+    session.install("-c", constraints, *BACKENDS, "editables")
+    editable = [argument for folder in folders for argument in ("-e", folder)]
+    session.install("--no-build-isolation", "-c", constraints, *editable, *others)
 
 
 def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] = (0,), **env: str) -> None:
@@ -81,7 +101,7 @@ def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] =
 def quickstart(session: nox.Session) -> None:
     """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
     session.log("installs torch and four packages: minutes at first; `nox -R` skips it")
-    session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "packages/data", "-e", "packages/models", "-e", "apps/train-cli")
+    install_editable(session, folders=("packages/core", "packages/data", "packages/models", "apps/train-cli"))
     session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
 
 
@@ -133,8 +153,7 @@ def isolated(session: nox.Session) -> None:
     folders = [package.folder for package in chosen]
     options = [argument for argument in session.posargs if argument.rstrip("/") not in folders]
     packages = chosen or [package for package in PACKAGES if not package.is_example]
-    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
-    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *backends)
+    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *BACKENDS)
     install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS)  # a wheel swaps under `nox -R` too
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, str] = {}
@@ -178,8 +197,7 @@ def release(session: nox.Session) -> None:
     if not packages:
         session.log("nothing to release: raise a version in its pyproject.toml first")
         return
-    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
-    session.install(*CONSTRAINTS, "torch", "build", "twine", *backends)
+    session.install(*CONSTRAINTS, "torch", "build", "twine", *BACKENDS)
     with tempfile.TemporaryDirectory() as folder:
         made = releases.wheels(session, ROOT, Path(folder))
         dist = ROOT / "dist"
@@ -221,8 +239,7 @@ def compat(session: nox.Session) -> None:
     Old ones are built from their commits; one whose commit this clone lacks is skipped. Before the first release the baseline
     of releases.toml stands for it.
     """
-    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
-    session.install(*CONSTRAINTS, "torch", "build", *backends)
+    session.install(*CONSTRAINTS, "torch", "build", *BACKENDS)
     plugins = [package for package in PACKAGES if package.is_plugin and package.distribution != "sley-cma"]
     with tempfile.TemporaryDirectory() as folder:
         here = releases.wheels(session, ROOT, Path(folder, "here"))
@@ -275,8 +292,7 @@ def floor(session: nox.Session) -> None:
         constraints = Path(folder, "constraints.txt")
         pinned = Path("constraints.txt").read_text("utf-8")
         constraints.write_text(re.sub(r"^torch==.*$", f"torch=={oldest}", pinned, flags=re.MULTILINE), "utf-8")
-        editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
-        session.install("-c", str(constraints), *editable, *needed_by_tests(), "pytest-xdist")
+        install_editable(session, *needed_by_tests(), "pytest-xdist", constraints=str(constraints))
         session.run("python", "-c", f"import torch; assert torch.__version__.startswith('{oldest}'), torch.__version__")
         run = ("train-cli", "run", "examples/plans/quickstart.toml", "--set", "run.steps=3", "--set", "parallel.dp=2")
         session.run(*run, "--set", f'run.folder="{Path(folder).as_posix()}"')
@@ -305,17 +321,25 @@ def readme(session: nox.Session) -> None:
     """README's commands, all of them in their order, in a clone of what is committed and a fresh environment.
 
     One is left out, `nox -s tests`: that is the session of this name, and takes minutes. Of commands that do the same,
-    the first: README marks the others (`sh alternative`).
+    the first: README marks the others (`sh alternative`). As README says, commands use the environment of the quickstart once
+    there is one; it has what builds packages, so pip builds them there and not in an environment for each. The answer of
+    `chat` must have the form of those on which its model was trained.
     """
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder, "sley")
         session.run("git", "clone", "--quiet", str(ROOT), str(clone), external=True)
         session.chdir(clone)
+        activate = f'PATH="{clone}/.nox/quickstart/bin:$PATH"'  # in the shell: nox puts its own environment first
+        env = {"NOX_ENVDIR": None, "PIP_NO_COMPILE": "1", "PIP_NO_BUILD_ISOLATION": "0"}
         for step in pages.steps(Path("README.md").read_text("utf-8")):
             if isinstance(step, pages.Plan):
                 Path("plan.toml").write_text(step.text, "utf-8")
             elif step.command != "python -m nox -s tests":
-                session.run("bash", "-ec", step.command, external=True, env={"NOX_ENVDIR": None, "PIP_NO_COMPILE": "1"})
+                is_chat = "train-cli chat" in step.command
+                output = session.run("bash", "-ec", f"{activate}; {step.command}", external=True, silent=is_chat, env=env)
+                if is_chat:
+                    session.log(output)
+                    pages.check_answer(str(output))
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)

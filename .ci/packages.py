@@ -59,6 +59,8 @@ def find_packages() -> list[Package]:
 
 
 PACKAGES = find_packages()
+BACKENDS = sorted({need for package in PACKAGES for need in package.build_requirements()})
+"""What builds the packages."""
 
 
 def needed_by_tests() -> list[str]:

@@ -43,6 +43,14 @@ def steps(page: str) -> Iterator[Command | Plan]:
             assert (language, more) in (("text", ""), ("sh", " alternative")), f"a block {language}{more}"
 
 
+def check_answer(output: str) -> None:
+    """Fails unless an answer of `train-cli chat`, the last line of its output, has the form of a docstring: a sentence, which
+    an end token ends.
+    """
+    answer = output.rstrip().splitlines()[-1]
+    assert re.fullmatch(r"[A-Z][^<>|]{9,}[.]", answer), f"this is no sentence:\n{output}"
+
+
 def write_plans(root: Path, base: Path, folder: Path) -> Iterator[Path]:
     """Write each ```toml block of the documentation as a plan of its own; the name says where it stands.
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import nox
-from packages import PACKAGES, ROOT, Package
+from packages import BACKENDS, PACKAGES, ROOT, Package
 
 WITH = ("sley-core", "sley-data", "sley-models", "sley-metrics", "sley-checkpoint", "sley-testing", "sley-train-cli")
 """What an outsider's environment has of Sley beside a plugin."""
@@ -23,8 +23,7 @@ class Outside:
         self._folder = folder
         self._constraints = str(constraints.resolve())
         session.run(sys.executable, "-m", "venv", str(folder / "env"), external=True)
-        backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
-        self.install("torch", *backends)
+        self.install("torch", *BACKENDS)
         self.install(*(self.wheel(package.folder) for package in PACKAGES if package.distribution in WITH))
         session.chdir(folder)
 

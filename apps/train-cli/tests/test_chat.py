@@ -167,13 +167,13 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     for name in ("make_chats.py", "plan.toml"):
         (tmp_path / name).write_text((EXAMPLE / name).read_text("utf-8"), "utf-8")
     monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, "make_chats.py"], check=True, timeout=100)
+    subprocess.run([sys.executable, tmp_path / "make_chats.py"], check=True, timeout=100)
     assert main(["run", "plan.toml", "--set", "run.steps=2", "--set", "parallel.dp=1"]) == 0
     capsys.readouterr()
     assert main(["sample", "runs/chat", "--prompt", "<|im_start|>user\n", "--tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("<|im_start|>user\n")
     rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text("utf-8").splitlines()]
-    assert len(rows) > 1000
+    assert len(rows) > 100
     assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
 
 

@@ -73,10 +73,17 @@ def _lines() -> Iterator[str]:
 
 def _print_answer(text_ids: TextIds, steps: Any) -> str:
     """Prints an answer as it is generated, until Ctrl-C; returns what was printed. steps: lists of one id."""
-    text = ""
+    text, ids = "", []
+
+    def tokens() -> Iterator[int]:
+        for (token,) in steps:
+            ids.append(token)
+            if token is not None:
+                yield token
+
     try:
         with closing(steps):
-            for part in text_ids.decode(row[0] for row in steps if row[0] is not None):
+            for part in text_ids.decode(tokens()):
                 text += part
                 sys.stdout.write(part)
                 sys.stdout.flush()
@@ -84,6 +91,8 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
         pass
     sys.stdout.write("\n")
     sys.stdout.flush()
+    if ids and ids[-1] is not None:
+        say("the answer has no end token yet")
     return text
 
 
