@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,59 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(cli: Any, runs: dict[str, Path]
     monkeypatch.setattr("sys.stdin", io.StringIO("home\nhome\n"))
     result = cli("chat", exported, "--temperature", 0, "--tokens", 3)
     assert (result.code, len(answers), len(result.out.splitlines())) == (0, 2, 2), result.err
+
+
+TASK = """
+task: next
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{metric: acc}}, {{metric: brier_score}}]
+"""
+
+
+@pytest.mark.parametrize("use", ["hf.decoder", "models.llama"])
+def test_tasks_of_lm_eval_have_the_numbers_of_the_export(
+    cli: Any, runs: dict[str, Path], folder: Path, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"text": text, "choices": [f" {word}" for word in WORDS[3:9]], "answer": 2} for text in (*PROMPTS, *WORDS[3:])]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    (tasks / "next.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"), "utf-8")
+    (runs[use] / "summary.json").write_text('{"outcome": "finished"}', "utf-8")
+    exported = export(cli, runs[use])
+    manager = TaskManager(include_path=tasks, include_defaults=False)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(exported)
+    model = HFLM(pretrained=str(exported), tokenizer=tokenizer, device="cpu")
+    results = lm_eval.simple_evaluate(model, tasks=["next"], task_manager=manager)["results"]["next"]
+    expected = {f"next/{name}": results[name] for name in ("acc,none", "brier_score,none")}
+    for source in (runs[use], exported):
+        result = cli("eval", source, "--harness", "next", "--include", tasks)
+        assert result.code == 0, result.err
+        shown = dict(line.split() for line in result.out.splitlines() if line.startswith("next/acc"))
+        assert shown == {"next/acc,none": f"{expected['next/acc,none']:.4f}"}
+    summary = json.loads((runs[use] / "summary.json").read_text("utf-8"))
+    assert summary == {"outcome": "finished", "harness": {"newest": pytest.approx(expected)}}
+    result = cli("eval", exported, "--harness", "next,other", "--include", tasks)
+    assert (result.code, "error[harness-task]" in result.err) == (2, True), result.err
+
+
+def test_eval_names_what_the_harness_needs(cli: Any, runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = cli("eval", runs["models.llama"], "--harness", "next")
+    assert (result.code, 'pip install -e "packages/hf[eval]"' in result.err) == (4, True), result.err
+    result = cli("eval", runs["models.llama"], "--harness", "next", "--batches", 1)
+    assert (result.code, "tasks of lm-eval have their own data" in result.err) == (2, True), result.err
 
 
 def test_models_that_transformers_lacks_and_missing_packages_are_named(

@@ -1,4 +1,5 @@
-"""`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss.
+"""`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss,
+or the numbers of tasks of lm-eval.
 
 Models that transformers has are sampled with its `generate` and a KV cache. Any other model, and a text with more
 tokens than the model has positions, has no cache: each token recomputes the whole window.
@@ -6,11 +7,13 @@ tokens than the model has positions, has no cache: each token recomputes the who
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -21,13 +24,14 @@ import typer
 from sley_core.attempt import PLAN
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError, UsageError
+from sley_core.json_text import write_json
 from sley_core.plan.tables import row_name
 from sley_core.records import DatasetRecord, ModelRecord
 from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
 from train_cli.console import say
 from train_cli.one_process import open_trained_run, plan_with_data
 from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
-from train_cli.progress import repeats
+from train_cli.progress import SUMMARY, repeats
 
 if TYPE_CHECKING:
     import torch
@@ -202,7 +206,12 @@ def _logits(run: Run, roles: Mapping[str, str], ids: Sequence[int], size: int) -
 
 
 def eval(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: runs/NAME.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The folder of a run: runs/NAME. For --harness also a checkpoint, or an exported folder."
+        ),
+    ],
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -215,10 +224,41 @@ def eval(
         int | None,
         typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; default: evaluation.steps."),
     ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option("--harness", metavar="TASKS", help="Tasks of lm-eval, separated by commas, in place of [evaluation]."),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option("--include", metavar="DIR", help="A folder with tasks in lm-eval's format, in place of its own."),
+    ] = None,
     best: BestOption = False,
 ) -> None:
     """Print the numbers of `[evaluation]` of a run's weights, and bits per byte if the tokens are bytes."""
-    plan = plan_with_data(run, data or [])
+    if harness is not None:
+        if data or batches:
+            raise UsageError("harness-task", "tasks of lm-eval have their own data", hint="remove `--data` and `--batches`")
+        _evaluate_tasks(run, harness.split(","), include, best=best)
+    else:
+        _evaluate_run(Path(run), data or [], batches, best=best)
+
+
+def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: bool) -> None:
+    """Prints the numbers of tasks of lm-eval, and writes them into the summary of the run, if it has one."""
+    generator, _ = open_generator(run, best=best, feature="`train-cli eval --harness`")
+    numbers = import_module("sley_hf.harness").evaluate_tasks(generator, tasks, include)
+    rows = {f"{task}/{name}": value for task, values in numbers.items() for name, value in values.items()}
+    _print_numbers(rows)
+    summary = Path(run) / SUMMARY
+    if summary.is_file():
+        content = json.loads(summary.read_text("utf-8"))
+        content.setdefault("harness", {}).setdefault("best" if best else "newest", {}).update(rows)
+        write_json(summary, content)
+
+
+def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool) -> None:
+    """Prints the numbers of `[evaluation]`. data: changes of `[data]`. batches: their number, if it is not the plan's."""
+    plan = plan_with_data(run, data)
     with ExitStack() as stack:
         try:
             opened = open_trained_run(run, plan, best=best, with_evaluation=True, batches=batches)
@@ -240,6 +280,10 @@ def eval(
         typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
         if _is_nats_per_byte(plan):
             typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+    _print_numbers(numbers)
+
+
+def _print_numbers(numbers: Mapping[str, float]) -> None:
     width = max(map(len, numbers), default=0)
     for name, value in numbers.items():
         typer.echo(f"{name:<{width}}  {value:.4f}")
