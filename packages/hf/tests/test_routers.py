@@ -60,7 +60,7 @@ def test_a_row_has_the_loss_and_an_evaluation_leaves_it_out(model: Path, texts: 
 def test_the_plan_or_the_config_has_the_coefficient(router_loss: float | None, coefficient: float, tmp_path: Path) -> None:
     small_config("mixtral", router_aux_loss_coef=0.2, output_router_logits=True).save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "router_loss": router_loss})
-    routers = routers_of(config, *build_from_config(read_hf_config(config), eager=False, experts="eager"))
+    routers = routers_of(config, *build_from_config(read_hf_config(config), kernel="sdpa", experts="eager"))
     assert routers is not None
     assert routers.coefficient == coefficient
 

@@ -7,29 +7,35 @@ there, and which `[sequence]` finds and makes work on slices. No class of transf
 from __future__ import annotations
 
 import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from sley_core.api.model import Attention, attention_mask
-from sley_core.errors import RunError
+from sley_core.api.model import Attention, attention_mask, once_per_field
+from sley_core.errors import PlanError, RunError
 
 NAME = "sley"
 CORE = "sley_core"
+
+FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""The modules of the packages flash-attn and flash-attn-3, by the names of their kernels in transformers."""
 
 
 class SleyAttention(Attention):
     """Core's attention, which also soft-caps scores, as in Gemma 2.
 
-    eager: whether to compute with matrix products. cu_seqlens: the document bounds of the call in progress, set by the block:
+    kernel: `[model] attention`. cu_seqlens: the document bounds of the call in progress, set by the block:
     not every family hands keyword arguments down to its attention. was_called: whether a forward has called it.
     """
 
-    def __init__(self, *, eager: bool) -> None:
+    def __init__(self, kernel: str) -> None:
         super().__init__()
-        self.eager = eager
+        self.kernel = kernel
         self.was_called = False
         self.cu_seqlens: Tensor | None = None
 
@@ -44,8 +50,16 @@ class SleyAttention(Attention):
         dropout: float = 0.0,
         softcap: float | None = None,
     ) -> Tensor:
-        """Returns the context [b, s, h, d]. Arguments as in `Attention`; scores become softcap x tanh(scores / softcap)."""
-        if softcap is None and not self.eager:
+        """Returns the context [b, s, h, d]. Arguments as in `Attention`; scores become softcap x tanh(scores / softcap).
+
+        Raises RunError "hf-attention" if the kernel cannot compute this.
+        """
+        if self.kernel not in ("sdpa", "eager") and not q.is_meta:
+            _check_call(self.kernel, q, dropout)
+            if self.kernel == "flex_attention":
+                return call_flex(q, k, v, cu_seqlens, scale, window, softcap)
+            return call_flash(import_module(FLASH_MODULES[self.kernel]), q, k, v, cu_seqlens, scale, window, dropout, softcap)
+        if softcap is None and self.kernel != "eager":
             return super().forward(q, k, v, cu_seqlens, scale, window, dropout)
         mask = attention_mask(cu_seqlens, window, q)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -57,6 +71,101 @@ class SleyAttention(Attention):
         dtype = torch.promote_types(q.dtype, torch.float32)
         weights = nn.functional.dropout(scores.softmax(-1, dtype=dtype).to(q.dtype), dropout, self.training)
         return (weights @ v).transpose(1, 2)
+
+
+def _check_call(kernel: str, q: Tensor, dropout: float) -> None:
+    """Raises RunError "hf-attention" if a kernel other than `sdpa` and `eager` cannot compute this."""
+    device, problem = q.device.type, ""
+    if dropout and kernel != "flash_attention_2":
+        problem = "has no dropout"
+    elif kernel == "flex_attention":
+        if device != "cuda" and torch.is_grad_enabled() and q.requires_grad:
+            problem = f"has no backward on {device}"
+    elif find_spec(FLASH_MODULES[kernel]) is None:
+        problem = f"needs the module `{FLASH_MODULES[kernel]}`, which is not installed"
+    elif device != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        problem = f"computes in bf16 and fp16 on CUDA, but not in {q.dtype} on {device}"
+    if problem:
+        raise RunError("hf-attention", f"`{kernel}` {problem}", hint='set `[model] attention = "sdpa"`')
+
+
+def call_flash(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    dropout: float,
+    softcap: float | None,
+) -> Tensor:
+    """Returns the context [b, s, h, d] of `module.flash_attn_varlen_func`, which gets the rows one after another."""
+    batch, length = q.shape[:2]
+    ends = torch.arange(1, batch + 1, device=q.device)[:, None] * length
+    starts = ends - length if cu_seqlens is None else cu_seqlens[:, :-1] + ends - length
+    bounds = torch.cat([starts.flatten(), ends[-1]]).to(torch.int32)  # padding becomes empty documents
+    options: dict[str, Any] = {"dropout_p": dropout} if dropout else {}
+    context = module.flash_attn_varlen_func(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        bounds,
+        bounds,
+        length,
+        length,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+        **options,
+    )
+    context = context[0] if isinstance(context, tuple) else context  # flash-attn-3 may return the log-sum-exp too
+    output: Tensor = context.reshape(batch, length, *context.shape[1:])
+    return output
+
+
+def call_flex(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """Returns the context [b, s, h, d] of torch's `flex_attention`, which is compiled on CUDA."""
+    flex = import_module("torch.nn.attention.flex_attention")  # loads torch's compiler
+    batch, length = q.shape[:2]
+
+    def block_mask() -> Any:
+        bounds = torch.tensor([[0, length]], device=q.device).expand(batch, 2) if cu_seqlens is None else cu_seqlens
+        positions = torch.arange(length, device=q.device, dtype=bounds.dtype).repeat(batch, 1)
+        document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)
+
+        def may_attend(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (document[b, i] == document[b, j]) & (i >= j) & (i - j < (window or length))
+
+        return flex.create_block_mask(may_attend, batch, None, length, length, device=q.device.type)
+
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap  # type: ignore[operator]
+
+    context: Tensor = _flex_function(q.device.type == "cuda")(
+        *(heads.transpose(1, 2) for heads in (q, k, v)),
+        score_mod=None if softcap is None else cap,
+        block_mask=block_mask() if cu_seqlens is None else once_per_field(cu_seqlens, ("flex", window, length), block_mask),
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return context.transpose(1, 2)
+
+
+@cache
+def _flex_function(is_compiled: bool) -> Any:
+    function = import_module("torch.nn.attention.flex_attention").flex_attention
+    return torch.compile(function) if is_compiled else function
+
+
+def check_kernel(kernel: str, family: str, *, has_interface: bool) -> None:
+    """Raises PlanError "hf-kernel" for a kernel that the attention of a family, which has its own code, does not have."""
+    if not has_interface and kernel not in ("sdpa", "eager"):
+        message = f"`{family}` computes attention with its own code, which has no `{kernel}`"
+        raise PlanError("hf-kernel", message, path=("model", "attention"), hint='use "sdpa" or "eager"')
 
 
 def attend(
@@ -101,8 +210,8 @@ def uses_interface(model_class: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model_class.__module__])
 
 
-def add_attention(model: nn.Module, *, eager: bool) -> None:
+def add_attention(model: nn.Module, kernel: str) -> None:
     """Adds a `SleyAttention` to each attention module of a model."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
-            module.add_module(CORE, SleyAttention(eager=eager))
+            module.add_module(CORE, SleyAttention(kernel))

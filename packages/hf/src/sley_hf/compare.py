@@ -34,7 +34,7 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     loss if the plan has one, and the errors of `sley_hf.decoder.layers`.
     """
     small = shrink(read_hf_config(config))
-    causal, structure = build_from_config(small, eager=config.attention == "eager", experts="eager")
+    causal, structure = build_from_config(small, kernel="eager" if config.attention == "eager" else "sdpa", experts="eager")
     # transformers' other kernels ignore soft caps
     is_eager = config.attention == "eager" or getattr(small, "attn_logit_softcapping", None) or not causal._supports_sdpa
     kernel = "eager" if is_eager else "sdpa"

@@ -30,10 +30,11 @@ class DecoderConfig(ModelConfig):
     config: PlanPath | None = None
     """A `config.json` of transformers, or its folder. Training starts from random weights."""
 
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """The attention kernel: torch's `scaled_dot_product_attention`, or plain matrix products.
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """The attention kernel, by its name in transformers: torch's `scaled_dot_product_attention`, plain matrix products, torch's
+    `flex_attention`, or that of the package flash-attn or flash-attn-3. The last three train on CUDA only.
 
-    Attentions with soft-capped scores always use the latter.
+    With `sdpa`, attentions with soft-capped scores use matrix products.
     """
 
     experts: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"

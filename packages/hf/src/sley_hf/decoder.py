@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sley_core.api.model import Model, attention_mask
 from sley_core.errors import PlanError, RunError
-from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
+from sley_hf.attention import NAME, SleyAttention, add_attention, check_kernel, uses_interface
 from sley_hf.config import has_router_loss
 from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
 from sley_hf.structure import (
@@ -49,7 +49,7 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     token ids than the model, and "model-weights" if the files cannot be read or belong to another model.
     """
     hf_config = read_hf_config(config)
-    causal, structure = build_from_config(hf_config, eager=config.attention == "eager", experts=config.experts)
+    causal, structure = build_from_config(hf_config, kernel=config.attention, experts=config.experts)
     routers = routers_of(config, causal, structure)
     vocab_size = causal.config.vocab_size
     if data.vocab_size is not None and vocab_size < data.vocab_size:
@@ -97,7 +97,7 @@ def read_hf_config(config: DecoderConfig) -> Any:
         raise _structure_error(str(error)) from None
 
 
-def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any, Structure]:
+def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, Structure]:
     """Returns the model of transformers with its parameters on meta and its buffers on the host, and its structure.
 
     Raises PlanError "hf-structure".
@@ -109,11 +109,12 @@ def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any
     if model_class is None:
         raise _structure_error(f"transformers has no causal language model of the type `{hf_config.model_type}`")
     has_interface = uses_interface(model_class)
-    kernel = NAME if has_interface else "eager" if eager or not model_class._supports_sdpa else "sdpa"
+    check_kernel(kernel, hf_config.model_type, has_interface=has_interface)
+    implementation = NAME if has_interface else kernel if model_class._supports_sdpa else "eager"
     try:
         with torch.device("meta"):
             experts_option = {"experts_implementation": experts} if model_class._can_set_experts_implementation() else {}
-            causal = model_class._from_config(hf_config, attn_implementation=kernel, **experts_option)
+            causal = model_class._from_config(hf_config, attn_implementation=implementation, **experts_option)
         structure = find_structure(causal)
     except (UnsupportedModelError, ValueError) as error:
         raise _structure_error(str(error)) from None
@@ -121,7 +122,7 @@ def build_from_config(hf_config: Any, *, eager: bool, experts: str) -> tuple[Any
         parameter.__dict__.pop("_is_hf_initialized", None)  # set on meta, and it would keep values from being drawn
     _compute_buffers(causal)
     if has_interface:
-        add_attention(causal, eager=eager)
+        add_attention(causal, kernel)
     num_active = getattr(hf_config, "num_experts_per_tok", None)
     for module in causal.modules() if num_active else ():
         stacked = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]

@@ -41,7 +41,7 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
     hf_config = read_hf_config(config)
-    causal, structure = build_from_config(hf_config, eager=True, experts="eager")
+    causal, structure = build_from_config(hf_config, kernel="eager", experts="eager")
     tied = {name for _, name in ties(causal, structure)}
     names, shapes = {}, {}
     for hf_name, value in causal.state_dict().items():
@@ -103,9 +103,10 @@ def _as_loaded(value: Tensor) -> Tensor:
 
 def _outputs_of_layers(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the output of each layer for token ids [1, s], in fp32. One layer is in memory at a time."""
-    config: Any = plan.model.config
+    plan_config: Any = plan.model.config
+    config = plan_config.without_weights().model_copy(update={"attention": "sdpa"})  # other kernels need CUDA
     record: Any = plan.model.record
-    model: Model = record.load(record.build)(config.without_weights(), DataInfo(TOKEN_FIELDS, vocab_size))
+    model: Model = record.load(record.build)(config, DataInfo(TOKEN_FIELDS, vocab_size))
     ties = {second: first for first, second in model.ties}
     output = tokens
     for layer in model.layers:
