@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +153,13 @@ metric_list: [{{metric: acc}}, {{metric: brier_score}}]
 """
 
 
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval, of the extra sley-hf[eval]")
 @pytest.mark.parametrize("use", ["hf.decoder", "models.llama"])
 def test_tasks_of_lm_eval_have_the_numbers_of_the_export(
     cli: Any, runs: dict[str, Path], folder: Path, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    lm_eval = pytest.importorskip("lm_eval")
+    import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
