@@ -128,11 +128,16 @@ def test_numbers_as_people_read_them() -> None:
 
 def test_the_opening_says_how_large_the_run_is() -> None:
     held = {"weights": 4 << 20, "masters": 0, "gradients": 3 << 30}
-    plan: Any = SimpleNamespace(run=SimpleNamespace(steps=160), metrics=[SimpleNamespace(name="metrics.tensorboard")])
+    plan: Any = SimpleNamespace(
+        run=SimpleNamespace(steps=160),
+        metrics=[SimpleNamespace(name="metrics.tensorboard")],
+        model=SimpleNamespace(config=SimpleNamespace(compile=True)),
+    )
     assert opening(FACTS, plan, held).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
         "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
         "memory below is the peak of rank 0's whole process, libraries included",
+        "the first step also compiles the layers, which may take minutes",
         "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]
     unknown = RunInfo("small", "NVIDIA H100", 1, parameters=9, trained=8, samples_per_step=16)

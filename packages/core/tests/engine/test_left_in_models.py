@@ -33,7 +33,7 @@ def output(run: Run) -> Tensor:
     return hidden
 
 
-def compiled(module: nn.Module) -> None:
+def compiled(module: nn.Module, **_: Any) -> None:
     """What `nn.Module.compile` does, without a compiler."""
     vars(module)[KEPT] = module._call_impl
 
