@@ -1,4 +1,4 @@
-"""`estimate`, `run --dry-run` and `calibrate`: what they print before a run, and the machine file."""
+"""`estimate` and `calibrate`: what they print before a run, and the machine file."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path, leaves: bool) -> Non
         assert " in the update of the first step" in cli("estimate", plan, changes=changes).out.splitlines()[0]
 
 
-def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
+def test_an_estimate_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
     (plan.parent / "held_out.txt").write_text("the sley beats home\n" * 60, "utf-8")
     before = sorted(plan.parent.iterdir())
     saves = ["checkpoint.every_steps=1", "evaluation={ every = 1, keep_best = 'held_out_loss' }"]
     saves += ["data.held_out_files=['held_out.txt']"]
-    result = cli("run", plan, "--dry-run", changes=saves)
+    result = cli("estimate", plan, changes=saves)
     assert result.code == 0, result.err
-    assert "dry run on 2 ranks: the first steps succeed; the peak is " in result.err
     assert sorted(plan.parent.iterdir()) == before
 
 
-def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..., Path]) -> None:
+def test_it_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..., Path]) -> None:
     """The shapes of its second layer do not fit, and no check without a step calls it."""
     plan = own_model(
         """
@@ -80,7 +79,7 @@ def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..
             return [Embeds(256, 8), nn.Linear(9, 256)]
         """
     )
-    result = cli("run", plan, "--dry-run")
+    result = cli("estimate", plan)
     assert result.code == 1
     assert "in layer `1` (Linear) in microbatch 0" in result.err
 

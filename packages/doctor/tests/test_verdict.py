@@ -42,7 +42,7 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
     told = found(report(0, A, B, C, wait=B), report(1, A, exchange(2, "c"), wait=exchange(2, "c")))
     assert (told.kind, told.ranks) == ("left out", ())
     assert [one.label for one in told.exchanges] == ["b", "c"]
-    assert "the 2nd of that queue" in told.cause
+    assert "the 2nd exchange of that queue" in told.cause
     assert "one rank has skipped it, or the other rank makes it once too often" in told.cause
 
 

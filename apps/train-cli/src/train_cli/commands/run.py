@@ -22,8 +22,7 @@ from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import console
 from train_cli.console import Settings
-from train_cli.main import module_of
-from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
+from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.preflight import RankFaults, refuse_single_process_worlds
 from train_cli.progress import draws_line, ranks
 from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
@@ -52,14 +51,6 @@ def run(
     nproc: Annotated[
         int | None, typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, if the plan does not set it.")
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Run the first steps of each stage on tensors without values; starts no ranks and needs no device.",
-        ),
-    ] = False,
-    world: WorldOption = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one line.")] = False,
     verbose: Annotated[
         int,
@@ -69,11 +60,6 @@ def run(
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
     changes = overrides or []
-    if dry_run:
-        _dry_run(load_plan(plan, changes), world or nproc)
-        return
-    if world is not None:
-        raise UsageError("world", "`--world` needs `--dry-run`", hint="use `--nproc` to start local ranks")
     refuse_single_process_worlds(os.environ)
     line = draws_line(sys.stderr, is_allowed=not no_progress)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -116,20 +102,6 @@ def run(
 
             code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
     raise typer.Exit(code)
-
-
-def _dry_run(plan: Plan, world: int | None) -> None:
-    """Runs the first steps of every distinct rank, without values and without peers. Raises the errors of these steps."""
-    size = check(plan, plan.world(None) if world is None else world)
-    from train_cli.meta_model import check_model
-
-    estimates = module_of("estimate", "sley_estimate.commands.estimate", "`run --dry-run`")
-
-    for note in check_model(plan, size):
-        console.say(note)
-    largest = max(estimates.bytes_and_seconds(plan, size)[0], key=lambda stage: stage.peak)
-    peak = estimates.format_bytes(largest.peak)
-    console.say(f"dry run on {ranks(size)}: the first steps succeed; the peak is {peak}, on stage {largest.stage}")
 
 
 def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:

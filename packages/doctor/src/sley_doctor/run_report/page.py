@@ -26,9 +26,8 @@ from sley_core.errors import UsageError, format_path
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.write import format_value, iterate_values
 from sley_doctor.reports.fault_report import AttemptReports, read_reports
-from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, WorkRecord, read_records
-from sley_doctor.slow.blocks import Block, median
-from sley_doctor.slow.describe import MIN_SHOWN_S, describe_cause, describe_no_cause, longest_waits, remedy
+from sley_doctor.reports.work_record import WorkRecord, read_records
+from sley_doctor.slow.describe import describe_cause, describe_no_cause, describe_work, remedy
 from sley_doctor.slow.judge import judge
 from sley_doctor.verdict.verdict import find_verdict
 from train_cli.environment import StartRecord, read_start
@@ -82,53 +81,18 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return [run if names[run.label] == 1 else replace(run, label=str(run.folder)) for run in runs]
 
 
-WORK_COLUMNS: Mapping[str, str] = {
-    DATA: "data",
-    "F": "forward",
-    "BI": "backward",
-    "W": "backward for weights",
-    UPDATE: "update",
-}
-"""The columns of the work table, by location or by first letter of actions; the column `else` has the remaining locations."""
-
 MAX_RANKS = 32
 
 
-def waiting_table(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
-    """Returns the section about waits in the run with `records`: the causes of slow steps with their remedies, and a row for
-    each rank, in order of increasing waits.
+def waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
+    """Returns the section about waits in the run with `records`: the causes of slow steps with their remedies, and a line for
+    each rank, as `train-cli doctor` prints them.
     """
     judgement = judge(records)
     descriptions = [f"{describe_cause(cause)}; {remedy(cause)}" for cause in judgement.causes] or [describe_no_cause(judgement)]
-    blocks = judgement.blocks
-    rows = sorted((_waiting_row(rank, blocks) for rank in blocks[0].ranks), key=lambda row: row["waiting_s"]) if blocks else []
-    note = f"The table shows the {MAX_RANKS} of {len(rows)} ranks that wait least." if len(rows) > MAX_RANKS else ""
-    return {"label": label, "descriptions": descriptions, "rows": rows[:MAX_RANKS], "note": note}
-
-
-def _waiting_row(rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Returns one rank's table row: seconds of work by column of WORK_COLUMNS, seconds of other work, seconds of waits,
-    longest waits.
-    """
-    works = [block.ranks[rank] for block in blocks]
-    names = [location for location in works[-1].work if location != DEVICE]
-    locations = {location: median(work.work[location].median for work in works if location in work.work) for location in names}
-    column_seconds = [
-        sum(
-            seconds
-            for location, seconds in locations.items()
-            if location == column or (column.isupper() and location[0] in column)
-        )
-        for column in WORK_COLUMNS
-    ]
-    waits = longest_waits(rank, blocks)
-    return {
-        "rank": rank,
-        "stage": works[0].start.stage,
-        "work": [*column_seconds, sum(locations.values()) - sum(column_seconds)],
-        "waiting_s": sum(seconds for seconds, _ in waits),
-        "waits": [f"{seconds * 1e3:.3g} ms {description}" for seconds, description in waits[:2] if seconds >= MIN_SHOWN_S],
-    }
+    lines = list(describe_work(judgement))
+    note = f"The first {MAX_RANKS} of {len(lines)} ranks." if len(lines) > MAX_RANKS else ""
+    return {"label": label, "descriptions": descriptions, "lines": lines[:MAX_RANKS], "note": note}
 
 
 MAX_BYTES = 1_000_000
@@ -188,7 +152,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     if len(runs) > MAX_RUNS:
         raise _size_error(f"a report shows at most {MAX_RUNS} runs, but there are {len(runs)}")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.4g}", "bytes": _format_bytes, "number": _format_number}
+    environment.filters |= {"bytes": _format_bytes, "number": _format_number}
     template = environment.from_string(resources.files(__package__).joinpath("page.html.jinja").read_text("utf-8"))
 
     def summary_value(run: RecordedRun, name: str) -> str:
@@ -206,8 +170,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         looks=[line_style(index) for index in range(len(runs))],
         charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
         numbers_left_out=names[_MAX_CHARTS:],
-        waiting=[waiting_table(run.label, run.work) for run in runs],
-        kinds=list(WORK_COLUMNS.values()),
+        waiting=[waiting_section(run.label, run.work) for run in runs],
         memory=_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
         counts=_table_rows([_flatten_counts(summary.get("counts", {})) for summary in summaries]),
         plan=_table_rows([run.values for run in runs]),

@@ -299,6 +299,6 @@ def timeout_error(limit_s: float) -> RunError:
     return RunError(
         "estimate-late",
         f"the simulated steps of a stage were not complete after {limit_s:g} s",
-        hint="use `train-cli run --dry-run` to run the same steps and to check whether a layer waits for a lock, a file or a "
-        "peer; if a step is only slow, set a larger [limits] estimate_timeout_s",
+        hint="check whether a layer waits for a lock, a file or a peer; if a step is only slow, set a larger [limits] "
+        "estimate_timeout_s",
     )

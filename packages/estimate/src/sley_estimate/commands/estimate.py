@@ -1,6 +1,6 @@
 """`train-cli estimate`: the bytes of every stage of a run and the seconds of a step, without a device.
 
-Also used by other commands: `run --dry-run` and `show --timeline --machine`.
+`show --timeline --machine` uses it too.
 """
 
 from __future__ import annotations
