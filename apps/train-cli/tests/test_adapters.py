@@ -61,7 +61,7 @@ def succeed(cli: Any, *arguments: Any) -> str:
     return str(result.out)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
     run, expected = trained(*CASES[case])

@@ -106,9 +106,9 @@ def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) ->
 )
 def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh: bool) -> None:
     """They listen on loopback alone, the launcher on nothing, and their numbers are those of one rank."""
-    many = ("--set", "run.steps=100")
+    many = ("--set", "run.steps=40")
     program = start("run", plan, *many, fresh=fresh)
-    program.wait_for("step 2/100")
+    program.wait_for("step 2/40")
     ranks = program.ranks()
     assert len(ranks) == 2
     for process in ranks:
@@ -123,7 +123,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh
         os.kill(process.pid, signal.SIGCONT)
     result = program.finish()
     assert result.code == 0, result.err
-    assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)
+    assert (result.out, result.err.count("finished: 40 steps")) == ("", 1)
     expected = ("2 ranks, ", "rank 0 has ", "memory below ", "step ", "finished: ", "  ")
     assert [line for line in result.err.splitlines() if not line.startswith(expected)] == []
     assert_is_complete(folder / "runs" / "small", plan, *many)

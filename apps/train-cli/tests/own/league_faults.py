@@ -88,9 +88,9 @@ def sees_other_documents(original: Any, self: Any, x: Any, positions: Any, cu_se
 
 
 @wrong("sley_isp.attention:_attend", "packed-sp")
-def loses_bounds_over_slices(original: Any, attention: Any, group: Any, args: Any, kwargs: Any) -> Any:
+def loses_bounds_over_slices(original: Any, attention: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     """The attention over full sequences gets no bounds of documents."""
-    return original(attention, group, args, {**kwargs, "cu_seqlens": None})
+    return original(attention, group, *args, **{**kwargs, "cu_seqlens": None})
 
 
 @wrong("sley_isp.exchange:sum_copies", "shared-heads-sp")
