@@ -163,6 +163,7 @@ def assert_equal_sequences(by_rank):
         assert_same_sequence([results[index][0] for results in by_rank])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "num_micros"), [(2, 4), (4, 4), (2, 1)])
 def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size, num_micros):
     """The first three of four microbatches issue no collective."""
@@ -196,7 +197,8 @@ def reduce_over_two_groups(run):
         handler.attach(run.parts)
 
 
-@pytest.mark.parametrize("reduction", ["same", "bf16"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("reduction", ["bf16", "same"])
 def test_two_reduce_groups_fill_separate_buckets(ranks, small, own, reduction):
     """All ranks of a group use one order. Every parameter is summed over its group, unless that has only one rank."""
     tables = small(FOUR_BUCKETS | {"reduction": reduction}, batch__global_size=8)

@@ -76,8 +76,8 @@ def measure_errors(cases):
     return found
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("size", [2, 1, 4])
 def test_every_form_and_number_of_key_heads(ranks, size):
     """The forward and the backward each have two exchanges, with or without packed documents."""
     forms = itertools.product([torch.float64], FORMS, [1, 2, 4, 8], [False, True])
