@@ -22,6 +22,7 @@ OFFLOADS = {
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_path, offload):
     with running(BF16) as run:

@@ -37,7 +37,7 @@ def tables(small):
     return tables
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_draws_the_same_in_each_layout(ranks, own, tables, kind):
     reference = record(tables(kind), 2, folder=own)

@@ -52,7 +52,7 @@ def test_habits_on_two_ranks_that_differ_in_them(ranks, own, small, recompute):
     """How often a linear is used depends on the samples, which are others on each rank; every gradient is reduced once."""
     import own_data
 
-    batches = [own_data.batch(7 * step, 4) for step in range(4)]
+    batches = [own_data.batch(7 * step, 4) for step in range(2)]
     policy = {"use": "core.recompute", "fraction": 1.0} if recompute else {"use": "core.keep"}
     habits = ["Adaptive", "AdaptiveAgain", "InPlace", "GradientWithin", "Frozen", "HookedWeights"]
     every = [
@@ -61,7 +61,7 @@ def test_habits_on_two_ranks_that_differ_in_them(ranks, own, small, recompute):
         for accumulation in ("direct", "autograd")
         if not (recompute and habit in ("AdaptiveAgain", "GradientWithin"))
     ]
-    by_rank = ranks(2)(recorded_all, every, 4, own, batches)
+    by_rank = ranks(2)(recorded_all, every, 2, own, batches)
     for one, layouts in zip(every, zip(*by_rank, strict=True), strict=True):
         assert_equal_replicas(layouts)
         layers = layers_of(own_data.Rows.info, one["model"]["options"]["habit"])

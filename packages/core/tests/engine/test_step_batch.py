@@ -126,6 +126,7 @@ def own_steps(tables, folder, sizes):
     return recorded, sent
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_steps_of_1_4_and_2_micro_batches(ranks, own, small, recompute):
     tables = small(activations={"use": "core.recompute" if recompute else "core.keep"})

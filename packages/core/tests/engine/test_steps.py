@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -38,6 +37,8 @@ def test_evaluation_changes_no_bit(texts):
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
+    from torch._dynamo.utils import counters  # a second, which every process that collects tests would need
+
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     tables = small(model__options={"num_blocks": 1}, precision__compute="fp32", batch__micro_size=2)
     plain = record(tables, 3, folder=own)
@@ -87,7 +88,7 @@ LARGE = {
 
 
 def test_every_rank_of_a_large_world_is_assembled_without_memory_for_a_parameter():
-    tables, size = set(), 16
+    tables, size = set(), 4
     for rank in range(size):
         with World.fake(rank, size) as world, assemble(plan_from_dict(LARGE), world) as run:
             assert run.registry.num_parameters > 50_000_000
