@@ -214,6 +214,7 @@ def loaded_with_a_stall(folder: Path, path: Path, name: str, at: int) -> tuple[s
         return str(raised.value), lasted_s, same
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "at"), [("rank-00001.safetensors", 1), ("rank-00000.safetensors", 2), ("checkpoint.json", 1)])
 def test_the_rank_and_the_file_are_named_by_all_ranks(texts: Path, tmp_path: Path, ranks: Any, name: str, at: int) -> None:
     """As it looks for damages, and as it takes what it needs."""

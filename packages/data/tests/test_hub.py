@@ -89,6 +89,7 @@ def test_files_are_downloaded_once(tmp_path: Path, server: ThreadingHTTPServer) 
     assert "data/old/a-2.jsonl" in read(tmp_path, port, "hf://datasets/org/name@v1/**/*.jsonl")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "why"),
     [
