@@ -26,6 +26,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -34,6 +35,7 @@ import nox.command
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 import releases
+from alone import Environment, Installed
 from imports import import_rules
 from packages import (
     BACKENDS,
@@ -43,6 +45,7 @@ from packages import (
     assert_licensed,
     named,
     needed_by_tests,
+    third_party,
     torch_floor,
     with_needs,
 )
@@ -113,7 +116,7 @@ def tests(session: nox.Session) -> None:
     """All tests of all packages in one environment; with the folder of a package those of that package, with only
     what they need installed.
 
-    `nox -s tests -- packages/dp -k parity`: in the environment of `isolated`, where packages are swapped.
+    `nox -s tests -- packages/dp -k parity`: in an environment of its own, as in the session `isolated`.
     """
     if named(session.posargs):
         session.notify("isolated", session.posargs)
@@ -143,43 +146,64 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Each package from its wheel, made from its sdist: it imports with nothing of Sley beside it but what it requires, and
-    passes its tests with what these name.
+    """Each package from its wheel, made from its sdist: it imports with nothing beside it but what it requires, and passes its
+    tests with what these name.
 
     A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With folders of packages, all tests
     of these; other arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
+
+    Wheels and what they require are installed once; each package has an environment of links to what it may see.
     """
     chosen = named(session.posargs)
     folders = [package.folder for package in chosen]
     options = [argument for argument in session.posargs if argument.rstrip("/") not in folders]
     packages = chosen or [package for package in PACKAGES if not package.is_example]
-    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *BACKENDS)
-    install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS)  # a wheel swaps under `nox -R` too
-    with tempfile.TemporaryDirectory() as folder:
-        wheels: dict[str, str] = {}
-        failed: list[str] = []
-        for package in {one.module: one for each in packages for one in with_needs(each)}.values():
-            out = Path(folder, package.module)
-            files = releases.build(session, ROOT / package.folder, out, sdist=True)
-            (wheels[package.module],) = (str(file) for file in files if file.suffix == ".whl")
-            assert_licensed(package, out)
-        for package in packages:
-            session.log(f"{package.distribution}, alone with what it needs")
-            session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
-            session.run(*install, *(wheels[one.module] for one in with_needs(package, tests=False)))
+    required = third_party(need for package in PACKAGES for need in package.requirements())
+    session.install(*CONSTRAINTS, "build", "pytest-xdist", *BACKENDS, *required, *needed_by_tests())
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as lanes:
+        needed = list({other.module: other for package in packages for other in with_needs(package)}.values())
+        wheels = list(lanes.map(lambda package: checked_wheel(session, package, Path(folder, package.module)), needed))
+        together = Path(folder, "site-packages")  # a folder of this name holds no user's code
+        session.run("python", "-m", "pip", "install", "-q", "--no-deps", "--target", str(together), *wheels)
+        python = Path(session.bin, "python")
+        installed = Installed([Path(str(session.run("python", "-c", WHERE, silent=True)).strip()), together])
+
+        def passes(package: Package) -> bool:
+            """Whether all of the package imports, and its tests pass."""
+            environment = Environment(python, Path(folder, f"env-{package.module}"))
+            environment.link(installed.required([package.distribution]))
             program = Path(folder, f"{package.module}_is_alone.py")
             program.write_text(alone_program(package), "utf-8")
-            session.run("python", "-P", str(program))
-            beside = (wheels[one.module] for one in with_needs(package))
-            session.run(*install, *beside, *package.test_requirements())
-            few = () if chosen else ("-p", "first_cases")
-            env = FOR_TESTS | {"PYTHONPATH": str(ROOT / ".ci" / "plugins")}
+            path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
+            env = {**FOR_TESTS, "PATH": path, "PYTHONPATH": str(ROOT / ".ci" / "plugins")}
+            how = (SIDE_BY_SIDE if len(packages) == 1 else ()) + (() if chosen else ("-p", "first_cases"))
             try:
-                session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *few, *options, package.tests, env=env)
+                session.run(str(environment.python), "-P", str(program), external=True)
+                environment.link(installed.required([*package.test_requirements(), "pytest-xdist"]))
+                tests = (str(environment.python), "-P", "-m", "pytest", *how, *options, package.tests)
+                report = session.run(*tests, env=env, external=True, silent=len(packages) > 1)
             except nox.command.CommandFailed:
-                failed.append(package.folder)
+                return False
+            session.log(f"{package.distribution} passes alone with what it needs\n{report if len(packages) > 1 else ''}")
+            return True
+
+        largest_first = sorted(packages, key=lambda package: -len(list(Path(package.tests).rglob("*.py"))))
+        verdicts = lanes.map(passes, largest_first)
+        failed = [package.folder for package, passed in zip(largest_first, verdicts, strict=True) if not passed]
     if failed:
         session.error(f"tests fail in {', '.join(failed)}")
+
+
+WHERE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+"""A program that prints where the modules of its environment are."""
+
+
+def checked_wheel(session: nox.Session, package: Package, out: Path) -> str:
+    """Builds the package's wheel from its sdist in the folder `out`; returns the wheel's path."""
+    files = releases.build(session, ROOT / package.folder, out, sdist=True)
+    assert_licensed(package, out)
+    (wheel,) = (str(file) for file in files if file.suffix == ".whl")
+    return wheel
 
 
 @nox.session(default=False)

@@ -41,13 +41,17 @@ class Package:
         """What makes its archives; `build` refuses to where one is missing."""
         return list(self.manifest["build-system"]["requires"])
 
+    def requirements(self) -> list[str]:
+        """What the package itself requires."""
+        return list(self.manifest["project"].get("dependencies", ()))
+
     def test_requirements(self) -> list[str]:
         """What the package's own tests need: its dependency group `tests`."""
         return list(nox.project.dependency_groups(self.manifest, "tests"))
 
     def sley_requirements(self, *, tests: bool) -> set[str]:
         """Which of the distributions of this repository the package needs, directly; and its tests, if they are asked for."""
-        needs = [*self.manifest["project"].get("dependencies", ()), *(self.test_requirements() if tests else ())]
+        needs = [*self.requirements(), *(self.test_requirements() if tests else ())]
         return {match[0] for need in needs if (match := re.match(r"sley-[a-z0-9-]*[a-z0-9]", need))}
 
 
@@ -63,11 +67,15 @@ BACKENDS = sorted({need for package in PACKAGES for need in package.build_requir
 """What builds the packages."""
 
 
+def third_party(needs: Iterable[str]) -> list[str]:
+    """Those of `needs` that are no packages of this repository."""
+    own = tuple(one.distribution for one in PACKAGES)
+    return [need for need in dict.fromkeys(needs) if not need.startswith(own)]
+
+
 def needed_by_tests() -> list[str]:
     """What all tests need beyond the packages of this repository, which pip looks for on the index where it is named."""
-    own = tuple(one.distribution for one in PACKAGES)
-    needs = dict.fromkeys(need for package in PACKAGES for need in package.test_requirements())
-    return [need for need in needs if not need.startswith(own)]
+    return third_party(need for package in PACKAGES for need in package.test_requirements())
 
 
 def named(arguments: Iterable[str]) -> list[Package]:

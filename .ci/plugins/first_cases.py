@@ -14,8 +14,8 @@ import pytest
 FEW = 5
 """Drawn examples of a test."""
 
-OF_A_FILE = 3
-"""Tests of a file, spread over it."""
+OF_A_FILE = 2
+"""Tests of a file: the first and the last."""
 
 
 @pytest.hookimpl(trylast=True)  # of those that pytest's own options leave
