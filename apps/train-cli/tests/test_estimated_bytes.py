@@ -179,8 +179,8 @@ STAGED = changed(
 
 def without_ties(patch: pytest.MonkeyPatch) -> None:
     """A weight of two layers counts twice."""
-    tied = llama.layers
-    patch.setattr(llama, "layers", lambda config, info: tied(config.model_copy(update={"tie_embeddings": False}), info))
+    tied = llama.build_llama
+    patch.setattr(llama, "build_llama", lambda config, info: tied(config.model_copy(update={"tie_embeddings": False}), info))
 
 
 def without_padding(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 from sley_core.weight_files.read import INDEX, WeightFiles
 from sley_models.config import LlamaConfig
-from sley_models.llama import layers
+from sley_models.llama import build_llama
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
 
@@ -68,7 +68,7 @@ def test_logits_from_files_equal_transformers(tmp_path: Path, kind: str) -> None
     theirs = saved(tmp_path, kind)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
-    model = real(lambda data: layers(config, data))
+    model = real(lambda data: build_llama(config, data))
     tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(logits(model, tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
@@ -86,11 +86,11 @@ def test_a_rank_reads_only_the_tensors_of_its_layers_once(tmp_path: Path, monkey
 
     monkeypatch.setattr(WeightFiles, "tensor", counted)
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
-    real(lambda data: layers(config, data), owned={"blocks.1"})
+    real(lambda data: build_llama(config, data), owned={"blocks.1"})
     assert len(read) == 9
     assert all(name.startswith("model.layers.1.") for name in read)
     read.clear()
-    real(lambda data: layers(config, data), owned={"head"})
+    real(lambda data: build_llama(config, data), owned={"head"})
     assert sorted(read) == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
@@ -101,7 +101,7 @@ def test_files_of_another_dtype_are_converted(tmp_path: Path, dtype: torch.dtype
     narrow = {name: value.to(dtype) for name, value in load_file(file).items()}
     save_file(narrow, file)
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
-    model = real(lambda data: layers(config, data))
+    model = real(lambda data: build_llama(config, data))
     found = model["blocks.0"].module.get_parameter("attention.query.weight")
     assert torch.equal(found, narrow["model.layers.0.self_attn.q_proj.weight"].float())
 
@@ -216,8 +216,8 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path, fault: str) 
     break_it(tmp_path)
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
     if not says:
-        build(lambda data: layers(config, data))
+        build(lambda data: build_llama(config, data))
         return
     with pytest.raises(PlanError, match=says) as raised:
-        build(lambda data: layers(config, data))
+        build(lambda data: build_llama(config, data))
     assert raised.value.diagnostics[0].code == "model-weights"

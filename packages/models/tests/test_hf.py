@@ -13,7 +13,7 @@ from sley_core.model.layers import Model
 from sley_models.config import LlamaConfig
 from sley_models.hf import HEAD, check_names, name_pairs
 from sley_models.hf_config import to_hf_config
-from sley_models.llama import layers
+from sley_models.llama import build_llama
 from sley_testing.plans import TOKENS
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
@@ -56,7 +56,7 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
 )
 def test_transformers_computes_the_same_logits(tie: bool, kv_heads: int, head_dim: int) -> None:
     ours = config(tie, kv_heads, head_dim)
-    model = real(lambda data: layers(ours, data))
+    model = real(lambda data: build_llama(ours, data))
     other = theirs(ours)
     weights = state(model)
     renamed = {name: weights[own] for own, name in name_pairs(ours) if own in weights and not (tie and own == HEAD)}
@@ -69,7 +69,7 @@ def test_transformers_computes_the_same_logits(tie: bool, kv_heads: int, head_di
 
 def test_weights_of_another_model_are_refused() -> None:
     ours = config(tie=False, kv_heads=2)
-    weights = state(build(lambda data: layers(ours, data)))
+    weights = state(build(lambda data: build_llama(ours, data)))
     del weights["blocks.0.attention.key.weight"]
     with pytest.raises(RunError, match=r"'blocks.0.attention.key.weight' is missing, 'rope' is unknown") as raised:
         check_names([*weights, "rope"], dict(name_pairs(ours)), set())

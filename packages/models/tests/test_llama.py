@@ -18,7 +18,7 @@ from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.layers import Model
 from sley_models.config import LlamaConfig, default_ffn_hidden
-from sley_models.llama import layers
+from sley_models.llama import build_llama
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
 
@@ -26,7 +26,7 @@ SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)
 
 
 def llama(config: LlamaConfig = SMALL) -> Callable[[DataInfo], Model]:
-    return lambda data: layers(config, data)
+    return lambda data: build_llama(config, data)
 
 
 def run(model: Model, tokens: Tensor, recompute: bool = False, **fields: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_rms_norm_computes_in_fp32_and_returns_its_input_dtype() -> None:
 def test_an_invalid_vocabulary_size_is_refused(wanted: int | None, present: int | None, says: str) -> None:
     config = LlamaConfig(num_layers=1, hidden=8, heads=1, vocab_size=wanted)
     with pytest.raises(PlanError, match=says) as raised:
-        layers(config, DataInfo({"tokens": Field("int64")}, present))
+        build_llama(config, DataInfo({"tokens": Field("int64")}, present))
     assert raised.value.diagnostics[0].code == "model-vocabulary"
     assert raised.value.diagnostics[0].path == ("model", "vocab_size")
 

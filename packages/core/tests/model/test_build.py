@@ -157,10 +157,10 @@ def a_billion() -> tuple[int, int, float]:
     sizes = LlamaConfig(num_layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab_size=32000)
     data = DataInfo({"tokens": Field("int64")}, 32000)
     build_meta_model(
-        lambda data: llama.layers(sizes.model_copy(update={"num_layers": 1}), data), data
+        lambda data: llama.build_llama(sizes.model_copy(update={"num_layers": 1}), data), data
     )  # the first time of anything
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    model = build_meta_model(lambda data: llama.layers(sizes, data), data)
+    model = build_meta_model(lambda data: llama.build_llama(sizes, data), data)
     seconds = time.process_time() - start
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     numel = sum(parameter.numel() for layer in model for parameter in layer.module.parameters())

@@ -20,7 +20,7 @@ from sley_core.weight_files.write import Spec, scratch_folder, write_tensors
 from sley_models import hf
 from sley_models.config import LlamaConfig
 from sley_models.hf_config import to_hf_config
-from sley_models.llama import layers
+from sley_models.llama import build_llama
 from sley_testing.plans import build_model_with_values
 from sley_testing.ranks import Ranks
 
@@ -190,7 +190,7 @@ class Ones:
     """Tensors that are made when they are asked for."""
 
     def __init__(self) -> None:
-        self.shapes = hf.shapes(SIZES, 256)
+        self.shapes = hf.param_shapes(SIZES, 256)
         self.names = list(self.shapes)
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -217,7 +217,7 @@ def peak(work: Callable[[], object]) -> int:
 
 def read(folder: Path, owned: set[str] | None) -> Model:
     config = LlamaConfig.model_validate({"weights": folder})
-    model = build_model_with_values(lambda data: layers(config, data), owned=owned, info=INFO)
+    model = build_model_with_values(lambda data: build_llama(config, data), owned=owned, info=INFO)
     first = next(iter(model.layers[1].module.parameters()))
     assert first.is_meta == (owned is not None and "blocks.0" not in owned)
     return model

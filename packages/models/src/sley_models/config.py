@@ -16,36 +16,28 @@ FFN_MULTIPLE = 64
 def default_ffn_hidden(hidden: int) -> int:
     """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
 
-    Then the three matrices of SwiGLU are as large as two matrices of hidden x 4 hidden (Shazeer 2020).
+    With this width, the three matrices of SwiGLU are as large as two matrices of hidden x 4 hidden (Shazeer 2020).
     """
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
-def _default_kv_heads(values: dict[str, Any]) -> int:
-    return int(values["heads"])
-
-
 def _default_head_dim(values: dict[str, Any]) -> float:
-    """Returns `hidden / heads`, as a float if it is no whole number, which `_check_whole_head_dim` refuses."""
+    """Returns `hidden / heads`, as a float if it is not a whole number. `_check_whole_head_dim` refuses floats."""
     hidden, heads = values["hidden"], values["heads"]
     return float(hidden / heads) if hidden % heads else int(hidden // heads)
 
 
-def _default_ffn_hidden(values: dict[str, Any]) -> int:
-    return default_ffn_hidden(values["hidden"])
-
-
 class RopeScaling(Table):
-    """Slows rotary positions down for longer contexts, as in Llama 3.1 (`rope_type` "llama3"). Names are Hugging Face's."""
+    """Slows rotary positions for longer contexts, as in Llama 3.1 (`rope_type` "llama3"), with Hugging Face's names."""
 
     factor: PositiveFloat
-    """The divisor of the slow frequencies."""
+    """The divisor of low frequencies."""
 
     low_freq_factor: PositiveFloat
-    """The number of turns within the original context below which a channel is slow."""
+    """The number of rotations within the original context below which a frequency is low."""
 
     high_freq_factor: PositiveFloat
-    """The number of turns above which a channel is fast, and does not change."""
+    """The number of rotations within the original context above which a frequency is high, and does not change."""
 
     original_max_position_embeddings: PositiveInt
     """The length of the original context in tokens."""
@@ -83,19 +75,19 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The width of the residual stream."""
 
     heads: PositiveInt
-    """The number of query heads of each attention; a divisor of `hidden` if `head_dim` is left out."""
+    """The number of query heads of each attention, which must divide `hidden` unless `head_dim` is set."""
 
-    kv_heads: PositiveInt = Field(default_factory=_default_kv_heads)
-    """The number of key and value heads, each shared by `heads / kv_heads` query heads; `heads` if left out."""
+    kv_heads: PositiveInt = Field(default_factory=lambda values: int(values["heads"]))
+    """The number of key and value heads. `heads / kv_heads` query heads share each of them. Default: `heads`."""
 
     head_dim: PositiveInt = Field(default_factory=_default_head_dim, validate_default=True)
-    """The width of a head, an even number; `hidden / heads` if left out."""
+    """The width of a head, an even number. Default: `hidden / heads`."""
 
-    ffn_hidden: PositiveInt = Field(default_factory=_default_ffn_hidden)
-    """The inner width of the feed-forward layers; 8/3 of `hidden`, rounded up to a multiple of 64, if left out."""
+    ffn_hidden: PositiveInt = Field(default_factory=lambda values: default_ffn_hidden(values["hidden"]))
+    """The inner width of the feed-forward layers. Default: 8/3 of `hidden`, rounded up to a multiple of 64."""
 
     vocab_size: PositiveInt | None = None
-    """The number of rows of embedding and head; the number of token ids of the data if left out."""
+    """The number of rows of embedding and head. Default: the number of token ids of the data."""
 
     tie_embeddings: bool = False
     """Whether head and embedding share one matrix."""
@@ -110,21 +102,21 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """The scaling of rotary positions for longer contexts, as in Llama 3.1. The default is no scaling."""
+    """The scaling of rotary positions for longer contexts, as in Llama 3.1. Default: no scaling."""
 
     norm_eps: PositiveFloat = 1e-5
     """The number that RMSNorm adds to the mean square."""
 
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """The standard deviation of initial weights; divided by sqrt(2 x blocks) for projections into the residual stream."""
+    """The standard deviation of initial weights. Projections into the residual stream divide it by sqrt(2 x blocks)."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_weights(cls, values: Any, info: ValidationInfo) -> Any:
         """Fills in missing keys from the `config.json` of `weights`.
 
-        If the folder lacks that file but all sizes are present, as in the resolved plan of a finished run, changes nothing.
-        Only a run needs the files, and its check reports that they are missing.
+        Changes nothing if the folder lacks that file but all sizes are set, as in the resolved plan of a complete run. Only a
+        run needs the files, and its check reports missing ones.
         """
         if not isinstance(values, dict) or not isinstance(values.get("weights"), str | Path):
             return values
@@ -137,7 +129,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     @field_validator("*")
     @classmethod
     def _check_against_weights(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raises ValueError if the value of a key differs from that in the `config.json` of `weights`."""
+        """Raises ValueError if the value of a key differs from the `config.json` of `weights`."""
         folder, key = info.data.get("weights"), info.field_name or ""
         if folder is None or not config_path(folder).exists():
             return value

@@ -1,4 +1,4 @@
-"""Describes a run of `models.llama` as a Llama, Qwen2 or Qwen3 of transformers."""
+"""Exports a run of `models.llama` as a Llama, Qwen2 or Qwen3 of transformers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the model of transformers with the weights in `source`: `ModelRecord.hugging_face`.
+    """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
 
-    Raises UsageError "export-format" for options that no such model has, and RunError "weights-mismatch" if the weights do not
-    fit the plan.
+    Raises UsageError "export-format" for options that no transformers model has, and RunError "weights-mismatch" if the weights
+    do not match the plan.
     """
     config = plan.model.config
     assert isinstance(config, LlamaConfig), config
@@ -30,17 +30,17 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
         content = to_hf_config(config, vocab_size)
     except ValueError as error:
         raise UsageError("export-format", str(error)) from None
-    shapes = hf.shapes(config, vocab_size)
+    shapes = hf.param_shapes(config, vocab_size)
     for name, hf_name in hf_names.items():
         shape = source.kind(name).shape
         if shape != shapes[hf_name]:
             message = f"{name!r} must have the shape {list(shapes[hf_name])} of the plan, but has {list(shape)}"
             raise RunError("weights-mismatch", message)
-    return describe_model({**content, **_first_keys(plan)}, hf_names, plan, source)
+    return describe_model({**content, **_token_keys(plan)}, hf_names, plan, source)
 
 
-def _first_keys(plan: Plan) -> dict[str, Any]:
-    """Returns the ids of special tokens of the run's first weights, and the maximal sequence length of these or of the data."""
+def _token_keys(plan: Plan) -> dict[str, Any]:
+    """Returns special token ids and the maximum sequence length, from the run's initial weights or from the data."""
     keys: dict[str, Any] = dict.fromkeys(IDS)
     sequence = getattr(plan.data.config, "sequence", None)
     if sequence is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FileInitializer:
-    """Sets the parameters of a module to the values in the files of `config.weights`, converted to its dtypes.
+    """Sets the parameters of modules to the values in the files of `config.weights`, converted to the parameters' dtypes.
 
     Raises PlanError "model-weights" if the files cannot be read or belong to another model.
     """
@@ -31,17 +31,17 @@ class FileInitializer:
         if problems := check_files(files, config):
             raise _weights_error(problems[0])
         _check_tied_head(files, config)
-        self._files, self._stored_names = files, dict(hf.stored_pairs(config))
+        self._files, self._stored_names = files, dict(hf.stored_name_pairs(config))
         self._folder = config.weights
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""
+        """Reads the parameters of `module` without submodules. Raises RunError "weight-files" if a shape has changed."""
         for attribute, parameter in module.named_parameters(recurse=False):
-            if (stored := self._stored_names.get(f"{name}.{attribute}")) is not None:
-                value = self._files.tensor(stored)
+            if (stored_name := self._stored_names.get(f"{name}.{attribute}")) is not None:
+                value = self._files.tensor(stored_name)
                 if value.shape != parameter.shape:
                     shapes = f"was {list(parameter.shape)}, but is now {list(value.shape)}"
-                    raise RunError("weight-files", f"the shape of {stored!r} in `{self._folder}` {shapes}")
+                    raise RunError("weight-files", f"the shape of {stored_name!r} in `{self._folder}` {shapes}")
                 parameter.copy_(value)
 
 

@@ -1,7 +1,7 @@
 """Maps the parameter names of `models.llama` to those of Hugging Face's Llama, Qwen2 and Qwen3. Imports no torch.
 
-Only the names differ, since rotary pairs, heads and matrices have the same layout. A tied head has no separate tensor there, as
-in the files that `save_pretrained` writes.
+Only the names differ, since rotary pairs, heads and matrices have the same layout. As in the files that `save_pretrained`
+writes, a tied head has no separate tensor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from sley_core.api.files import TensorReader
     from sley_core.api.plan import Plan
 
-_OUTER = {
+_OUTER_NAMES = {
     "embed.tokens.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-_BLOCK = {
+_BLOCK_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.query.weight": "self_attn.q_proj.weight",
     "attention.key.weight": "self_attn.k_proj.weight",
@@ -34,27 +34,27 @@ _BLOCK = {
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
-_BIASES = {f"attention.{name}.bias": f"self_attn.{hf_name}.bias" for name, hf_name in _PROJECTIONS.items()}
-_NORMS = {f"attention.{name}_norm.weight": f"self_attn.{name[0]}_norm.weight" for name in ("query", "key")}
+_BIAS_NAMES = {f"attention.{name}.bias": f"self_attn.{hf_name}.bias" for name, hf_name in _PROJECTIONS.items()}
+_NORM_NAMES = {f"attention.{name}_norm.weight": f"self_attn.{name[0]}_norm.weight" for name in ("query", "key")}
 EMBEDDING = "embed.tokens.weight"
 HEAD = "head.output.weight"
-HF_HEAD = _OUTER[HEAD]
+HF_HEAD = _OUTER_NAMES[HEAD]
 
 
 def name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
-    """Yields every parameter's name with its Hugging Face name. A tied head comes last, with the name of the embedding."""
-    for name, hf_name in _OUTER.items():
+    """Yields the name and the Hugging Face name of each parameter. A tied head has the Hugging Face name of the embedding."""
+    for name, hf_name in _OUTER_NAMES.items():
         if name != HEAD:
             yield name, hf_name
-    block_names = {**_BLOCK, **(_BIASES if config.qkv_bias else {}), **(_NORMS if config.qk_norm else {})}
+    block_names = {**_BLOCK_NAMES, **(_BIAS_NAMES if config.qkv_bias else {}), **(_NORM_NAMES if config.qk_norm else {})}
     for block in range(config.num_layers):
         for name, hf_name in block_names.items():
             yield f"blocks.{block}.{name}", f"model.layers.{block}.{hf_name}"
-    yield HEAD, _OUTER["embed.tokens.weight" if config.tie_embeddings else HEAD]
+    yield HEAD, _OUTER_NAMES["embed.tokens.weight" if config.tie_embeddings else HEAD]
 
 
-def stored_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
-    """Yields every parameter's name with its name in the files of `weights`, which are the same for a run."""
+def stored_name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
+    """Yields the name of each parameter and its name in the files of `weights`. In the files of a run, both are the same."""
     from sley_core.api.files import run_of
 
     is_run = config.weights is not None and run_of(config.weights) is not None
@@ -63,7 +63,7 @@ def stored_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
             yield name, name if is_run else hf_name
 
 
-def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all parameters by their Hugging Face names, without a tied head."""
     hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     block_shapes = {
@@ -89,7 +89,7 @@ def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
 
 
 def check_names(names: Collection[str], expected: Collection[str], optional: set[str]) -> None:
-    """Raises RunError "weights-mismatch" if `names` lacks names in `expected` but not in `optional`, or has unknown names."""
+    """Raises RunError "weights-mismatch" if `names` lack a name in `expected` that is not `optional`, or if one is unknown."""
     problems = [f"{name!r} is missing" for name in expected if name not in names and name not in optional]
     problems += [f"{name!r} is unknown" for name in names if name not in expected]
     if problems:
@@ -101,7 +101,7 @@ def check_names(names: Collection[str], expected: Collection[str], optional: set
 
 
 def _join_problems(problems: Sequence[str]) -> str:
-    """Returns the first problems and the number of the others."""
+    """Returns a text with the first problems and the number of further problems."""
     text = ", ".join(problems[:_MAX_PROBLEMS])
     return f"{text}, and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else text
 
@@ -109,13 +109,13 @@ def _join_problems(problems: Sequence[str]) -> str:
 PATH: KeyPath = ("model", "weights")
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-"""The suffix of a buffer that old files have for each block, and that transformers ignores too."""
+"""The suffix of a buffer in old files, which transformers ignores too."""
 
 _MAX_PROBLEMS = 4
 
 
 def check_model(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem if `[model] weights` has no files or files of another model. Reads only their headers."""
+    """Yields a problem if the folder `[model] weights` has no files, or files of another model. Reads only their headers."""
     config = plan.model.config
     if not isinstance(config, LlamaConfig) or config.weights is None:
         return
@@ -135,20 +135,20 @@ def check_model(plan: Plan) -> Iterable[Problem]:
 
 
 def check_files(files: TensorReader, config: LlamaConfig) -> list[str]:
-    """Returns a message that lists missing and unknown tensors and wrong shapes and dtypes, or an empty list."""
+    """Returns a message that lists missing tensors, unknown tensors, wrong shapes and wrong dtypes, or an empty list."""
     from sley_core.api.files import FLOATS
 
     assert config.vocab_size is not None, "`weights` sets the size of the vocabulary"
-    hf_shapes, hf_names = shapes(config, config.vocab_size), dict(name_pairs(config))
-    expected = {stored: hf_shapes[hf_names[name]] for name, stored in stored_pairs(config)}
+    hf_shapes, hf_names = param_shapes(config, config.vocab_size), dict(name_pairs(config))
+    expected = {stored: hf_shapes[hf_names[name]] for name, stored in stored_name_pairs(config)}
     optional = {HF_HEAD} if config.tie_embeddings else set()
-    kinds = {name: files.kind(name) for name in files.names}
-    problems = [f"{name!r} is missing" for name in expected if name not in kinds]
-    for name, tensor in kinds.items():
-        if name in expected and tensor.shape != expected[name]:
-            problems.append(f"{name!r} must have the shape {list(expected[name])}, but has {list(tensor.shape)}")
-        elif name in expected and tensor.dtype not in FLOATS:
-            problems.append(f"{name!r} must be {' or '.join(FLOATS)}, but is {tensor.dtype}")
+    infos = {name: files.kind(name) for name in files.names}
+    problems = [f"{name!r} is missing" for name in expected if name not in infos]
+    for name, info in infos.items():
+        if name in expected and info.shape != expected[name]:
+            problems.append(f"{name!r} must have the shape {list(expected[name])}, but has {list(info.shape)}")
+        elif name in expected and info.dtype not in FLOATS:
+            problems.append(f"{name!r} must be {' or '.join(FLOATS)}, but is {info.dtype}")
         elif name not in expected and name not in optional and not name.endswith(_IGNORED_SUFFIX):
             problems.append(f"{name!r} is unknown")
     if not problems:

@@ -1,6 +1,6 @@
 """Converts Hugging Face's `config.json` of a Llama, Qwen2 or Qwen3 to the keys of `models.llama`, and back. Imports no torch.
 
-Refuses options that `models.llama` does not support, so that no model is trained as a different one.
+Refuses options that `models.llama` does not support, since training would silently use a different model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Holds the content of a `config.json`.
+    """The content of a `config.json`.
 
-    keys: the values by keys of `models.llama`. names: the Hugging Face name of each key. content: the unchanged content.
+    keys: the values of the keys of `models.llama`. names: the Hugging Face name of each key. content: the unchanged content.
     """
 
     keys: Mapping[str, Any]
@@ -54,11 +54,11 @@ def read_config(folder: Path) -> HFConfig:
     if path.name != CONFIG:
         return _read_run(folder, path)
     try:
-        state = path.stat()
+        stat = path.stat()
     except OSError as error:
         message = f"{error.strerror} (`weights` must be a local folder, since no model is downloaded from a hub)"
         raise ValueError(f"cannot read `{path}`: {message}") from None
-    return _read_file(path, state.st_mtime_ns, state.st_size)
+    return _read_file(path, stat.st_mtime_ns, stat.st_size)
 
 
 def config_path(folder: Path) -> Path:
@@ -70,9 +70,9 @@ def config_path(folder: Path) -> Path:
 
 
 def _read_run(folder: Path, plan: Path) -> HFConfig:
-    """Reads the sizes of a run's model from its plan. Raises ValueError unless it is a `models.llama`.
+    """Reads the sizes of a run's model from its plan. Raises ValueError unless the model is `models.llama`.
 
-    folder: the folder of the run or of a checkpoint in it.
+    folder: the folder of the run or of one of its checkpoints.
     """
     from sley_core.api.files import open_weights
 
@@ -94,7 +94,7 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
 
 @lru_cache(maxsize=8)
 def _read_file(path: Path, _mtime_ns: int, num_bytes: int) -> HFConfig:
-    """Reads and parses a file, cached by path, modification time and size. Raises ValueError."""
+    """Reads a `config.json`, and caches the result by path, modification time and size. Raises ValueError if it is invalid."""
     if num_bytes > _MAX_BYTES:
         raise ValueError(f"`{path}` is larger than {_MAX_BYTES >> 20} MB")
     try:
@@ -116,7 +116,7 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, but is {model_type!r}")
     _check_supported(content, str(model_type))
     names = {**_SIZES, "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
-    # transformers has other defaults for these in other models, and does not write them to the file
+    # The defaults of these keys in transformers depend on the model, and are not written to the file.
     required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
     missing = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
     if missing:
@@ -131,7 +131,7 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     names |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "qkv_bias": "model_type"}
     names |= {"qk_norm": "model_type", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling"}
     if 0 < (std := content.get("initializer_range") or 0) <= 1:
-        keys["init_std"] = std  # only for display; not in `names`, since the plan need not agree with it
+        keys["init_std"] = std  # not in `names`, since the plan may use another value
     return HFConfig(keys, names, content)
 
 
@@ -158,7 +158,7 @@ def _check_supported(content: Mapping[str, Any], model_type: str) -> None:
 
 
 def _rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the table of rotary positions, which is `rope_parameters` since transformers 5 and `rope_scaling` before."""
+    """Returns the table of rotary positions, `rope_parameters` in transformers 5 or `rope_scaling` in earlier versions."""
     table = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
         raise ValueError(f"rope_scaling must be a table, but is {table!r}")
@@ -182,16 +182,16 @@ def _rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 
 
 def hf_model_type(config: LlamaConfig) -> str:
-    """Returns "llama", "qwen2" or "qwen3". Raises ValueError for a combination of options that none of them has."""
+    """Returns "llama", "qwen2" or "qwen3". Raises ValueError if no transformers model has these options."""
     if config.qkv_bias and config.qk_norm:
         raise ValueError("transformers has no model with both `qkv_bias` and `qk_norm`")
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
 
 
 def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the content of a `config.json` for `config` that both transformers 4 and 5 can read.
+    """Returns the content of a `config.json` that both transformers 4 and 5 can read.
 
-    The caller adds the dtype, the maximal sequence length and the ids of special tokens. Raises the same errors as
+    The caller adds the dtype, the maximum sequence length and the ids of special tokens. Raises the same errors as
     `hf_model_type`.
     """
     model_type = hf_model_type(config)

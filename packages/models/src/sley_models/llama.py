@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from sley_models.config import LlamaConfig, RopeScaling
 
 
-def layers(config: LlamaConfig, data: DataInfo) -> Model:
+def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     """Returns the model with the layers `embed`, `blocks.0` ... and `head`.
 
-    A rank builds only its layers. The first layer reads the field `tokens` [b, s]. Blocks read `positions` [b, s] and
-    `cu_seqlens` [b, n + 1] if the data has them. With `weights`, a rank reads the values of its layers from these files. Raises
-    PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's, and "model-weights" if the files
-    cannot be read or belong to another model.
+    Each rank builds only its layers, and with `weights` reads only the values of these layers. The first layer reads the field
+    `tokens` [b, s]. Blocks read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError
+    "model-vocabulary" if the vocabulary is unknown or smaller than that of the data, and "model-weights" if the files cannot be
+    read or belong to another model.
     """
     vocab_size = _vocab_size(config, data)
     builders: Any = [
@@ -52,22 +52,18 @@ def layers(config: LlamaConfig, data: DataInfo) -> Model:
 
 
 def _build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Returns a layer with parameters on meta, since the model's initializer sets all of them."""
+    """Returns a layer whose parameters are on meta. The model's initializer sets their values."""
     with torch.device("meta"):
         return layer_class(*args)
 
 
 def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
-    """Returns the vocabulary size of the plan, or of the data if the plan has none. Raises PlanError "model-vocabulary"."""
+    """Returns the vocabulary size of the plan, or else of the data. Raises PlanError "model-vocabulary" if it does not fit."""
     path = ("model", "vocab_size")
     if config.vocab_size is None:
         if data.vocab_size is None:
-            raise PlanError(
-                "model-vocabulary",
-                "the data does not declare its number of token ids",
-                path=path,
-                hint="set vocab_size in the plan",
-            )
+            message, hint = "the data does not declare its number of token ids", "set vocab_size in the plan"
+            raise PlanError("model-vocabulary", message, path=path, hint=hint)
         return data.vocab_size
     if data.vocab_size is not None and config.vocab_size < data.vocab_size:
         message = (
@@ -80,7 +76,7 @@ def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
 class _NormalInitializer:
     """Draws normal weights, with a smaller deviation for projections into the residual stream (Radford et al. 2019, 2.3).
 
-    Each block adds two projections to the stream. With std / sqrt(2 x blocks) its variance does not grow with the depth.
+    Each block adds two projections to the stream. With std / sqrt(2 x blocks), its variance does not grow with depth.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -121,7 +117,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Returns [b, s, hidden]. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1], as in `Attention`."""
+        """Returns [b, s, hidden]. positions: [b, s]. cu_seqlens: the document boundaries [b, n + 1], as in `Attention`."""
         hidden = hidden + self.attention(self.attention_norm(hidden), positions, cu_seqlens)
         output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
         return output
@@ -145,7 +141,6 @@ class SelfAttention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        """Creates the projections, with `kv_heads` heads for keys and values, and norms over each head."""
         super().__init__()
         self.head_dim = config.head_dim
         self.attention_width = config.heads * config.head_dim  # counted by `model_flops`
@@ -159,7 +154,7 @@ class SelfAttention(nn.Module):
         self.core = Attention()
 
     def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns [b, s, hidden] for x [b, s, hidden]. With `cu_seqlens`, attends only within documents."""
+        """Returns [b, s, hidden] for x [b, s, hidden]. With `cu_seqlens`, tokens attend only within their document."""
         q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value))
         q, k = self.rotary(self.query_norm(q), self.key_norm(k), positions)
         context = self.core(q, k, v, cu_seqlens=cu_seqlens)
@@ -183,22 +178,22 @@ class FeedForward(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position (RoPE).
+    """Applies rotary position embeddings (RoPE).
 
-    Rotates channel i of the first half with channel i of the second half by position / theta^(2 i / head_dim). `scaling`
-    changes these frequencies.
+    Rotates channel i of the first half and channel i of the second half by the angle position / theta^(2 i / head_dim).
+    `scaling` changes these frequencies.
     """
 
     frequencies: Tensor
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        # On the host, since blocks are built on meta.
+        # On the host explicitly, since blocks are built on meta.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / theta**exponents
         if scaling is not None:
             frequencies = scale_frequencies(frequencies, scaling)
-        self.key = head_dim, theta, scaling
+        self.cache_key = head_dim, theta, scaling
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -208,26 +203,26 @@ class Rotary(nn.Module):
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         if positions is None:
-            cos, sin = self._tables(torch.arange(q.shape[1], device=q.device, dtype=dtype)[None], dtype)
+            cos, sin = self._compute_tables(torch.arange(q.shape[1], device=q.device, dtype=dtype)[None], dtype)
         else:  # all blocks of a forward share the tables
-            make_tables = partial(self._tables, positions, dtype)
-            cos, sin = once_per_field(positions, ("rotary", dtype, *self.key), make_tables)
+            compute_tables = partial(self._compute_tables, positions, dtype)
+            cos, sin = once_per_field(positions, ("rotary", dtype, *self.cache_key), compute_tables)
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines, [b, s, 1, d] of `dtype`, with negative sines in the first half."""
+    def _compute_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines, [b, s, 1, d] of `dtype`, with negated sines in the first half."""
         angles = (positions[:, :, None].to(dtype) * self.frequencies.to(dtype))[:, :, None]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns the frequencies of Llama 3.1: slow ones divided by `factor`, fast ones unchanged, and others interpolated.
+    """Returns the frequencies of Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates the rest.
 
-    The number of turns of a channel within the original context determines whether it is slow or fast.
+    The number of rotations within the original context determines whether a frequency is low or high.
     """
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    weight = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    weight = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     weight = weight.clamp(0, 1)
     return weight * frequencies + (1 - weight) * frequencies / scaling.factor
 
@@ -235,7 +230,7 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns the rotated x [b, s, heads, d].
 
-    Rotates all channels at once, which needs two thirds of the kernels of a rotation by halves. The host that launches kernels
-    limits the speed of a small model.
+    Rotates all channels at once, which launches a third fewer kernels than a rotation of separate halves. Kernel launches limit
+    the speed of small models.
     """
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)

@@ -20,7 +20,7 @@ def sley_records() -> list[ModelRecord]:
         ModelRecord(
             name="llama",
             config=LlamaConfig,
-            build="sley_models.llama:layers",
+            build="sley_models.llama:build_llama",
             hugging_face="sley_models.export:hugging_face",
             uses_layer_names=True,
         )
