@@ -154,25 +154,6 @@ def test_a_rank_that_has_become_slow_lately_is_named_with_the_steps() -> None:
     assert cause.first > 60
 
 
-def test_a_rank_without_likes_is_compared_with_itself_before() -> None:
-    """Stages of one rank, of which one becomes slow in a place that no other has the like of."""
-
-    def windows(rank: int) -> list[Window]:
-        """A step is as long as that of the slowest rank."""
-        steps = [0.02 if n <= 5 else 0.09 for n in range(9)]
-        works = [step_s if rank == 1 else 0.02 for step_s in steps]
-        return [
-            window(n, {"W0": work}, {"all main": step_s - work + 0.005})
-            for n, (work, step_s) in enumerate(zip(works, steps, strict=True))
-        ]
-
-    ranks = [record(rank, windows(rank), 2, rank) for rank in range(2)]
-    cause = only(judge(ranks).causes)
-    assert (cause.kind, cause.ranks, cause.location) == ("change", (1,), "W0")
-    assert cause.first > 60
-    assert "rank 1 has become slower: its backward for weights of chunk 0 (W0) takes" in describe_cause(cause)
-
-
 def test_a_layer_is_named_where_most_of_the_excess_is() -> None:
     def layers(slow_s: float) -> dict[str, Any]:
         return {"layers": {"B0": {"blocks.0": spread(0.02), "blocks.1": spread(0.02 + slow_s)}}}

@@ -56,7 +56,6 @@ _REMEDIES = {
     EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",
     MESSAGES: "check the network between these stages",
     "link": "check the network between these ranks, and the interface that their groups use",
-    "change": "check the machine of that rank since then: other processes, clock, temperature, memory",
 }
 
 
@@ -79,13 +78,10 @@ def describe_cause(cause: Cause) -> str:
             return f"{ranks} makes other ranks wait: {work} than on other ranks {step}; those take {usual}"
         case "data":
             return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
-        case "link":
+        case _:
             exchanges = f"the exchanges of `{cause.location}` ({_exchange_type(cause.location)}) between {ranks}"
             expected = f"a slow but working link takes {_format_seconds(cause.usual_s)}"
             return f"{exchanges} take {_format_seconds(cause.seconds)} {step} although no rank is late; {expected}"
-        case _:
-            increase = f"takes {_format_seconds(cause.seconds)} more than the earlier {_format_seconds(cause.usual_s)}, {step}"
-            return f"{ranks} has become slower: its {describe_location(cause.location)} {increase}"
 
 
 def remedy(cause: Cause) -> str:

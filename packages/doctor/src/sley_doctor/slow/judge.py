@@ -1,8 +1,7 @@
 """Decides which rank makes other ranks wait, from the work records of all ranks.
 
     work of a rank longer than its peers' ───────┐
-    slow exchanges without a late rank ──────────┼──> in most of the run, or of its last part ──> a cause, or none
-    the same rank slower than before ────────────┘
+    slow exchanges without a late rank ──────────┴──> in most of the run, or of its last part ──> a cause, or none
 
 Victims wait and causes work: a rank is named for work that takes longer than on other ranks, never for its waits. A cause must
 cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise of a busy machine.
@@ -14,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_doctor.reports.work_record import DATA, DEVICE, ZERO_SPREAD, WorkRecord
-from sley_doctor.slow.blocks import MAX_RATIO, Block, Excess, build_blocks, find_excesses, median
+from sley_doctor.reports.work_record import DATA, ZERO_SPREAD, WorkRecord
+from sley_doctor.slow.blocks import Block, Excess, build_blocks, find_excesses, median
 
 MIN_SHARE = 0.25  # share of a step that a cause must cost
 MIN_BLOCK_SHARE = 0.75  # share of steps in blocks that show the cause
@@ -35,10 +34,10 @@ NUM_PARTS = 3  # the last part of a run is one in NUM_PARTS of its blocks
 class Cause:
     """Describes one reason for longer steps.
 
-    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data, "link" for slow exchanges, "change"
-    if a rank has become slower. ranks: the slow ranks, or the members of a slow group. location: a location of `work_record`,
-    or a queue name. layer: "" if no layer stands out. seconds: the cost per step; step_s: the duration of a step. usual_s: the
-    time of comparable work. first, last: the steps with this cause.
+    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data, "link" for slow exchanges. ranks: the
+    slow ranks, or the members of a slow group. location: a location of `work_record`, or a queue name. layer: "" if no layer
+    stands out. seconds: the cost per step; step_s: the duration of a step. usual_s: the time of comparable work. first, last:
+    the steps with this cause.
     """
 
     kind: str
@@ -81,7 +80,7 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
     causes = _find_causes(settled)
     last_part = settled[-(len(settled) // NUM_PARTS) :]
     if not causes and len(settled) > NUM_PARTS and sum(block.num_steps for block in last_part) >= MIN_STEPS:
-        causes = _find_causes(last_part) or _slowed_ranks(settled, last_part)
+        causes = _find_causes(last_part)
     return Judgement(tuple(causes), tuple(settled))
 
 
@@ -183,49 +182,6 @@ def _slow_links(blocks: Sequence[Block]) -> list[Cause]:
         for (queue, ranks), slow_blocks in slow_by_queue.items()
         if _covers_most([block for block, _ in slow_blocks], blocks)
     ]
-
-
-def _slowed_ranks(settled: Sequence[Block], last_part: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for each rank that works longer in `last_part` than in as many early blocks, while other ranks do not."""
-    early = settled[: len(last_part)]
-    step_s_before, step_s_after = median(block.step_s for block in early), median(block.step_s for block in last_part)
-    if step_s_after - step_s_before < MIN_SHARE * step_s_after:
-        return []
-    causes = []
-    ratios = {
-        number: min(block.ranks[number].working_s for block in last_part)
-        / max(block.ranks[number].working_s for block in early)
-        for number in last_part[-1].ranks
-    }
-    for rank in last_part[-1].ranks:
-        other_ratios = [ratio for number, ratio in ratios.items() if number != rank]
-        if ratios[rank] <= MAX_RATIO or (other_ratios and max(other_ratios) > ratios[rank] / MAX_RATIO):
-            continue
-        if any(block.has_idle_host(rank) for block in last_part):
-            continue
-        increases = {
-            location: median(block.ranks[rank].work[location].low for block in last_part)
-            - median(block.ranks[rank].work[location].high for block in early if location in block.ranks[rank].work)
-            for location in last_part[-1].ranks[rank].work
-            if location != DEVICE
-        }
-        location = max(increases, key=lambda name: increases[name])
-        if increases[location] >= MIN_SHARE * step_s_after:
-            usual_s = median(block.ranks[rank].work.get(location, ZERO_SPREAD).median for block in early)
-            causes.append(
-                Cause(
-                    "change",
-                    (rank,),
-                    location,
-                    "",
-                    increases[location],
-                    usual_s,
-                    step_s_after,
-                    last_part[0].first,
-                    last_part[-1].last,
-                )
-            )
-    return causes
 
 
 def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
