@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pluggy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -240,6 +241,14 @@ def of_some_ranks(tables, folder):
 def test_a_number_of_some_ranks_is_one_of_all(ranks, small, own):
     names = ("own/both", "own/second")
     assert ranks(2)(of_some_ranks, small(), own) == [(names, {"own/both": 3.0, "own/second": 3.0})] * 2
+
+
+def test_a_number_on_the_device_is_not_read(small, alone):
+    with alone(small()) as run, FakeTensorMode():  # whose tensors have no values
+        numbers = StepNumbers(run.groups)
+        numbers.add("own/one", lambda: torch.ones(()))
+        numbers.agree()
+        assert numbers.own(torch.device("cpu")).shape == (1,)
 
 
 def correct(tables, folder):

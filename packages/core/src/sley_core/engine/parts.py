@@ -128,7 +128,7 @@ class StepNumbers:
     def own(self, device: torch.device) -> Tensor:
         """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
-        on_device = [isinstance(share, Tensor) and share.device.type != "cpu" for share in shares]
+        on_device = [isinstance(share, Tensor) and share.device.type == device.type for share in shares]
         on_host = [0.0 if is_on_device else float(share) for share, is_on_device in zip(shares, on_device, strict=True)]
         values = torch.tensor(on_host, dtype=torch.float64).to(device)  # one copy
         for index, share in enumerate(shares):
