@@ -17,12 +17,13 @@ from sley_core.engine.call import Keep, Recompute
 from sley_core.engine.execute import describe
 from sley_core.errors import PlanError
 from sley_core.model.attention import once_per_field
-from sley_core.model.layers import Layer
+from sley_core.model.layers import Layer, Model
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
+from sley_core.protocols import SplitLogits
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, operators_s, price_layers
-from sley_estimate.layers.trace import trace_layer
+from sley_estimate.layers.trace import layer_works, trace_layer
 from sley_estimate.layers.variants import COPY, add_copies, layer_keys, scale_work
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import Layouts, list_choices
@@ -103,6 +104,40 @@ def test_what_layers_share_of_a_micro_batch_is_no_layers_work_nor_kept_by_one() 
     alone = work_of(Plainest())
     assert sum(one.num_bytes for one in first.forward) < 2 * sum(one.num_bytes for one in alone.forward)
     assert first.saved_bytes == alone.saved_bytes, "the backward needs the mask, and nothing else that it did not"
+
+
+class Named(Plainest):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": super().forward(x)}
+
+
+class OwnLogits(SplitLogits):
+    """Logits with a term of the loss."""
+
+    shape, dtype = (BATCH, 8, WIDTH), torch.float32
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        return self.output.sum()
+
+    def logits(self) -> Tensor:
+        return self.output.detach()
+
+
+class OwnHead(Plainest):
+    def forward(self, x: dict[str, Tensor]) -> OwnLogits:
+        return OwnLogits(super().forward(x["hidden"]))
+
+
+def test_a_dict_between_layers_and_logits_of_ones_own_are_counted() -> None:
+    model = Model([("0", Named()), ("1", OwnHead())])
+    model.layers[0].fields = ("x",)
+    labels = torch.empty(BATCH, 8, dtype=torch.int64, device="meta")
+    fields = {"x": torch.empty(BATCH, 8, WIDTH, device="meta"), "labels": labels}
+    works = layer_works(plan_from_dict(small_plan()), model, fields, ["0", "1"])
+    assert [work.output_bytes for work in works] == [BATCH * 8 * WIDTH * 8] * 2
 
 
 def test_attention_is_one_kernel_that_multiplies_half_of_a_causal_square() -> None:

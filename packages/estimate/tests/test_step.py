@@ -118,7 +118,8 @@ def test_two_groups_on_one_link_have_half_of_it_each():
 def test_an_exchange_waits_for_its_lane_and_for_all_members():
     both = Exchange("x", "lane", (0, 1), 0.0, 1.0)
     first = Exchange("y", "lane", (0,), 0.0, 5.0)
-    assert run([Begin(first), Begin(both), Await("x")], [Compute(2.0), Begin(both), Await("x")]) == [6.0, 6.0]
+    same = both._replace(work_s=1.01)  # with a number of its own among the totals
+    assert run([Begin(first), Begin(both), Await("x")], [Compute(2.0), Begin(same), Await("x")]) == [6.0, 6.0]
 
 
 @pytest.mark.parametrize(("computing", "end"), [(0.0, 3.0), (1.0, 3.0), (5.0, 6.0)], ids=["at once", "early", "late"])

@@ -71,10 +71,16 @@ def test_sources_share_the_loss(model: Path, texts: Path) -> None:
     assert row["share/a"] * row["loss/a"] + row["share/b"] * row["loss/b"] == pytest.approx(row["loss"], rel=1e-12)
 
 
+LAYOUTS: list[Tables] = [
+    {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator", "head": "vocabulary"}},
+    {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "partition": {"use": "pp.measured"}},
+]
+
+
 @pytest.mark.campaign
-def test_a_vocabulary_parallel_head_adds_the_loss(model: Path, texts: Path, ranks: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["vocabulary", "measured"])
+def test_parts_that_look_at_the_logits(model: Path, texts: Path, ranks: Any, layout: Tables) -> None:
     tables = plan(model, 0.5, evaluation=None)
-    layout = {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator", "head": "vocabulary"}}
     recorded = ranks(2, 200)(record, changed(tables, **layout), 3, folder=texts)
     assert_parity_of_parts(record_reference(tables, 3, folder=texts), recorded, "fp64")
 

@@ -38,7 +38,15 @@ from sley_core.model.values import HostModel
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.layers.trace import MICRO_STEP, Value, output_gradients, queue_weight_gradients, run_backward, start_call
+from sley_estimate.layers.trace import (
+    MICRO_STEP,
+    Value,
+    input_of_next,
+    output_gradients,
+    queue_weight_gradients,
+    run_backward,
+    start_call,
+)
 
 REPETITIONS = 5
 """Default number of timed calls of a layer, after one warm-up call. The median counts: disturbances affect runs too."""
@@ -130,10 +138,9 @@ class LayerBench:
         for module, name, tensor in host_tensors:
             setattr(module, name, tensor)
         layer.module = meta_module
-        description, tensors = describe(outputs[-1])
         halves = *whole_halves, *split_halves
         times = LayerSeconds(*(half.device_s for half in halves), *(half.host_s for half in halves))
-        return times, (description, [tensor.detach() for tensor in tensors])
+        return times, input_of_next(outputs[-1], layer)
 
     def _median_halves(
         self, call: Callable[[tuple[float, float]], Halves], time_rows: Callable[[], tuple[float, float]]

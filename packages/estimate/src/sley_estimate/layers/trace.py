@@ -28,7 +28,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
 from sley_core.model.layers import ForwardPatch, Layer, Model
 from sley_core.plan.plan import Plan
-from sley_core.protocols import ActivationPolicy, Loss
+from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
 from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
 
 MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
@@ -36,7 +36,7 @@ QUEUE_KEY = (0, 0)
 
 Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form sent between stages
 
-Traced = dict[tuple[str, object], tuple[LayerWork, Value]]
+Traced = dict[tuple[str, str], tuple[LayerWork, Value]]
 """Work and output of layers by key and input description."""
 
 
@@ -54,7 +54,7 @@ def layer_works(
     works: list[LayerWork] = []
     value: Value | None = None
     for layer, key in zip(model.layers, keys, strict=True):
-        cache_key = key, value and value[0]
+        cache_key = key, repr(value and value[0])  # a structure may be a dict, which has no hash
         if cache_key not in traced:
             layer_loss = loss if layer is model.layers[-1] else None
             traced[cache_key] = trace_layer(layer, value, fields, policy, layer_loss, working, gradients)
@@ -82,8 +82,8 @@ def trace_layer(
         split_recorder, _ = _record_layer(layer, value, fields, policy, loss, gradients, split=True)
     with _place_on_meta(layer.module, working):  # new parameters, whose first gradient is not added to another
         recorder, output = _record_layer(layer, value, fields, policy, loss, gradients, split=False)
-    description, tensors = describe(output, layer.name)
-    output_bytes = sum(map(moved_bytes, tensors))
+    following = input_of_next(output, layer)
+    output_bytes = sum(map(moved_bytes, following[1]))
     work = LayerWork(
         forward=recorder.operators("forward"),
         recompute=recorder.operators("recompute"),
@@ -95,7 +95,15 @@ def trace_layer(
         saved_bytes=recorder.saved_bytes
         + (output_bytes if loss is not None else 0),  # the loss saves its input or as many bytes
     )
-    return work, (description, [tensor.detach() for tensor in tensors])
+    return work, following
+
+
+def input_of_next(output: Any, layer: Layer) -> Value:
+    """Returns the output of a layer as the input of the next one, without its graph; of `SplitLogits` the logits."""
+    if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
+        output = output.logits()
+    description, tensors = describe(output, layer.name)
+    return description, [tensor.detach() for tensor in tensors]
 
 
 def _record_layer(
