@@ -379,7 +379,7 @@ KINDS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for-loop": {"f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["weight", "gradient", "state"])
+@pytest.mark.parametrize("label", ["weight", "gradient", "state"])
 def test_optimizers_are_seen(kind: str, label: str) -> None:
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.AdamW(weights, **KINDS[kind])

@@ -94,7 +94,7 @@ class Fault:
         self._front_sends()
 
     def exchange(self, label: str, call: Call, args: tuple[Any, ...], *, elsewhere: Call, skipped: Any) -> Any:
-        """Does wrong in place of `call(*args, what=what)`. elsewhere: the same call on another group or channel."""
+        """Does wrong in place of `call(*args, label=label)`. elsewhere: the same call on another group or channel."""
         match self.kind:
             case "skipped":
                 return skipped

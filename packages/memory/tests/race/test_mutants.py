@@ -151,7 +151,7 @@ LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", LOSES)
+@pytest.mark.parametrize("label", LOSES)
 def test_gradients_that_vanish_are_seen_in_the_bits(label: str, train: Train, texts: Path) -> None:
     """No rule is broken and no error raised: the sums are wrong, and so is the digest."""
     tables = changed(PLAN, **CASES["optimizer on the host"])
