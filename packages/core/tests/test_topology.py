@@ -100,10 +100,10 @@ def test_the_table_has_every_channel_of_every_group_once_and_one_order(topology:
     [
         ({"world": 0}, "world must be at least 1, but is 0"),
         ({"world": 4, "wp": -1}, "wp must be at least 1, but is -1"),
-        ({"world": 8, "dp": 3}, "world = pp x dp x sp fails: 8 != 1 x 3 x 1"),
-        ({"world": 8, "pp": 3}, "world = pp x dp x sp fails: 8 is no multiple of 3 x 1"),
-        ({"world": 8, "pp": 2, "sp": 3}, "world = pp x dp x sp fails: 8 is no multiple of 2 x 3"),
-        ({"world": 8, "pp": 2, "sp": 2, "wp": 3}, "world = pp x wdp x wp fails: 8 is no multiple of 2 x 3"),
+        ({"world": 8, "dp": 3}, "the world size must be pp x dp x sp = 1 x 3 x 1, but is 8"),
+        ({"world": 8, "pp": 3}, "the world size must be a multiple of pp x sp = 3 x 1, but is 8"),
+        ({"world": 8, "pp": 2, "sp": 3}, "the world size must be a multiple of pp x sp = 2 x 3, but is 8"),
+        ({"world": 8, "pp": 2, "sp": 2, "wp": 3}, "the world size must be a multiple of pp x wp = 2 x 3, but is 8"),
     ],
 )
 def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation: str) -> None:
@@ -195,7 +195,7 @@ def test_ranks_that_list_other_groups_are_told(ranks, texts):
         ([ProcessGroupRecord("a", ((0, 1),), ())], "has no channel"),
         ([ProcessGroupRecord("a", ((0, 1), (1, 2)))], "has a rank twice"),
         ([ProcessGroupRecord("a", ((3, 4),))], "not among the 4"),
-        ([("a", ((0, 1),))], "is no ProcessGroupRecord"),
+        ([("a", ((0, 1),))], "must be a ProcessGroupRecord"),
     ],
 )
 def test_groups_that_cannot_be(monkeypatch, records, told):

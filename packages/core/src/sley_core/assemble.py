@@ -230,7 +230,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
 def _group_fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
     """Returns a description of the fault of a plugin's group, or ""."""
     if not isinstance(record, ProcessGroupRecord):
-        return f"{record!r} is no ProcessGroupRecord"
+        return f"{record!r} must be a ProcessGroupRecord"
     named = f"the group {record.axis!r}"
     if record.axis in AXES or record.axis.startswith("tie[") or not record.axis:
         return f"{named} has the name of one of core's own"

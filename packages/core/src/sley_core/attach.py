@@ -362,7 +362,7 @@ def build_writer(plan: Plan, component: Component, folder: Path) -> MetricsWrite
     """Returns the writer of one table of `metrics`; raises PlanError "metrics-writer" if a factory gives something else."""
     writer = component.build(folder)
     if not isinstance(writer, MetricsWriter):
-        message = f"`{component.name}` gave a {type(writer).__name__}, which has no `write(row)` and `close()`"
+        message = f"`{component.name}` must return an object with `write(row)` and `close()`, not a {type(writer).__name__}"
         raise plan.add_places(PlanError("metrics-writer", message, path=(*component.path, "factory")))
     return writer
 

@@ -78,16 +78,16 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
-        """Returns the topology of `world` ranks. Raises ValueError with the equation that fails."""
+        """Returns the topology of `world` ranks. Raises ValueError for sizes that do not divide."""
         for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, but is {size}")
         if dp is not None and world != pp * dp * sp:
-            raise ValueError(f"world = pp x dp x sp fails: {world} != {pp} x {dp} x {sp}")
+            raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world}")
         if world % (pp * sp):
-            raise ValueError(f"world = pp x dp x sp fails: {world} is no multiple of {pp} x {sp}")
+            raise ValueError(f"the world size must be a multiple of pp x sp = {pp} x {sp}, but is {world}")
         if world % (pp * wp):
-            raise ValueError(f"world = pp x wdp x wp fails: {world} is no multiple of {pp} x {wp}")
+            raise ValueError(f"the world size must be a multiple of pp x wp = {pp} x {wp}, but is {world}")
         return cls(world, pp, sp, wp)
 
     @property

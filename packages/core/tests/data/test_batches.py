@@ -57,8 +57,8 @@ def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
 @pytest.mark.parametrize(
     ("changes", "micro_size", "match"),
     [
-        ({}, 3, "4 samples of this rank are no multiple of \\[batch\\] micro_size = 3"),
-        ({}, 8, "4 samples of this rank are no multiple"),
+        ({}, 3, "4 samples of this rank are not a multiple of \\[batch\\] micro_size = 3"),
+        ({}, 8, "4 samples of this rank are not a multiple"),
         ({"time_major": torch.zeros(4, 6, 3)}, 2, "`time_major` has 6 samples, but `tokens` has 4"),
         ({"time_major": torch.zeros(4)}, 2, "`time_major` of shape \\(4,\\) has no dim 1"),
         ({"tokens": [[1], [2], [3], [4]]}, 2, "`tokens` must be a tensor, but is a list"),

@@ -92,9 +92,9 @@ def test_micro_batches_may_differ_in_length() -> None:
         ([a_batch(2) | {"tokens": [[1], [2]]}], "batch-fields", "`tokens` must be a tensor, but is a list"),
         ([], "batch-size", r"\[batch\] micro_size = 2 samples, but the list has \[\]"),
         ([a_batch(4)], "batch-size", r"the list has \[2\]"),
-        (a_batch(0), "batch-size", "0 samples of this rank are no multiple"),
-        (a_batch(3), "batch-size", "3 samples of this rank are no multiple"),
-        ([a_batch(2), a_batch(1)], "batch-size", "1 samples of this rank are no multiple"),
+        (a_batch(0), "batch-size", "0 samples of this rank are not a multiple"),
+        (a_batch(3), "batch-size", "3 samples of this rank are not a multiple"),
+        ([a_batch(2), a_batch(1)], "batch-size", "1 samples of this rank are not a multiple"),
         ([a_batch(2), a_batch(2) | {"tokens": a_batch(2)["tokens"] + 99}], "token-out-of-range", "the token id 100"),
     ],
 )

@@ -99,5 +99,5 @@ def test_every_rank_of_a_large_world_is_assembled_without_memory_for_a_parameter
             tables.add(tuple((axis, group.size, tuple(group.channels)) for axis, group in run.groups.items()))
     assert len(tables) == 1
     assert not torch.distributed.is_initialized()
-    with World.fake(0, 3) as world, pytest.raises(Exception, match="256 is no multiple of 3 x 2"):
+    with World.fake(0, 3) as world, pytest.raises(Exception, match="a multiple of dp x micro_size = 3 x 2 = 6, but is 256"):
         assemble(plan_from_dict(LARGE), world)

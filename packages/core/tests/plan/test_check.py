@@ -30,12 +30,16 @@ def test_a_good_plan_has_no_problems(make: Make) -> None:
 
 def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
     assert problems(make(), 3) == [
-        ("layout", "world = pp x dp x sp fails: 3 != 1 x 2 x 1", 'use 2 ranks, or set `dp = "auto"` to use all ranks')
+        (
+            "layout",
+            "the world size must be pp x dp x sp = 1 x 2 x 1, but is 3",
+            'use 2 ranks, or set `dp = "auto"` to use all ranks',
+        )
     ]
     found = problems(make(parallel={"pp": 2, "sp": 2}), 6)
-    assert ("layout", "world = pp x dp x sp fails: 6 is no multiple of 2 x 2", "use 4 or 8 ranks") in found
+    assert ("layout", "the world size must be a multiple of pp x sp = 2 x 2, but is 6", "use 4 or 8 ranks") in found
     found = problems(make(parallel={"wp": 4}), 2)
-    assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "use 4 ranks") in found
+    assert ("layout", "the world size must be a multiple of pp x wp = 1 x 4, but is 2", "use 4 ranks") in found
 
 
 @pytest.mark.parametrize(("parallel", "dp"), [({"dp": 1, "wp": 2}, 2), ({"dp": 3, "wp": 4, "sp": 2}, 4)])
@@ -71,7 +75,7 @@ def test_a_layout_is_placed_at_the_axis_that_does_not_fit(text: str, lines: str,
 def test_a_batch_that_does_not_divide(make: Make, size: int, micro: int, dp: int, hint: str) -> None:
     plan = make(batch={"global_size": size, "micro_size": micro}, parallel={"dp": dp})
     unit = dp * micro
-    message = f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {dp} x {micro} = {unit}"
+    message = f"global_size must be a multiple of dp x micro_size = {dp} x {micro} = {unit}, but is {size}"
     assert problems(plan) == [("batch-does-not-divide", message, hint)]
 
 
@@ -80,7 +84,7 @@ def test_a_sequence_that_does_not_divide(make: Make) -> None:
     tables = make(parallel={"sp": 3}, data={"use": "data.text", "files": ["corpus.txt"], "sequence": 16})
     found = {code: (message, hint) for code, message, hint in problems(tables)}
     assert found["sequence-does-not-divide"] == (
-        "sequence = sp x slice fails: 16 is no multiple of 3",
+        "the sequence length must be a multiple of sp = 3, but is 16",
         "use sequence = 15 or 18",
     )
 

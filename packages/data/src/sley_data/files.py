@@ -364,7 +364,7 @@ def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
     for file in [] if problems else files:
         dtype = file.dtype(config)
         if file.num_bytes % TOKEN_BYTES[dtype]:
-            message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {dtype} tokens"
+            message = f"`{file.path}` must contain whole {dtype} tokens, but has {file.num_bytes} bytes"
             problems.append(Problem(("data", key), message, "set the `dtype` of the file", "data-size"))
         elif reason_and_hint := check_token_ids(file.path, dtype, config.vocab_size):
             reason, hint = reason_and_hint

@@ -54,7 +54,7 @@ class BalancedConfig(Table):
     """Cuts the model so that the heaviest part is as light as possible."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
-    """The cost of each layer, in any unit; its number of parameters if left out."""
+    """The cost of each layer, in any unit. The default is its number of parameters."""
 
 
 class MeasuredConfig(Table):

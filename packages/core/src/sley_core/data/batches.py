@@ -66,7 +66,7 @@ def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field],
             raise RunError("batch-size", f"field `{name}` has {size} samples, but `{first}` has {sizes[first]}")
     num_micros, remainder = divmod(sizes[first], micro_size)
     if remainder or not num_micros:
-        message = f"{sizes[first]} samples of this rank are no multiple of [batch] micro_size = {micro_size}"
+        message = f"{sizes[first]} samples of this rank are not a multiple of [batch] micro_size = {micro_size}"
         raise RunError("batch-size", message, hint="use one or more microbatches of equal size")
     return num_micros
 
@@ -181,7 +181,7 @@ def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
         hint = "set `sequence_dim = 1` in `[data.fields.NAME]`, or use `Field(..., sequence_dim=1)` in the dataset"
         raise PlanError("sequence-field", message, path=("data",), hint=hint)
     if info.sequence is not None and info.sequence % num_slices:
-        message = f"sequence = sp x slice fails: {info.sequence} is no multiple of {num_slices}"
+        message = f"the sequence length must be a multiple of sp = {num_slices}, but is {info.sequence}"
         raise PlanError("sequence-does-not-divide", message, path=("data",), hint="change `sequence` or `sp`")
     return info if positions is not None else replace(info, fields={**info.fields, POSITIONS: Field("int64", 0, 1)})
 

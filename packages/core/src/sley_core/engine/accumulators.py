@@ -1,4 +1,4 @@
-"""The gradient of one parameter: its memory, the contributions of this step, and which of them are refused."""
+"""Accumulates the gradient of one parameter, and refuses contributions that come too late."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Accumulator:
         return self.state is State.OPEN
 
     def reset(self) -> None:
-        """Begins a step: the first contribution will overwrite the view."""
+        """Starts a step. The first contribution overwrites the view."""
         self.contributions = 0
         self.passes = 0
         self.is_lent = False
@@ -91,8 +91,8 @@ class Accumulator:
         )
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Prepares for a contribution from a use of the parameter in `layer`, of the global microbatch `micro` (left out: the
-        running one). Only a fixed order of sums depends on them.
+        """Prepares for a contribution from `layer` in the global microbatch `micro`, by default the running one. Both matter
+        only for a fixed order of sums.
         """
 
     def end_contributions(self) -> None:
@@ -121,7 +121,7 @@ class Accumulator:
 
     @property
     def is_assigned(self) -> bool:
-        """Whether a user's own backward assigned `parameter.grad` without a hook call."""
+        """Returns whether a backward called by the user assigned `parameter.grad` without a hook call."""
         gradient = self.parameter.grad
         return gradient is not None and gradient is not self.view
 
@@ -157,12 +157,12 @@ class Accumulator:
             self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
 
     def _accumulate_owned(self, gradient: Tensor) -> None:
-        """Adds `gradient`, and may keep the tensor: the caller must not use it again."""
+        """Adds `gradient` and may keep the tensor, so the caller must not use it again."""
         self.accumulate(gradient)
 
 
 class LooseAccumulator(Accumulator):
-    """Adds up a gradient that no handler reduces: `view` is autograd's own tensor, or a new one in each step."""
+    """Accumulates a gradient that no handler reduces, in autograd's own tensor or in a new one for each step."""
 
     def __init__(self, param: Param, empty: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
         """empty: a tensor of the store's dtype without elements."""

@@ -1,16 +1,15 @@
-"""Checks that ranks agree: on a plan before the run, on a step before its first gradient is sent, on exchanges at its end.
+"""Checks that ranks agree: on the plan before the run, on each step before its first gradient is sent, and on its exchanges.
 
     begin ──> first action of the step ──> check ──> everything else
-      └── one small sum over all ranks, on the hosts, beside that action; loss weight and counts of the batch are in it
+      └── one small sum over all ranks, on the hosts, during that action; it includes the loss weight and counts of the batch
 
-Ranks must agree on which parameters are frozen, on the number of microbatches and on the batch: they decide which gradients
-are summed with which, how many messages are sent, and how long they are. A mismatch would give wrong numbers, end the process
-(gloo), or hang.
+Ranks must agree on the frozen parameters, the number of microbatches and the batch, since these determine which gradients are
+summed, and the number and length of messages. A mismatch would give wrong numbers, end the process (gloo), or hang.
 
-Each rank hashes its view of each fact, once for each of its groups (the hash includes the group), and adds the hash times -1;
-the first rank of the group adds its hash times the group's size as well. The sum is 0 if all agree; if they do not, with a
-chance of 2^-32. All ranks see the same sum; if it is not 0 they gather their views and raise the same error. If ranks wait for
-each other in the first action already, the check comes before it.
+Each rank hashes its view of each fact, once for each of its groups (the hash includes the group), and adds the hash times -1.
+The first rank of the group also adds its hash times the group's size. The sum is 0 if all ranks agree, and with a probability
+of 2^-32 if they do not. All ranks see the same sum. If it is not 0, they gather their views and raise the same error. If ranks
+wait for each other in the first action, the check runs before it.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
             if differences := describe_differences(parts_of[odd_rank], parts_of[usual_rank]):
                 thing = name.removeprefix("the ")
                 message = f"rank {odd_rank}{suffix} has another {thing} than rank {usual_rank}: {differences}"
-        raise RunError("ranks-disagree", message, hint="install the same versions and give the same plan on every node")
+        raise RunError("ranks-disagree", message, hint="install the same versions and use the same plan on every node")
 
 
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:

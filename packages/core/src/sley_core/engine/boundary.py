@@ -34,7 +34,7 @@ Context = Any
 
 
 def type_name(kind: type) -> str | None:
-    """Returns the name of `kind` for `find_type`; None if it has none, as a class that is defined in a function."""
+    """Returns the name of `kind` for `find_type`, or None for a class without one, such as a class defined in a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     return name if find_type(name) is kind else None
 
@@ -84,7 +84,7 @@ def rebuild_container(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Returns the parts of a container, or of an object with attributes; none of a module, a class or a function."""
+    """Returns the parts of a container or of an object with attributes; () for a module, a class or a function."""
     if isinstance(value, Mapping):
         return [*value.values(), *_attributes(value).values()]
     if isinstance(value, tuple | list | set | frozenset):
@@ -168,7 +168,7 @@ class Leaf:
 
     @property
     def flags(self) -> int:
-        """The varying flags as one number below 2^32."""
+        """Returns the varying flags as one number below 2^32."""
         first = 0 if self.same_as is None else self.same_as + 1
         return _FIRST * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
@@ -199,7 +199,7 @@ class Description:
 
     @property
     def gradients(self) -> Description:
-        """The description of the gradients that the receiver sends back, in the order of the leaves."""
+        """Returns the description of the gradients that the receiver sends back, in the order of the leaves."""
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:

@@ -63,8 +63,8 @@ class FlatBuffer:
     """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
 
     data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
-    written, so a sum or a norm over `data` is one over the views. memory: becomes `data`, and must be zeroed; left out, it is
-    allocated. alignment, multiple: as in `FlatLayout`; by default ALIGNMENT_BYTES.
+    written, so a sum or a norm over `data` is one over the views. memory: becomes `data`, and must be zeroed; allocated
+    by default. alignment, multiple: as in `FlatLayout`; by default ALIGNMENT_BYTES.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The one function through which every layer is called, and the activation policies, which decide what it keeps.
+"""Calls layers, and applies activation policies, which decide which activations are saved.
 
     wait for the layer's weights ──> seed its generators ──> activation policy ──> layer
         `Waits`                       (seed, step, micro, layer)

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation beside the loss: sums and counts of microbatches, added up over ranks with the loss.
+"""The metrics of an evaluation besides the loss: sums and counts of microbatches, summed over ranks together with the loss.
 
 output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> of this rank ──one exchange──> sum / count
 """
@@ -86,7 +86,7 @@ class Tally:
             if metrics.whole is None or metrics.whole.counts:
                 results = self._validate_results(metrics.own(*arguments))
         if any(version_of(tensor) != version for tensor, version in before):
-            message = "the [evaluation] metric writes in place to the output or the batch, of which the loss is computed too"
+            message = "the [evaluation] metric writes in place to the output or the batch, which the loss also uses"
             raise RunError("metric-result", message, path=("evaluation", "metric"), hint="let it make new tensors")
         if metrics.labels is not None:
             results["accuracy"] = metrics.accuracy(output, fields[metrics.labels.labels])

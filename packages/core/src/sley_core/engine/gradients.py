@@ -90,17 +90,17 @@ class GradientStore:
     # Reading
 
     def __contains__(self, param: Param) -> bool:
-        """Whether `param` has a gradient: it is trainable, or was when this step began."""
+        """Returns whether `param` has a gradient, i.e. is trainable or was when this step began."""
         return param in self._accumulators
 
     @property
     def params(self) -> list[Param]:
-        """The parameters with a gradient, in the order of their reports."""
+        """Returns the parameters with a gradient, in the order of their reports."""
         return [accumulator.param for accumulator in self._order]
 
     @property
     def completion_order(self) -> list[Param]:
-        """The parameters in the order in which the first step completed them; empty before. Local to this rank."""
+        """Returns the parameters in the order in which the first step completed them on this rank; () before."""
         return list(self._seen)
 
     def gradient(self, param: Param) -> Tensor:
@@ -128,7 +128,7 @@ class GradientStore:
         return [parts[param] if param in parts else whole[param].view if param in whole else None for param in params]
 
     def elements(self, param: Param) -> ElementRange | None:
-        """Returns the elements of the gradient that this rank gets, maybe none; None if each rank gets the full gradient."""
+        """Returns the elements of the gradient that this rank gets, or None if each rank gets the full gradient."""
         return self._buffer_of[param].ranges[param] if param in self._parts else None
 
     def num_shards(self, param: Param) -> int:
@@ -158,7 +158,7 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all gradients; those outside the buffers, and partial sums, count while they exist."""
+        """Returns the bytes of all gradients. Those outside the buffers, and partial sums, count while they exist."""
         buffers = sum(buffer.num_bytes for buffer in self.buffers)
         return (
             buffers
@@ -233,7 +233,7 @@ class GradientStore:
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
-        """Makes the buffers anew, as `planner` says from now on. Discards all gradients, and a step in flight. Nothing may
+        """Replaces the buffers by those that `planner` returns. Discards all gradients, and a step in flight. Nothing may
         write into the old buffers any more: the new ones reuse their memory. After `free`, they have memory only
         within this call, until `build`.
         """
@@ -382,9 +382,9 @@ class GradientStore:
     def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
         """Accumulates autograd's gradient; the post-accumulate hook, which autograd calls once per backward and parameter.
 
-        Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if everything was added
-        elsewhere, and another than the view if a backward of a user's own assigned it. Raises RunError `sparse-gradient`, and
-        `sharded-weight-read` if code used a shard as if it were the full weight.
+        Copies the first contribution; autograd itself adds later ones into the view. `grad` is None if everything was added
+        elsewhere, and not the view if a backward called by the user assigned it. Raises RunError `sparse-gradient`, and
+        `sharded-weight-read` if code used a shard like the full weight.
         """
         gradient = parameter.grad
         if accumulator.param.shard is not None:

@@ -1,7 +1,7 @@
-"""Loads weights into a run: whole tensors by names that no layout changes, of which each rank takes what it holds.
+"""Loads weights into a run: full tensors by names that do not depend on the layout. Each rank copies its own part.
 
-Every rank knows the names of the whole model, so that it can tell a misspelt name from one that another stage holds. Ranks
-exchange their faults and a checksum of each value, since replicas that were given different values would stay different.
+Every rank knows the names of the full model, so it can distinguish a misspelt name from a name of another stage. Ranks
+exchange their faults and a checksum of each value, since replicas that load different values would stay different.
 """
 
 from __future__ import annotations

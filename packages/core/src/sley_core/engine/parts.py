@@ -1,4 +1,4 @@
-"""One rank's part of a run as plugins get it, and where they register callbacks, numbers and pools."""
+"""The parts of a run on one rank that plugins receive, and their callbacks, numbers and pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Waits:
-    """Callbacks before the weights of a layer are used, by its name, in the order of registration."""
+    """Holds the callbacks that run before the weights of a layer are used, by layer name, in the order of registration."""
 
     def __init__(self) -> None:
         self._waits: dict[str, list[tuple[Callable[[], None], Callable[[], bool] | None]]] = {}
@@ -61,7 +61,7 @@ requested; the iterator is closed if that fails.
 
 @dataclass
 class StepEvents:
-    """Callbacks of a step, in the order of registration, on this rank alone: none may communicate.
+    """Holds the callbacks of a step, in the order of registration. They are local to a rank and must not communicate.
 
     began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
     the update of any step that did not raise, taken or not. step_in_buckets: makes the optimizer step one bucket at a time;
@@ -79,7 +79,7 @@ Of = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """The numbers that plugins add to the rows. names: the names of all ranks, in one order, valid after `agree`."""
+    """Holds the numbers that plugins add to the rows. names: the names of all ranks in one order, valid after `agree`."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ class Parts:
     axis. groups: this rank's, by axis. layers: this rank's. registry: their parameters. store: the accumulated gradients.
     weights: the store of the working weights. waits: callbacks before a layer's weights are used. queue: weight
     gradients that a split backward defers. numbers: that plugins add to each step's row. pool: `pool(name)` is the run's
-    memory pool of that name, `pool(None)` its own. events: moments of a step, for plugins that are no gradient handlers.
+    memory pool of that name, `pool(None)` its own. events: callbacks of a step, for plugins other than gradient handlers.
     foretold: returns the description that a chunk of another stage (stage, chunk) would send to this one, in a fake world that
     takes steps; None elsewhere.
     """

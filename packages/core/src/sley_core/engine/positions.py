@@ -1,25 +1,25 @@
-"""Slices of sequences (`sp`): the loss of whole ones, and checks in the first step that nothing else looks from slice to slice.
+"""Slices of sequences (`sp`): the loss of full sequences, and first-step checks that only attention relates slices.
 
 `WholeSequences` gives a loss whole sequences (`[loss] sequence = "whole"`):
 
     rank 0   output of slice 0 ──┐ gathered   ┌── the loss of whole sequences ──> gradient of slice 0; counts
     rank 1   output of slice 1 ──┘  on both   └── the same loss               ──> gradient of slice 1
 
-Each rank computes the whole loss, for which it needs the memory, and keeps the gradient of its own slice: nothing is exchanged
-in the backward. The loss and its weight count on the first rank alone.
+Each rank computes the full loss, which needs its memory, and keeps the gradient of its own slice, so the backward does not
+communicate. The loss and its weight count only on the first rank.
 
 Any other loss must be a sum over positions, which `PositionAdditivity` checks on a few positions of this rank's own output:
 
     right    loss(positions 0 to 15) = loss(0 to 7) + loss(8 to 15)
     wrong    labels that the loss shifts itself, a term that compares neighbours, a mean over the sequence
 
-A layer that mixes positions beside its attention would see one slice alone, without an error. `PositionProbe` finds it:
+A layer that mixes positions outside its attention would see only one slice, without an error. `PositionProbe` finds it:
 
     first run     the layer, as it is called in training; its attentions' inputs and contexts are recorded
     second run    the same with another input at the first and the last position but one, and with the recorded contexts
 
-A difference at another position, in the layer's output or in its attentions' inputs, came there in another way than through
-attention. The second run makes no exchange of attention.
+A difference at any other position, in the layer's output or in its attentions' inputs, did not pass through attention. The
+second run does not communicate in attention.
 """
 
 from __future__ import annotations

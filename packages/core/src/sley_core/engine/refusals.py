@@ -52,7 +52,7 @@ class ComputedTensor(_UnreadableTensor, Tensor):
 
 def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
     """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
-    "weight-unregistered" when they are used: whether a forward uses what a layer holds unregistered cannot be known before.
+    "weight-unregistered" when they are used, since it is unknown before whether a forward uses an unregistered tensor.
     """
     hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
 
@@ -83,7 +83,7 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises PlanError "model-hook" for each hooked parameter of which no rank has a full gradient, on all ranks alike."""
+    """Raises the same PlanError "model-hook" on all ranks for each hooked parameter whose full gradient no rank has."""
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for index, (_, layers) in enumerate(stages):

@@ -1,4 +1,4 @@
-"""Keeps copies of a weight, buffer or batch field equal on the ranks that hold them: replicas that are apart stay apart.
+"""Checks that copies of a weight, buffer or batch field stay equal on all ranks, since replicas that diverge stay different.
 
 A value that a forward writes differs between replicas, which see other samples, and is written once per microbatch and
 recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first microbatch. Writes that
@@ -44,7 +44,7 @@ class CopyComparison:
 
     def __call__(self) -> None:
         """Compares fingerprints of the last step's values, for which it waits, by blocking collectives: all ranks call it.
-        Raises RunError `ranks-differ` on all ranks of the run alike, naming the values that differ, and where.
+        Raises the same RunError `ranks-differ` on all ranks of the run, with the values that differ and their ranks.
         """
         is_first, self._is_first = self._is_first, False
         parts = self.parts

@@ -109,8 +109,8 @@ class WeightSaver:
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
     def check(self, folder: Path) -> None:
-        """Raises RunError "weights-unsaved" on all ranks alike if `folder` has other files, "checkpoint-folder" if a rank that
-        writes there does not see the folder in which it is. Every rank calls it; a lone writer is not tried.
+        """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if a
+        writing rank cannot see the folder that contains it. Every rank calls it. A single writer is not tested.
         """
         failed = ""
         try:
@@ -162,7 +162,7 @@ class WeightSaver:
         self, files: list[list[Spec]], failed: str, folder: Path, facts: Mapping[str, str]
     ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
         """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the facts of rank
-        0. If any rank failed, raises RunError "weights-unsaved" on all ranks alike, after discarding the unfinished folder.
+        0. If any rank failed, discards the unfinished folder and raises RunError "weights-unsaved" on all ranks.
         """
         # Over all ranks: each of them gets here three times, whatever failed.
         everyone = self._control.gather_objects([failed, files, dict(facts)], label="what ranks save")

@@ -1,4 +1,4 @@
-"""Weights that are sharded over the ranks of `wp`: how they are cut, and the placeholder that modules hold in their place.
+"""Shards weights over the ranks of `wp`, and replaces them in modules by placeholders.
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
 
@@ -8,7 +8,7 @@ so they do not depend on the layout.
 
     module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
                          │      values: refused with the parameter's name, whenever code reads them
-                         └────> shard   what the registry, the optimizer and the communicator work with
+                         └────> shard   used by the registry, the optimizer and the communicator
 
 A stand-in costs nothing until code uses it, in whichever forward that is.
 """
@@ -51,22 +51,22 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Size of a shard along `dim`, padding included; the same on every rank."""
+        """Returns the size of a shard along `dim`, padding included; the same on every rank."""
         return -(-self.shape[self.dim] // self.count)
 
     @property
     def own_size(self) -> int:
-        """Size of this rank's shard along `dim` without padding; may be 0."""
+        """Returns the size of this rank's shard along `dim` without padding; may be 0."""
         return max(0, min(self.size, self.shape[self.dim] - self.index * self.size))
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Shape of a shard, padding included; the same on every rank."""
+        """Returns the shape of a shard, padding included; the same on every rank."""
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
 
     @property
     def padding(self) -> int:
-        """Number of padding elements in this rank's shard."""
+        """Returns the number of padding elements in this rank's shard."""
         return (self.size - self.own_size) * prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
 
     def cut(self, whole: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The samples of a step as microbatches, in whatever form a program gives them, and the model's outputs in that form.
+"""Converts the samples of a step to microbatches, and the model's outputs back to the form of the input.
 
     a batch of n microbatches ──┐  fields, sizes    ┌──────────┐  this rank's slice   ┌──────────┐
                                  ├─────────────────> │  whole   │ ───────────────────> │  micros  │ ──> n outputs
@@ -58,8 +58,8 @@ class WeightAdditivity:
         self._known: set[tuple[object, ...]] = set()
 
     def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
-        """Raises RunError "loss-not-additive" for a loss that counts something once per microbatch, as a mean does. Called on
-        every rank of a replica alike, whether or not the model's last chunk is there.
+        """Raises RunError "loss-not-additive" for a loss that counts something once per microbatch, as a mean does. Every
+        rank of a replica calls it, with or without the model's last chunk.
         """
         if num_micros == 1 or len(self._known) >= MOST_SHAPES:
             return

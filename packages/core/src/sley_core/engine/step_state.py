@@ -1,4 +1,4 @@
-"""The running step, microbatch and action of a rank, for store, handlers, communicators and offload."""
+"""The current step, microbatch and action of a rank, for the store, handlers, communicators and offload managers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Whether the last step changed weights. Else the copies that a handler has of its gradients are useless."""
+        """Returns whether the last step changed weights. Otherwise a handler's copies of its gradients are useless."""
         if self._ask_taken is not None:
             self.was_taken = self._ask_taken()
         return self._was_taken

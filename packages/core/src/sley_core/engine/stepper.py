@@ -48,7 +48,7 @@ STARTING_STEPS = 2
 
 @dataclass(eq=False)
 class Stepper:
-    """Takes steps, and runs the model forward only. `handlers` are called in the plan's order, so that their collectives have
+    """Runs optimizer steps and forward-only passes. `handlers` are called in the plan's order, so that their collectives have
     the same order on all ranks.
 
     undo: closed with the stepper; detaches everything from the model, in reverse order. compare: compares copies of weights and

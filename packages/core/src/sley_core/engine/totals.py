@@ -106,7 +106,7 @@ class StepResult:
 
     @property
     def is_refused(self) -> bool:
-        """Whether an error prevented the step; a skip by the fp16 loss scale is no error."""
+        """Returns whether an error prevented the step. A skip by the fp16 loss scale is not an error."""
         return self.ranks_differ or (not self.skipped and not (self.is_finite and self.weight > 0))
 
     @property

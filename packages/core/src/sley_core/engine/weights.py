@@ -1,4 +1,4 @@
-"""The weights: where working weights lie, and what the optimizer steps: them, fp32 masters, or a rank's part of either.
+"""The memory of working weights, and the tensors that the optimizer updates: weights, fp32 master weights, or shards of them.
 
     lay_out ──> adopt: values move in, masters are made ──> updated: ranks have stepped their parts ──> settle ─┐
                                                                ^                                               │

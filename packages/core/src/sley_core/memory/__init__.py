@@ -1,1 +1,1 @@
-"""Knows what a run's memory holds, and moves it off the device and back."""
+"""Lists the contents of a run's memory, and moves them off the device and back."""

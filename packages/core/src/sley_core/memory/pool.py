@@ -225,5 +225,5 @@ class Pools:
             yield from ((f"{name}.{label}", tensor) for label, tensor in pool.named_tensors())
 
     def labels(self) -> Mapping[str, MemoryPool]:
-        """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""
+        """Returns the pools by their names in the plan: `pools.NAME`, or the name of a record."""
         return {name if "." in name else f"pools.{name}": pool for name, pool in self.pools.items()}

@@ -1,4 +1,4 @@
-"""`run.memory`: what a rank's run holds, and the calls that move it off the device and back."""
+"""`run.memory`: the memory of a run on one rank, and the methods that move it off the device and back."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class RunMemory:
 
     @property
     def report(self) -> dict[Part, Moved]:
-        """Returns what moving each part has cost since the run began; parts that no manager moves are left out."""
+        """Returns the cost of moving each part since the start of the run, for the parts that a manager moves."""
         costs: dict[Part, Moved] = {}
         for manager in self.managers:
             costs.update({part: manager.moved(part) for part in manager.parts})
@@ -205,7 +205,7 @@ GB = 10**9
 
 
 class ManagerCounts:
-    """Reports what a manager has moved, as `protocols.Counts`."""
+    """Reports the parts that a manager has moved, as `protocols.Counts`."""
 
     def __init__(self, manager: OffloadManager) -> None:
         self._manager = manager

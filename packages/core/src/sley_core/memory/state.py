@@ -119,7 +119,7 @@ class Holds(Protocol):
     """Reports device memory that it keeps between steps; for any live object: a gradient handler, a pool, a stage link."""
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields name and tensor of everything it keeps; the same tensors as long as it uses them, with or without memory."""
+        """Yields the name and the tensor of all memory that it keeps, with or without storage; always the same tensors."""
         ...
 
 
@@ -128,13 +128,13 @@ class Trims(Protocol):
     """Frees memory on request, and allocates it again when needed. Any live object may have it: a pool, a stage link."""
 
     def trim(self) -> int:
-        """Frees what it does not need now; returns the number of bytes freed. Called between two steps."""
+        """Frees the memory that it does not need now; returns the number of freed bytes. Called between two steps."""
         ...
 
 
 @runtime_checkable
 class HoldsMessages(Protocol):
-    """Reports device memory that a gradient handler keeps for what is on its way to other ranks, and that its `trim` frees."""
+    """Reports device memory that a gradient handler keeps for messages to other ranks, and that its `trim` frees."""
 
     def messages(self) -> Iterable[tuple[str, Tensor]]:
         """Yields name and tensor of each buffer that `trim` would free."""

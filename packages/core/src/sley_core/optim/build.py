@@ -1,8 +1,8 @@
 """Makes parameter groups and, from them, torch.optim's optimizers in the fastest form that the device has.
 
 Groups share a learning rate and a decay; frozen parameters are in none until they are unfrozen. Groups go by names that do not
-depend on the layout, so that every rank and every layout cuts them alike. The first group whose pattern matches has a
-parameter: exceptions stand above the rule, and a group without options is one. A tied weight goes by its first name alone.
+depend on the layout, so they are the same on every rank and in every layout. A parameter belongs to the first group whose
+pattern matches, so exceptions precede the rule. A tied weight is matched only by its first name.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.
 
 def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.device) -> torch.optim.Optimizer:
     """Builds the optimizer class that the plan names over `groups`, with the plan's options. Raises PlanError "factory-import"
-    if there is none, "optimizer-factory" if it cannot be stepped without a closure, or does not take what the plan gives it.
+    if there is none, "optimizer-factory" if it needs a closure or does not accept the plan's options.
     """
     path = config.factory
     kind: Any = import_factory(path, ("optimizer",), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise _factory_error(f"`{path}` is no subclass of torch.optim.Optimizer", hint="name the class itself")
+        raise _factory_error(f"`{path}` must be a subclass of torch.optim.Optimizer", hint="use the class itself")
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
@@ -61,7 +61,7 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: 
     try:
         make: Any = kind
         optimizer: torch.optim.Optimizer = make(groups, lr=config.lr, **config.options)
-    except Exception as error:  # whatever the user's class raises is about what the plan gave it
+    except Exception as error:  # any error of the user's class is about the plan's options
         raise _factory_error(f"`{config.factory}` does not take these parameters and options: {format_cause(error)}") from error
     return split_late_gradients(optimizer)
 
@@ -203,8 +203,8 @@ def _unmatched_diagnostic(
 def split_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
 
-    torch's fused SGD makes the momentum of a group's parameters in one step, for all or for none, and fails with a TypeError
-    where some have it. A step hook moves late ones into a group of their own. Other optimizers need nothing.
+    torch's fused SGD creates the momentum of all parameters of a group in one step, and fails with a TypeError if some already
+    have it. A step hook moves the late ones into a new group. Other optimizers need nothing.
     """
     if isinstance(optimizer, torch.optim.SGD):
         optimizer.register_step_pre_hook(_split_groups)

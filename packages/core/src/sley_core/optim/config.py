@@ -122,7 +122,7 @@ class DecayConfig(LearningRateConfig):
     """The fraction of the full rate in the last step. At 0 the last step changes nothing."""
 
     decay_steps: PositiveInt | None = None
-    """Steps below the full rate; left out, all after the warm-up."""
+    """The number of steps of the decay. The default is all steps after the warm-up."""
 
 
 class LinearConfig(DecayConfig):
@@ -137,14 +137,14 @@ class WarmupStableDecayConfig(DecayConfig):
     """A constant rate, then a decay over the last `decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
 
     decay_steps: PositiveInt | None = None
-    """Steps of the fall at the end of the run; left out, a tenth of the run."""
+    """The number of steps of the decay at the end of the run. The default is a tenth of the run."""
 
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """The shape of the decay. `sqrt` decays fastest at first (Hägele et al., 2024, 1-sqrt)."""
 
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
-"""torch.optim's classes of which an element's update takes nothing but its own gradient, its own states and the step."""
+"""The classes of torch.optim that update each element only from its own gradient, its own states and the step."""
 
 PER_MATRIX = frozenset({"Adafactor", "Muon"})
 """Those that look at rows, columns or a root mean square of a whole parameter."""

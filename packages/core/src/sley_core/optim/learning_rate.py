@@ -1,7 +1,7 @@
-"""Learning rates: pure functions from the step (0, 1, ...) to the share of the full rate. Imports no torch.
+"""Learning rates: pure functions from the step (0, 1, ...) to the fraction of the full rate. Imports no torch.
 
-A warm-up of w steps gives 1/w, 2/w, ..., 1: no step is spent at rate 0. A fall starts from the last step at the full
-rate and has exactly `min_ratio` at its end, the run's last step unless `decay_steps` says otherwise; there it stays.
+A warm-up of w steps gives 1/w, 2/w, ..., 1, so no step has a rate of 0. A decay starts from the last step at the full rate and
+reaches exactly `min_ratio` at its end, by default the run's last step, and then stays there.
 
        1 ┤  ╭───────╮           core.warmup_stable_decay;
          │ ╱         ╲          linear and cosine have no level stretch
@@ -28,7 +28,7 @@ Factor = Callable[[int], float]
 """The share of the full rate at a step."""
 
 Shape = Callable[[float], float]
-"""Returns what is left of the way down at a progress in [0, 1]: 1 at 0, 0 at 1, never rising."""
+"""Returns the remaining fraction of the decay at a progress in [0, 1]: 1 at 0, 0 at 1, never rising."""
 
 SHAPES: dict[str, Shape] = {
     "linear": lambda progress: 1.0 - progress,
@@ -43,17 +43,17 @@ def constant(config: ConstantConfig, _num_steps: int) -> Factor:
 
 
 def linear(config: LinearConfig, num_steps: int) -> Factor:
-    """Returns a factor that falls in a straight line from 1 to `min_ratio`."""
+    """Returns a factor that decays linearly from 1 to `min_ratio`."""
     return _decay_after_warmup("linear", config, num_steps)
 
 
 def cosine(config: CosineConfig, num_steps: int) -> Factor:
-    """Returns a factor that falls along half a cosine from 1 to `min_ratio`."""
+    """Returns a factor that decays along half a cosine from 1 to `min_ratio`."""
     return _decay_after_warmup("cosine", config, num_steps)
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
-    """Returns a factor of 1 up to the last `decay_steps`, then falling. Raises PlanError "learning-rate-steps"."""
+    """Returns a factor of 1 that decays over the last `decay_steps`. Raises PlanError "learning-rate-steps"."""
     decay_steps = config.decay_steps or math.ceil(num_steps / 10)
     if config.warmup_steps + decay_steps > num_steps:
         raise PlanError(

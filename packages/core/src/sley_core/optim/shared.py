@@ -1,8 +1,8 @@
-"""What an optimizer keeps or needs beside the states of its parameters: options of its groups, states under keys of its own,
-attributes, gradients, a seed for each step, two modes; and how a step is skipped on the device.
+"""The values of an optimizer besides the states of its parameters: group options, states under other keys, attributes,
+gradients, a seed for each step, and two modes; and steps that are skipped on the device.
 
-torch knows no place for a number that belongs to the optimizer, such as a count of steps, so classes keep it where they
-like. Here each such value has a name, so that a step in buckets counts once, and a checkpoint has it.
+torch has no place for a number that belongs to the optimizer, such as a step count, so each class stores it elsewhere. Here
+each such value has a name, so that a step in buckets counts once, and checkpoints contain it.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 
 def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
-    """Returns what a checkpoint must have besides options and states of parameters: states under keys of its own, and
-    attributes that differ from those of `begun`. Raises RunError `optimizer-state` for a state that is no plain data.
+    """Returns the values of a checkpoint besides options and parameter states: states under other keys, and attributes that
+    differ from those of `begun`. Raises RunError `optimizer-state` for a state that is not plain data.
     """
     current = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
     for key in extra_states(optimizer):
@@ -272,7 +272,7 @@ def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], An
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether `step_if` can skip a step of `optimizer`: torch's fused ones read a flag in their kernels.
 
-    Not in the first step, in which SGD creates its momentum from what the kernel would have written.
+    Not in the first step, in which SGD creates its momentum from the kernel's output.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -150,7 +150,7 @@ def _check_sequence(plan: Plan) -> Iterator[Problem]:
         yield Problem(("partition", "use"), message, hint, "sequence-partition")
     length = getattr(plan.data.config, "sequence", None)
     if isinstance(length, int) and length % size:
-        message = f"sequence = sp x slice fails: {length} is no multiple of {size}"
+        message = f"the sequence length must be a multiple of sp = {size}, but is {length}"
         smaller = f"{length // size * size} or " if length > size else ""
         hint = f"use sequence = {smaller}{(length // size + 1) * size}"
         yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
@@ -419,5 +419,5 @@ def _check_batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
     max_micro = min(size // dp, 1000) if size % dp == 0 else 0  # do not suggest larger microbatches
     micros = [divisor for divisor in range(1, max_micro + 1) if size // dp % divisor == 0]
     micro_hint = f", or micro_size = {min(micros, key=lambda size: (abs(size - micro), size))}" if micros else ""
-    message = f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {dp} x {micro} = {unit}"
+    message = f"global_size must be a multiple of dp x micro_size = {dp} x {micro} = {unit}, but is {size}"
     yield Problem(("batch", "global_size"), message, f"use global_size = {sizes}{micro_hint}", "batch-does-not-divide")

@@ -191,7 +191,7 @@ class Plan:
         try:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
-            axis = "wp" if "wdp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
+            axis = "wp" if "x wp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
             path = ("parallel", axis)
             raise PlanError.from_diagnostics(
                 [self.diagnostic("layout", str(error), path, _suggest_size(sizes, world, str(error)))]
@@ -205,9 +205,9 @@ class Plan:
         return add_places(error, self.document)
 
 
-def _suggest_size(sizes: ParallelTable, world: int, equation: str) -> str:
+def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
     """Returns a hint with the closest world sizes that fit the layout, or with a `dp` that fits."""
-    if sizes.dp != "auto" and "wdp" in equation:
+    if sizes.dp != "auto" and "x wp" in message:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         return f"use `dp = {round_up(sizes.dp, unit)}`; `wp` shards weights over the dp x sp ranks of a stage"
     if sizes.dp != "auto":
