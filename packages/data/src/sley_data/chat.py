@@ -43,13 +43,13 @@ class ChatStats:
     copied: int = 0
     remarks: list[str] = field(default_factory=list)
 
-    def add(self, other: ChatStats) -> None:
+    def add(self, stats: ChatStats) -> None:
         """Adds the counts of further conversations."""
         for name in ("documents", "samples", "tokens", "trained", "copied"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.longest = max(self.longest, other.longest)
-        self.dropped.update(other.dropped)
-        self.first_dropped = {**other.first_dropped, **self.first_dropped}
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        self.longest = max(self.longest, stats.longest)
+        self.dropped.update(stats.dropped)
+        self.first_dropped = {**stats.first_dropped, **self.first_dropped}
 
     def drop(self, reason: str, name: str) -> None:
         """Counts a dropped sample."""
@@ -62,8 +62,8 @@ class ChatStats:
         if self.copied:
             notes.append(f"{self.copied} conversations in `files` are also in `held_out_files`: training excludes them")
         for reason, count in self.dropped.items():
-            first = self.first_dropped[reason]
-            notes.append(f"{count} samples are {'cut' if reason == CUT else 'dropped'}, `{first}` first: {reason}")
+            name = self.first_dropped[reason]
+            notes.append(f"{count} samples are {'cut' if reason == CUT else 'dropped'}, `{name}` first: {reason}")
         return notes
 
 

@@ -187,11 +187,11 @@ class ChatTemplate:
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
         """Returns the token range of a text range, or None if a token begins before the text range and ends in it."""
-        first = bisect_right(offsets, block[0], key=lambda offset: offset[1])
-        last = bisect_left(offsets, block[1], lo=first, key=lambda offset: offset[0])
-        if first < len(ids) and offsets[first][0] < block[0] < block[1]:
+        start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
+        stop = bisect_left(offsets, block[1], lo=start, key=lambda offset: offset[0])
+        if start < len(ids) and offsets[start][0] < block[0] < block[1]:
             return None
-        return self._trim_turn(ids, (first, last))
+        return self._trim_turn(ids, (start, stop))
 
     def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Encodes conversations from the rendered prefixes of their turns, which are tokenized together."""

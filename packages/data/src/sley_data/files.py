@@ -136,9 +136,9 @@ def _match_files(pattern: str) -> Iterator[File]:
         yield from _saved_dataset_files(path) if (path / _SAVED_STATE).is_file() else [_plain_file(path)]
         return
     parts = Path(pattern).parts
-    first = next(number for number, part in enumerate(parts) if _has_wildcard(part))
-    root = Path(_unescape(str(Path(*parts[:first]))))
-    matches = sorted(_match_paths(root, parts[first:])) if root.is_dir() else []
+    num_plain = next(number for number, part in enumerate(parts) if _has_wildcard(part))
+    root = Path(_unescape(str(Path(*parts[:num_plain]))))
+    matches = sorted(_match_paths(root, parts[num_plain:])) if root.is_dir() else []
     stats = ((match, match.stat()) for match in matches)
     sizes = {match: stat.st_size for match, stat in stats if S_ISREG(stat.st_mode)}
     if not sizes:
@@ -155,17 +155,17 @@ def _match_paths(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
 
     As in a shell, `*` and `**` skip names that begin with a dot.
     """
-    first, remaining = parts[0], parts[1:]
-    if first == "**":
+    part, later_parts = parts[0], parts[1:]
+    if part == "**":
         for subfolder in _subfolders(folder, set()):
-            yield from _match_paths(subfolder, remaining or ("*",))
+            yield from _match_paths(subfolder, later_parts or ("*",))
         return
-    for name in _entry_names(folder) if _has_wildcard(first) else [_unescape(first)]:
-        if name == _unescape(first) or (fnmatchcase(name, first) and (first[0] == "." or name[0] != ".")):
+    for name in _entry_names(folder) if _has_wildcard(part) else [_unescape(part)]:
+        if name == _unescape(part) or (fnmatchcase(name, part) and (part[0] == "." or name[0] != ".")):
             path = folder / name
-            if remaining and path.is_dir():
-                yield from _match_paths(path, remaining)
-            elif not remaining and os.path.lexists(path):
+            if later_parts and path.is_dir():
+                yield from _match_paths(path, later_parts)
+            elif not later_parts and os.path.lexists(path):
                 yield path
 
 

@@ -303,5 +303,5 @@ def _document_offsets(
         raise ValueError("has sequences with gaps or overlaps")
     if not ends or ends[0] != 0 or ends[-1] != len(lengths) or any(map(gt, ends, ends[1:])):
         raise ValueError(f"has documents that do not contain its {len(lengths)} sequences in order")
-    first = ends[: bisect_left(ends, len(lengths))]  # without empty documents at the end
-    return array("q", chain(map(floordiv, map(starts.__getitem__, first), repeat(width)), [total]))
+    first_sequences = ends[: bisect_left(ends, len(lengths))]  # without empty documents at the end
+    return array("q", chain(map(floordiv, map(starts.__getitem__, first_sequences), repeat(width)), [total]))

@@ -69,15 +69,15 @@ class Mixture:
         for source in self._sources:
             with locate_errors(source.number, source.table.name):
                 infos.append(source.dataset.info)
-        first = infos[0]
+        reference = infos[0]
         for source, info in zip(self._sources, infos, strict=True):
             for key in ("fields", "vocab_size", "sequence"):
-                expected, value = getattr(first, key), getattr(info, key)
+                expected, value = getattr(reference, key), getattr(info, key)
                 if value != expected or SOURCE in info.fields:
                     values = f"`{self.sources[0]}` has {_format(expected)}, `{source.table.name}` has {_format(value)}"
                     message = f"all sources of a mixture need the same {key}: {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
-        return replace(first, fields={**first.fields, SOURCE: Field("int64")})
+        return replace(reference, fields={**reference.fields, SOURCE: Field("int64")})
 
     @cached_property
     def lengths(self) -> list[int]:

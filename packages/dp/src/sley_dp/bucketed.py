@@ -165,8 +165,8 @@ class BucketedReducer(GradientHandler):
         they differ in frozen parameters, which is detected only later.
         """
         order = self._first_order()
-        missing = [param for param in self._parts.registry if param not in set(order)]
-        indices = torch.tensor([param.index for param in [*order, *missing]], device=self._parts.world.device.torch_device)
+        order = [*order, *(param for param in self._parts.registry if param not in set(order))]
+        indices = torch.tensor([param.index for param in order], device=self._parts.world.device.torch_device)
         # Over the stage, whose ranks hold the same parameters. All of them call this at the start of their second step.
         self._parts.groups["stage"].broadcast(indices, label="the order of gradients").wait()
         return [self._parts.registry.params[index] for index in indices.tolist()]

@@ -268,8 +268,8 @@ class Communicator(WeightCommunicator):
                 unsharded.reshard()
                 unsharded.wait_sent()
             return
-        stored = self._unsharded.get(group)
-        if stored is not None and stored.is_stale(params):
+        current = self._unsharded.get(group)
+        if current is not None and current.is_stale(params):
             self._apply(Decision(reshard=[group]))
             self.prefetch.mark_sharded(group)
         decision = self.prefetch.use(group, num_holds=num_holds, can_prefetch=can_prefetch)

@@ -110,11 +110,11 @@ class ColumnEmbedding:
         (ids,) = self.owner.token_gather.gather_with_padding([tokens.reshape(-1)], [0], f"the tokens of {self.name}")
         self.owner.count_bytes(ids)
         columns = F.embedding(ids, self.shard.detach()).view(size, len(ids) // size, -1)
-        received = torch.empty_like(columns)
-        work = self.owner.all_to_all(received, columns, "gather", f"the vectors of {self.name}")
+        output = torch.empty_like(columns)
+        work = self.owner.all_to_all(output, columns, "gather", f"the vectors of {self.name}")
         work.wait()
         work.wait_sent()
-        return join_columns(received, tokens.numel(), hidden).view(*tokens.shape, hidden), ids
+        return join_columns(output, tokens.numel(), hidden).view(*tokens.shape, hidden), ids
 
 
 class ColumnEmbeddings:
@@ -144,17 +144,17 @@ class ColumnEmbeddings:
         self.token_gather.counters.add("embedding_exchanges", 0)
         return self.embeddings[-1]
 
-    def all_to_all(self, received: Tensor, tensor: Tensor, channel: str, label: str) -> Work:
+    def all_to_all(self, output: Tensor, tensor: Tensor, channel: str, label: str) -> Work:
         """Starts an all-to-all of `tensor` on `channel`, and counts it."""
         self.token_gather.counters.add("embedding_exchanges", 1)
-        self.count_bytes(received)
+        self.count_bytes(output)
         self.token_gather.counters.sent.add(tensor, self.token_gather.group, passes=1)
-        return self.token_gather.group.transport(channel).all_to_all(received, tensor, label=label)
+        return self.token_gather.group.transport(channel).all_to_all(output, tensor, label=label)
 
-    def count_bytes(self, received: Tensor) -> None:
-        """Counts the bytes of `received` that came from peers."""
+    def count_bytes(self, output: Tensor) -> None:
+        """Counts the bytes of `output` that came from peers."""
         size = self.token_gather.group.size
-        self.token_gather.counters.add("embedding_bytes", received.nbytes * (size - 1) // size)
+        self.token_gather.counters.add("embedding_bytes", output.nbytes * (size - 1) // size)
 
     def start_gradient(self, embedding: ColumnEmbedding, gradient: Tensor, ids: Tensor) -> None:
         """Starts to exchange the gradient of the vectors of `ids`.

@@ -86,10 +86,10 @@ def _gather(group: Group, tensors: Sequence[Tensor], label: str, contents: int) 
 
 
 def _all_to_all(buffer: Tensor, group: Group, label: str, contents: int) -> Tensor:
-    received = torch.empty_like(buffer)
+    output = torch.empty_like(buffer)
     # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
-    group.transport().all_to_all(received, buffer, label=label, contents=contents).wait_sent()
-    return received
+    group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
+    return output
 
 
 def pack_heads(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:

@@ -114,10 +114,10 @@ class PrefetchPolicy:
         self._has_prefetched = self._has_prefetched or can_prefetch
         next_groups = list(self._next_groups(current))
         # Resharding comes first, so that the pool can lend the same buffers to the gathers.
-        needed = {current, *next_groups, *self._holds}
-        reshard = [group for group in self.unsharded if group not in needed]
+        needed_groups = {current, *next_groups, *self._holds}
+        reshard = [group for group in self.unsharded if group not in needed_groups]
         if reshard:
-            self.unsharded = [group for group in self.unsharded if group in needed]
+            self.unsharded = [group for group in self.unsharded if group in needed_groups]
         unshard = [current] if current is not None and current not in self.unsharded else []
         if can_prefetch:
             unshard += [group for group in next_groups if group not in self.unsharded]

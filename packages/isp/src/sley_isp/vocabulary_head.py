@@ -44,12 +44,13 @@ def find_head(layers: Sequence[Layer]) -> str:
     Raises PlanError "head-vocabulary" unless there is exactly one, and if a module that needs the full weight also holds it.
     The first forward checks that the layer returns the linear's output.
     """
-    last = layers[-1]
-    linears: dict[str, nn.Linear] = {name: module for name, module in last.module.named_modules() if type(module) is nn.Linear}
+    last_layer = layers[-1]
+    modules = last_layer.module.named_modules()
+    linears: dict[str, nn.Linear] = {name: module for name, module in modules if type(module) is nn.Linear}
     if len(linears) != 1:
         names = ", ".join(f"`{name}`" for name in linears) or "none"
         message = (
-            f"the last layer `{last.name}` must have exactly one plain nn.Linear for its vocabulary to be "
+            f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear for its vocabulary to be "
             f"sharded, but has {names}"
         )
         raise _head_error(message, "use a separate layer for the head")
@@ -120,12 +121,12 @@ class VocabularyHead:
         """Returns the logits [n, classes] of this rank's inputs `x` [n, h]. Blocks."""
         (inputs,) = self.token_gather.gather_with_padding([x], [0], "the head's inputs")
         logits = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
-        received = torch.empty_like(logits)
-        work = self.group.transport("reduce").all_to_all(received, logits, label="logits")
+        output = torch.empty_like(logits)
+        work = self.group.transport("reduce").all_to_all(output, logits, label="logits")
         self.token_gather.counters.sent.add(logits, self.group, passes=1)
         work.wait()
         work.wait_sent()
-        return received.transpose(0, 1).flatten(1)[: len(x), : self.classes.total]
+        return output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total]
 
     @contextmanager
     def reduce_input_gradient(self, gradient: Tensor, num_tokens: int) -> Iterator[list[Tensor]]:

@@ -140,7 +140,7 @@ def check_files(files: TensorReader, config: LlamaConfig) -> list[str]:
 
     assert config.vocab_size is not None, "`weights` sets the size of the vocabulary"
     hf_shapes, hf_names = param_shapes(config, config.vocab_size), dict(name_pairs(config))
-    expected = {stored: hf_shapes[hf_names[name]] for name, stored in stored_name_pairs(config)}
+    expected = {stored_name: hf_shapes[hf_names[name]] for name, stored_name in stored_name_pairs(config)}
     optional = {HF_HEAD} if config.tie_embeddings else set()
     infos = {name: files.kind(name) for name in files.names}
     problems = [f"{name!r} is missing" for name in expected if name not in infos]

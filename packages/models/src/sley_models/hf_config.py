@@ -118,9 +118,9 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     names = {**_SIZES, "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     # The defaults of these keys in transformers depend on the model, and are not written to the file.
     required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
-    missing = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
-    if missing:
-        raise ValueError(f"missing keys: {', '.join(missing)}")
+    missing_keys = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
+    if missing_keys:
+        raise ValueError(f"missing keys: {', '.join(missing_keys)}")
     keys: dict[str, Any] = {key: content[name] for key, name in _SIZES.items()}
     keys["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     keys["head_dim"] = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
@@ -176,8 +176,8 @@ def _rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
         return theta, None
     if rope_type != "llama3":
         raise ValueError(f"`models.llama` does not support the rotary positions of rope_type = {rope_type!r}")
-    if missing := [name for name in _SCALING_KEYS if table.get(name) is None]:
-        raise ValueError(f"missing keys of rope_scaling: {', '.join(missing)}")
+    if missing_keys := [name for name in _SCALING_KEYS if table.get(name) is None]:
+        raise ValueError(f"missing keys of rope_scaling: {', '.join(missing_keys)}")
     return theta, {name: table[name] for name in _SCALING_KEYS}
 
 

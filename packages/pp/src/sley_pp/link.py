@@ -145,8 +145,8 @@ class Link:
         self._outbox.drain()
         self._announcements.finish()
         self._message_pool.release_unused()
-        remaining = [*self._receives, *self._queues["up"], *self._queues["down"]]
-        assert not remaining, f"posted but never taken: {remaining}"
+        unread = [*self._receives, *self._queues["up"], *self._queues["down"]]
+        assert not unread, f"posted but never taken: {unread}"
         if self._channels.uses_host:
             self._channels.connect(self._peers, self._device)
             self.trim()  # more messages are in flight through the host than later
