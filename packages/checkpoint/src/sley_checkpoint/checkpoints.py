@@ -24,7 +24,7 @@ from sley_checkpoint.reader import Checkpoint, Damage, complete_checkpoints, exa
 from sley_checkpoint.saving import Destination, SavePreparation, absolute_path
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
-from sley_core.api.state import TrainingState, shortened
+from sley_core.api.state import TrainingState, shorten_names
 from sley_core.errors import RunError, SleyError, UsageError, format_cause
 from sley_core.protocols import Checkpointer, RestoreResult
 
@@ -394,7 +394,7 @@ def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, allow_f
         paths.append(origin)
     if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
         state.attempt.refuse_fresh_start(folder.text, foreign_names)
-    message = f"ignored checkpoints of other attempts: {shortened(foreign_names)} in {folder.text}"
+    message = f"ignored checkpoints of other attempts: {shorten_names(foreign_names)} in {folder.text}"
     return _candidate_message(paths, origin, [message] if foreign_names else [])
 
 

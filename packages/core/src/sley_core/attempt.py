@@ -241,7 +241,7 @@ class RunAttempt:
         saved = -1 if attempt is None else attempt.saved
         if work or saved >= 0:
             work_text = " and ".join(work) or "an attempt without rows"
-            others_text = f", only checkpoints of other attempts: {shortened(others)}" if others else ""
+            others_text = f", only checkpoints of other attempts: {shorten_names(others)}" if others else ""
             newest_text = f"; its newest checkpoint was from step {saved}" if saved >= 0 else "; it saved no checkpoint"
             hint = "restore the checkpoints, pass one with `--resume PATH`, or use `--overwrite` to start again"
             if saved < 0:
@@ -250,13 +250,13 @@ class RunAttempt:
             raise UsageError(NEVER_ANEW, message, hint=hint)
         if others and attempt is None:
             message = (
-                f"{where} has checkpoints ({shortened(others)}), but nothing in {self.folder} shows that this run wrote them"
+                f"{where} has checkpoints ({shorten_names(others)}), but {self.folder} does not show that this run wrote them"
             )
             hint = "use `--resume PATH` to resume from one of them, or remove `--resume` to start at the first step"
             raise UsageError(NEVER_ANEW, message, hint=hint)
 
 
-def shortened(names: Sequence[str], most: int = 4) -> str:
+def shorten_names(names: Sequence[str], most: int = 4) -> str:
     """Returns a text with the first `most` names and the number of remaining ones."""
     suffix = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{suffix}"

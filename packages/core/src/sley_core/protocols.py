@@ -128,7 +128,7 @@ class SequenceCommunicator(Protocol):
 
     unchecked_layers: Sequence[str] | None = None
     """Name patterns of layers that are not checked for mixing positions outside attention; None turns the check off. The check
-    requires that the communicator calls every attention through `sley_core.api.model.attended`.
+    requires that the communicator calls every attention through `sley_core.api.model.run_attention`.
     """
 
     def attach(self, layers: Sequence[Layer]) -> None:

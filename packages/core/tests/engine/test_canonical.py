@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.canonical.totals import digits, largest, norm_of, tree_sum, weight_digits, weight_of
+from sley_core.engine.canonical.totals import digits, max_abs, norm_of, tree_sum, weight_digits, weight_of
 from sley_core.engine.canonical.tree import Node, PartialSums, SumMemory, cover, leaf, leaf_range, parent, sibling
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
@@ -118,7 +118,7 @@ def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
 
 def norm(ranks: list[list[Tensor]], kind: float) -> Tensor:
     """The norm of what the tensors of several ranks hold together."""
-    most = torch.stack([largest(tensors, CPU) for tensors in ranks]).max()
+    most = torch.stack([max_abs(tensors, CPU) for tensors in ranks]).max()
     return norm_of(torch.stack([digits(tensors, most, kind) for tensors in ranks]).sum(0), most, kind)
 
 

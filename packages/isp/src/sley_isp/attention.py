@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.comm import Group, checksum
-from sley_core.api.model import Attention, ForwardPatch, Layer, attended
+from sley_core.api.model import Attention, ForwardPatch, Layer, run_attention
 from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.protocols import SequenceCommunicator
 from sley_isp.config import AllToAllConfig
@@ -71,7 +71,7 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
     """Calls `attention` on slices, outside of any compiled graph, since exchanges cannot be compiled."""
     tensors = _select_tensors(args, group.size)
-    return attended(tensors, lambda: _exchange_and_attend(attention, group, tensors, args[len(tensors) :], kwargs))
+    return run_attention(tensors, lambda: _exchange_and_attend(attention, group, tensors, args[len(tensors) :], kwargs))
 
 
 def _exchange_and_attend(

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from sley_core.api.parts import add_at
-from sley_core.api.weights import Asked, StandIn, no_view
+from sley_core.api.weights import GradientUse, StandIn, no_view
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def needs_shard_gradients(ctx: Any) -> bool:
 
     The result is False if a forward calls `torch.autograd.grad` for other tensors. Then no weight gradient is computed or sent.
     """
-    return any(Asked.of(ctx, index) is Asked.SUM for index in range(1, len(ctx.next_functions)))
+    return any(GradientUse.of(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
 
 
 class _Linear(torch.autograd.Function):

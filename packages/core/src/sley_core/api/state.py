@@ -2,7 +2,7 @@
 
 from sley_core.attempt import Attempt as Attempt
 from sley_core.attempt import Lineage as Lineage
-from sley_core.attempt import shortened as shortened
+from sley_core.attempt import shorten_names as shorten_names
 from sley_core.run_state.pieces import WEIGHTS as WEIGHTS
 from sley_core.run_state.pieces import CheckpointReader as CheckpointReader
 from sley_core.run_state.pieces import Rectangle as Rectangle

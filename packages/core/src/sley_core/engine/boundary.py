@@ -92,7 +92,7 @@ def parts_of(value: Any) -> list[Any]:
     return list(_attributes(value).values())
 
 
-def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
+def copy_containers(value: Any, known: dict[int, Any] | None = None) -> Any:
     """Copies containers and objects, but not their tensors and modules. A value that refuses a copy is returned unchanged."""
     known = {} if known is None else known
     if id(value) in known:
@@ -100,7 +100,7 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
     if isinstance(value, _WHOLE):
         return value
     if isinstance(value, tuple) and not _attributes(value):
-        parts = [copied(part, known) for part in value]
+        parts = [copy_containers(part, known) for part in value]
         return value if all(map(operator.is_, parts, value)) else rebuild_container(type(value), None, parts)
     try:
         copy_of_value = known[id(value)] = copy.copy(value)
@@ -108,11 +108,11 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
         return value
     places = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
     for at, part in list(places):
-        new = copied(part, known)
+        new = copy_containers(part, known)
         if new is not part:
             copy_of_value[at] = new
     for name, part in _attributes(value).items():
-        new = copied(part, known)
+        new = copy_containers(part, known)
         if new is not part:
             object.__setattr__(copy_of_value, name, new)
     return copy_of_value

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.comm.progress import ActionProgress
-from sley_core.engine.boundary import copied, parts_of
+from sley_core.engine.boundary import copy_containers, parts_of
 from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError, note_origin
@@ -73,7 +73,7 @@ class Recompute(ActivationPolicy):
         """Calls `layer`, through torch's checkpoint if `names` has it. Raises RunError `recompute-in-place`."""
         if name not in self.names:
             return layer(*args, **fields)
-        kept = copied((args, dict(fields)))
+        kept = copy_containers((args, dict(fields)))
         read_versions = partial(_read_versions, with_bits=self._num_steps == 1)
         before = read_versions(kept)
         first = [(args, fields)]  # dropped after the first run, which may put its output there: that owns the graph
@@ -89,7 +89,7 @@ class Recompute(ActivationPolicy):
                 args, fields = first.pop()
             else:
                 check(kept)  # a later layer may have written in place
-                args, fields = copied(kept)
+                args, fields = copy_containers(kept)
             return layer(*args, **fields)
 
         # In a tuple, whose tensors checkpoint keeps as they are: autograd saves none of torch's inference mode.

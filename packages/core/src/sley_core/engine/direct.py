@@ -161,15 +161,15 @@ class DirectLinear(torch.autograd.Function):
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = None
         if ctx.needs_input_grad[2]:
-            if ctx.bias_sink is not None and not torch.is_grad_enabled() and Asked.of(ctx, 2) is Asked.SUM:
+            if ctx.bias_sink is not None and not torch.is_grad_enabled() and GradientUse.of(ctx, 2) is GradientUse.SUM:
                 ctx.bias_sink(rows)
             else:
                 of_bias = rows.sum(0)
-        asked = Asked.of(ctx)
+        asked = GradientUse.of(ctx)
         of_weight = None
-        if asked is Asked.SUM and not torch.is_grad_enabled():
+        if asked is GradientUse.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs, is_shared=is_shared)
-        elif asked is not Asked.NOTHING:
+        elif asked is not GradientUse.NOTHING:
             of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
         return of_input, of_weight, of_bias, None, None
 
@@ -180,7 +180,7 @@ def no_view(result: Tensor) -> Tensor:
     return no_view
 
 
-class Asked(Enum):
+class GradientUse(Enum):
     """The use of a weight's gradient by the running backward."""
 
     NOTHING = "autograd.grad of something else"
@@ -188,7 +188,7 @@ class Asked(Enum):
     VALUE = "autograd.grad of the weight"
 
     @classmethod
-    def of(cls, ctx: Any, place: int = 1) -> Asked:
+    def of(cls, ctx: Any, place: int = 1) -> GradientUse:
         """Returns the use of a weight's gradient by the running backward; every backward calls it, since a forward may call
         `autograd.grad`. place: the index of the weight, a leaf, among the inputs of the autograd function.
         """
@@ -291,13 +291,13 @@ class DirectEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (tokens,) = ctx.saved_tensors
-        asked = Asked.of(ctx)
-        if asked is Asked.SUM and not torch.is_grad_enabled():
+        asked = GradientUse.of(ctx)
+        if asked is GradientUse.SUM and not torch.is_grad_enabled():
             is_shared = ctx.sink.shares(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
             ctx.sink(zero_padding_rows(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
             return None, None, None, None
-        if asked is Asked.NOTHING:
+        if asked is GradientUse.NOTHING:
             return None, None, None, None
         padding = -1 if ctx.padding_idx is None else ctx.padding_idx
         table = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.num_rows, padding, False)

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.boundary import copied
+from sley_core.engine.boundary import copy_containers
 from sley_core.engine.call import tensors_in
-from sley_core.engine.step_batch import dim_and_size, gathered, whole
+from sley_core.engine.step_batch import dim_and_size, gather_along_dim, gather_output
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
 from sley_core.records import LossRecord
@@ -72,8 +72,8 @@ class WholeSequences:
         fields = {}
         for name, value in batch.items():
             dim = self.fields[name].sequence_dim
-            fields[name] = value if dim is None else gathered(value, dim, self.sp, f"the slices of `{name}`")
-        return whole(output, dim_and_size(micro, self.fields, "sequence_dim"), self.sp), fields
+            fields[name] = value if dim is None else gather_along_dim(value, dim, self.sp, f"the slices of `{name}`")
+        return gather_output(output, dim_and_size(micro, self.fields, "sequence_dim"), self.sp), fields
 
 
 _OF_HALF = 2**-6
@@ -220,7 +220,7 @@ def _generator(device: torch.device) -> torch.Generator:
 _RUNNING: ContextVar[AttentionRecorder | None] = ContextVar("positions", default=None)
 
 
-def attended(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
+def run_attention(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
     """Returns `attention()`, the context of this rank's slices `tensors` [b, s, ...], and lets a running probe see it."""
     running = _RUNNING.get()
     return attention() if running is None else running.attend(tensors, attention)
@@ -249,7 +249,7 @@ class PositionProbe:
         """Returns `first(args, fields)`. second: the same call without a policy. Raises RunError "sequence-mixing"."""
         positions = AttentionRecorder(self.dim, self.length)
         inputs = args, dict(fields)
-        others = copied(inputs, {id(one): one.detach().clone() for one in tensors_in(inputs)})
+        others = copy_containers(inputs, {id(one): one.detach().clone() for one in tensors_in(inputs)})
         token = _RUNNING.set(positions)
         try:
             output = first(args, fields)

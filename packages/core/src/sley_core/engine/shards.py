@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import RunError
-from sley_core.model.layers import Layer, like
+from sley_core.model.layers import Layer, parameter_like
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group
@@ -118,7 +118,7 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
                 shard = shards.get(id(parameter))
                 if shard is not None:
                     small = torch.empty(shard.own_shape, device="meta", dtype=parameter.dtype)
-                    setattr(module, attribute, cut.setdefault(id(parameter), like(parameter, small)))
+                    setattr(module, attribute, cut.setdefault(id(parameter), parameter_like(parameter, small)))
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:

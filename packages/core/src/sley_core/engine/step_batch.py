@@ -266,17 +266,17 @@ class ModelOutputs:
             outputs = [unflatten([torch.cat(tensors, samples[0]) for tensors in places], flat_outputs[0][1])]
         if join and sp.size > 1:
             lengths = [dim_and_size(micro, fields, "sequence_dim") for micro in self.micros]
-            outputs = [whole(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
+            outputs = [gather_output(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
         return outputs[0] if is_single else outputs
 
 
-def gathered(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
+def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
     """Returns the tensors of all ranks of `group`, concatenated along `dim`; blocks. The backward returns each rank's part."""
-    joined: Tensor = _Gathered.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]  # torch's
+    joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]  # torch's
     return joined
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
         ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]
@@ -296,7 +296,7 @@ def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], which
     return dim, micro[name].shape[dim]
 
 
-def whole(output: Any, positions: Spot, sp: Group) -> Any:
+def gather_output(output: Any, positions: Spot, sp: Group) -> Any:
     """Returns the output of full sequences; one collective of `sp` per tensor, in the order of the output."""
     tensors, structure = flatten(output)
     for tensor in tensors:
@@ -305,7 +305,7 @@ def whole(output: Any, positions: Spot, sp: Group) -> Any:
             message = f"an output of shape {list(tensor.shape)} does not have the {length} positions of a slice along dim {dim}"
             hint = 'remove `join` or [loss] sequence = "whole"; only outputs with a value for every position can be joined'
             raise RunError("outputs-apart", message, hint=hint)
-    return unflatten([gathered(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
+    return unflatten([gather_along_dim(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
 
 
 def _has_dim(tensor: Tensor, spot: Spot) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
-from sley_core.model.tensors import alike, device_kind
+from sley_core.model.tensors import device_kind, uniform_items
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -176,7 +176,7 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
     an estimate of memory processes only a few (`model.tensors.alike`).
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
-    return alike(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
+    return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
 
 
 def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:

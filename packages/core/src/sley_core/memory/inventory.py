@@ -101,10 +101,10 @@ def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry
     entries: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         entries.setdefault(storage_id(tensor), {})[name] = tensor
-    return [StorageEntry(whole(next(iter(tensors.values()))), tensors) for tensors in entries.values()]
+    return [StorageEntry(whole_storage(next(iter(tensors.values()))), tensors) for tensors in entries.values()]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole_storage(tensor: Tensor) -> Tensor:
     """Returns a view of the whole storage of `tensor`, uint8 [bytes]; it keeps its size while the memory is away."""
     import torch
 

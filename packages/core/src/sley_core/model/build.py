@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError, format_cause
 from sley_core.generators import function_generators, use_program_seed
-from sley_core.model.layers import MODEL, Layer, Model, as_model, like, set_fields
+from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
 from sley_core.model.tensors import check_held
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class MetaParameters:
         if parameter not in self._replacements:
             if parameter._backward_hooks is None:
                 parameter._backward_hooks = OrderedDict()  # the same dict, for hooks that the real one gets later
-            self._replacements[parameter] = like(parameter, parameter.data.to("meta"))
+            self._replacements[parameter] = parameter_like(parameter, parameter.data.to("meta"))
             _makers[self._replacements[parameter]] = self
         meta: nn.Parameter = self._replacements[parameter]
         return meta

@@ -210,7 +210,7 @@ def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.
                 if parameter not in replacements:
                     # Not empty_like, which imports the compiler for a tensor on meta (`uncompiled.py`).
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    replacements[parameter] = like(parameter, data)
+                    replacements[parameter] = parameter_like(parameter, data)
                 submodule._parameters[name] = replacements[parameter]
 
 
@@ -332,7 +332,7 @@ def _field_error(layer: Layer, label: str, hint: str) -> Diagnostic:
     return Diagnostic("model-field", message, path=MODEL, hint=hint)
 
 
-def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Returns a new parameter over `data` with the `requires_grad`, hooks and Python attributes of `parameter`."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)

@@ -125,7 +125,7 @@ def assume_device_type(device_type: str) -> Iterator[None]:
         _assumed_type.reset(token)
 
 
-def alike(items: Iterable[T]) -> Iterator[T]:
+def uniform_items(items: Iterable[T]) -> Iterator[T]:
     """Yields `items`, for each of which the caller runs the same operations on the same shapes; the last may be smaller.
 
     Within `estimate_bytes`, stops as soon as an item leaves as many bytes in use as the previous one.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError
 from sley_core.generators import use_program_seed
 from sley_core.model.build import NoDrawsOnMeta, Recipe, check_parameters
-from sley_core.model.layers import MODEL, Layer, Model, like
+from sley_core.model.layers import MODEL, Layer, Model, parameter_like
 from sley_core.model.tensors import buffer_format, check_held, checksum, parameter_format
 
 ParameterLocations = list[tuple[str, nn.Module, str, nn.Parameter]]
@@ -109,7 +109,7 @@ class HostModel:
                         value = shard[id(meta)](value)
                     # A copy, since the factory's memory may belong to numpy, a file or a larger tensor.
                     value = value.to(device=device, dtype=parameter_format(name, dtype, keep), copy=not is_sharded)
-                    parameters[id(meta)] = like(real, value)
+                    parameters[id(meta)] = parameter_like(real, value)
                     parameters[id(meta)].requires_grad_(meta.requires_grad)
                 setattr(owner, attribute, parameters[id(meta)])
             _move_buffers(layer.name, module, dtype, device, buffers)

@@ -32,7 +32,7 @@ from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.execute import describe
 from sley_core.engine.stage import Stage
 from sley_core.errors import RunError
-from sley_core.model.layers import Layer, like
+from sley_core.model.layers import Layer, parameter_like
 from sley_core.model.tensors import buffer_format, referenced_tensors
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
@@ -374,7 +374,7 @@ def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: tor
         for attribute in referenced_tensors(layer.name, layer.module, registered):
             if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in parameter_ids:
                 value = torch.empty_like(attribute.tensor, device=device)
-                replacement = like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
+                replacement = parameter_like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
                 torch.utils.swap_tensors(attribute.tensor, replacement)  # type: ignore[no-untyped-call]  # torch's
     # Keyed by the id of the old tensor. The value keeps the old tensor, so that its id is not reused.
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
@@ -382,7 +382,7 @@ def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: tor
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in replaced:
                 new = torch.empty(parameter.shape, dtype=dtype, device=device)
-                replaced[id(parameter)] = parameter, like(parameter, new)
+                replaced[id(parameter)] = parameter, parameter_like(parameter, new)
             setattr(module, name, replaced[id(parameter)][1])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in replaced:

@@ -74,7 +74,7 @@ _HALF = 26
 """Low bits of a digit's sum that are sent in one float64, apart from the high ones; sums over up to 2^27 ranks are exact."""
 
 
-def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns the largest |g|, a float64 scalar; 0 without tensors, inf if an element is not finite."""
     most = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
@@ -133,7 +133,7 @@ class ExactTotals(Totals):
             if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]
             for tensor in group.tensors
         ]
-        self._most = largest((tensor for group in gradients for tensor in group.tensors), loss.device)
+        self._most = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
         # All ranks of the world, before the message of the totals, at the end of every step.
         groups["all"].all_reduce(self._most, "max", label="the largest gradient").wait()
 
