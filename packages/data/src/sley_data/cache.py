@@ -120,10 +120,10 @@ def prepare_parts(
 
 def part_files(folder: Path, num_parts: int) -> list[Part]:
     """Returns the paths of all parts."""
-    return [_numbered_part(folder, number) for number in range(num_parts)]
+    return [_part_paths(folder, number) for number in range(num_parts)]
 
 
-def _numbered_part(folder: Path, number: int) -> Part:
+def _part_paths(folder: Path, number: int) -> Part:
     return Part(*(folder / f"{number:05}.{suffix}" for suffix in Part._fields))
 
 
@@ -192,7 +192,7 @@ def _write_parts(
     def missing_batches() -> Iterator[_Batch]:
         nonlocal num_parts, skipped_bytes
         for number, batches in groupby(_split_batches(documents, size_of), lambda batch: batch.part):
-            num_parts, is_complete = number + 1, _is_complete(_numbered_part(folder, number))
+            num_parts, is_complete = number + 1, _is_complete(_part_paths(folder, number))
             for batch in batches:
                 if is_complete:
                     skipped_bytes += batch.num_bytes
@@ -201,7 +201,7 @@ def _write_parts(
 
     with closing(map_batches(partial(_encode_batch, encode), missing_batches())) as results:
         for number, part_results in groupby(results, lambda result: result[0]):
-            part, lengths, stats = _numbered_part(folder, number), array("q"), []
+            part, lengths, stats = _part_paths(folder, number), array("q"), []
             with replace_atomically(part.tokens) as file:
                 for _, batch_bytes, (tokens, batch_lengths, batch_stats) in part_results:
                     file.write(tokens)

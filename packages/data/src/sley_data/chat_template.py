@@ -271,7 +271,7 @@ class ChatTemplate:
         return turn
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """Returns the messages as text. prompt: whether to add the generation prompt. Raises ValueError if it is refused."""
+        """Returns the text of messages. prompt: whether to add the generation prompt. Raises ValueError if they are refused."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
@@ -287,7 +287,7 @@ class ChatTemplate:
 
 
 def _trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
-    """Returns the numbers of the messages whose tokens are labels."""
+    """Returns the indices of the messages whose tokens are labels."""
     return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 

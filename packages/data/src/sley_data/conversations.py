@@ -45,7 +45,7 @@ SHAREGPT = {
 class Conversation:
     """The messages of a conversation.
 
-    name: the file name and the row number. first_trained: the number of the first message that may have labels.
+    name: the file name and the row number. first_trained: the index of the first message that may have labels.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Conversation:
 
     @property
     def trained_turns(self) -> list[int]:
-        """The numbers of the assistant's messages that may have labels. Messages with `weight` 0 have none."""
+        """The indices of the assistant's messages that may have labels. Messages with `weight` 0 have none."""
         numbers = (number for number in self.assistant_turns if number >= self.first_trained)
         return [number for number in numbers if self.messages[number].get("weight") != 0]
 
     @property
     def assistant_turns(self) -> list[int]:
-        """The numbers of the assistant's messages."""
+        """The indices of the assistant's messages."""
         return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property

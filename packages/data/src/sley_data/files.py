@@ -170,7 +170,7 @@ def _match_paths(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
 
 
 def _subfolders(folder: Path, visited: set[str]) -> Iterator[Path]:
-    """Yields `folder` and all folders below it, except names that begin with a dot. Yields linked folders only once."""
+    """Yields `folder` and all folders below it, each real folder once. Skips names that begin with a dot."""
     real_path = os.path.realpath(folder)
     if real_path in visited:
         return

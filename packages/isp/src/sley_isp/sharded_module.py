@@ -87,7 +87,7 @@ class ShardedModule:
     def forward(self, input: Tensor) -> Tensor:
         """Computes the linear or embedding with gathered weights. All ranks of `wp` must call it in the same order."""
         is_embedding = isinstance(self.module, nn.Embedding)
-        if self.is_replaced:
+        if self.has_replaced_weights:
             return (nn.Embedding if is_embedding else nn.Linear).forward(cast(Any, self.module), input)
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise RunError(
@@ -115,8 +115,8 @@ class ShardedModule:
             return F.linear(x, weight, self.full_tensor(unsharded, "bias"))
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether the module currently holds other tensors, such as those of `torch.func.functional_call`."""
+    def has_replaced_weights(self) -> bool:
+        """Whether other tensors currently replace the module's weights, such as those of `torch.func.functional_call`."""
         parameters = self.module._parameters
         return any(
             param is not None and type(parameters[attribute]) is not StandIn

@@ -88,7 +88,7 @@ class VocabularyHead:
     def forward(self, input: Tensor) -> Tensor | LazyLogits:
         """Returns `LazyLogits` for the loss. Outside an action, gathers the weight and returns full logits."""
         module = self.module
-        if module.is_replaced or not module.communicator.is_running:
+        if module.has_replaced_weights or not module.communicator.is_running:
             return module.forward(input)
         if not torch.is_autocast_enabled(input.device.type):
             with torch.no_grad():  # so that torch raises here, and not in the loss, if dtypes or widths differ

@@ -80,7 +80,7 @@ class MessageSizes:
 
 
 def message_bytes(layout: Layout, *, separate_header: bool) -> int:
-    """Returns the size of the memory of a message of `layout` in bytes. separate_header: as in `Message`."""
+    """Returns the memory size of a message with this layout, in bytes. separate_header: as in `Message`."""
     sizes = MessageSizes.from_layout(layout)
     return sizes.body + (0 if separate_header else sizes.header)
 
