@@ -93,5 +93,5 @@ def test_what_is_wrong_is_said(name: str, words: str) -> None:
 
 
 def test_a_gradient_of_none_is_allowed_for() -> None:
-    with pytest.raises(AssertionError, match="whose `grad` is None cannot be stepped"):
+    with pytest.raises(AssertionError, match="whose `grad` is None cannot be updated"):
         of(table(f"{OWN}:NeedsAllGradients", scope="elementwise"))().test_parameter_without_gradient_is_unchanged()

@@ -302,7 +302,7 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtype of the working weights, and that of the weights that the optimizer steps: at least fp32."""
+    """Returns the dtype of the working weights, and that of the weights that the optimizer updates: at least fp32."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)
 
@@ -338,7 +338,7 @@ def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
         if one.is_floating_point() and one.dtype != working
     ]
     note = (
-        f"{len(named) - len(wide_names)} parameters compute in {_dtype_name(working)} and are stepped in {_dtype_name(stepped)}"
+        f"{len(named) - len(wide_names)} parameters compute in {_dtype_name(working)} and are updated in {_dtype_name(stepped)}"
     )
     note += f", {len(wide_names)} stay in {_dtype_name(stepped)}" if wide_names else ""
     if others:

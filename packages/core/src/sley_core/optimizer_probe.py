@@ -152,7 +152,7 @@ def probe_optimizer(
     shards = any(getattr(one.record, "result", "full") == "shard" for one in plan.gradient_handlers)
     is_cut = plan.parallel.pp > 1 or plan.parallel.wp > 1 or shards
     if traits.draws and parts.store.reduction.fixed_order and is_cut:
-        message = "draws random numbers for the parameters that a rank steps, so layouts that cut the model differ"
+        message = "draws random numbers for the parameters that a rank updates, so layouts that cut the model differ"
         faults.append(OptimizerFault(message, 'use `reduction = "fast"`, or leave `pp`, `wp` and shards out'))
     for manager in plan.offload if traits.has_modes else ():
         record = manager.record

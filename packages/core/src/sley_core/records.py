@@ -232,7 +232,7 @@ class OffloadManagerRecord(Record):
     parts: returns the parts of the run's memory that the manager offloads with the table `config`. Two managers of a plan must
         not share a part.
     scope: returns the widest optimizer scope (`OptimizerRecord.scope`) that the manager supports.
-    steps_on_host: whether the manager keeps master weights and optimizer states on the host and steps them there, through
+    steps_on_host: whether the manager keeps master weights and optimizer states on the host and updates them there, through
         `parts.events.step_in_buckets`.
     """
 

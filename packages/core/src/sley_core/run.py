@@ -198,7 +198,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         nothing. Modules are in evaluation mode.
 
         batch: as in `step`; fields that no layer reads, such as labels, may be missing. The result has the form of the batch:
-        for {field: tensor} one output, whose tensors are joined along the dim of samples; for a list of microbatches a list.
+        for {field: tensor} one output, whose tensors are joined along the batch dim; for a list of microbatches a list.
         Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`) get the output of their slice, or
         with `join` that of whole sequences; classes that ranks share are joined.
 
@@ -234,7 +234,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         All ranks must see the same `folder`. Several files get an index. A tied weight is written once, under the name of the
         registry; persistent buffers are those of the first replica. precision: "working" for `precision.compute`, "full" for
-        the weights that the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a larger tensor gets its
+        the optimizer's weights (fp32 masters). max_file_bytes: the size limit of a file; a larger tensor gets its
         own file. The metadata of each has `step`, the steps done. Files are written beside `folder` and replace it when all of
         them are on disk, so it is never incomplete.
 
@@ -354,7 +354,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
-        """Lets the device wait for `parts`, and for all that is stepped if the optimizer has modes. Raises StateError."""
+        """Makes the device wait for `parts`, and for all weights and states if the optimizer has modes. Raises StateError."""
         self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
 
     def _check_open(self) -> None:

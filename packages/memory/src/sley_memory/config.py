@@ -50,7 +50,7 @@ class OffloadConfig(Table):
 
     @property
     def steps_in_buckets(self) -> bool:
-        """Returns whether optimizer states are on the device only while their weights are stepped."""
+        """Returns whether optimizer states are on the device only while their weights are updated."""
         return False
 
 
@@ -86,7 +86,7 @@ class StatesConfig(CopiedConfig):
 
     when: Literal["idle", "between_steps"] = "idle"
     """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states on the host except
-    while their weights are stepped.
+    while their weights are updated.
     """
 
     @property
@@ -112,7 +112,7 @@ class EverythingConfig(CopiedConfig):
 
 
 class HostOptimizerConfig(OffloadConfig):
-    """Keeps masters and optimizer states on the host, and steps them there."""
+    """Keeps masters and optimizer states on the host, and updates them there."""
 
     MOVES = ("masters", "optimizer_states")
 

@@ -1,4 +1,4 @@
-"""Keeps master weights and optimizer states on the host, where the optimizer steps them. Weights and gradients stay on the
+"""Keeps master weights and optimizer states on the host, where the optimizer updates them. Weights and gradients stay on the
 device.
 
     gradients to the host   0 | 1 | 2 | ...
@@ -25,11 +25,11 @@ from sley_core.api.parts import ALIGNMENT_BYTES, Parts, round_up
 from sley_memory.config import HostOptimizerConfig
 from sley_memory.movers import MB, Streams, split_by_bytes
 
-RING = 2  # buckets with gradients on the host: one is stepped while the next is copied
+RING = 2  # buckets with gradients on the host: one is updated while the next is copied
 
 
 class SteppedBucket(NamedTuple):
-    """Parameters that are stepped together. gradients, weights: host memory for the gradients, and for the weights in the
+    """Parameters that are updated together. gradients, weights: host memory for the gradients, and for the weights in the
     device's dtype. Every second bucket uses the same memory.
     """
 

@@ -98,7 +98,7 @@ class BetweenSteps(Mover):
 
     def _list_states(self, bucket: Sequence[Stepped]) -> Pieces:
         """Returns a function that lists the states of a bucket's weights, with small storages merged. States that other weights
-        share are left out, since they must stay while those are stepped.
+        share are left out, since they must stay while those are updated.
         """
         known_ids: set[int] = set()
         shared: set[int] = set()

@@ -79,7 +79,7 @@ def sley_records() -> list[Record]:
             name="host_optimizer",
             config=HostOptimizerConfig,
             build="sley_memory.host_optimizer:HostOptimizer",
-            summary="Keeps master weights and optimizer states on the host, and steps them there.",
+            summary="Keeps master weights and optimizer states on the host, and updates them there.",
             parts=_MOVES,
             scope=_scope,
             steps_on_host=True,
@@ -102,5 +102,5 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 
 def _scope(config: OffloadConfig) -> Scope:
-    """Returns the scope of an update: one matrix if states are stepped in buckets, else all weights."""
+    """Returns the scope of an update: one matrix if states are updated in buckets, else all weights."""
     return "per_matrix" if config.steps_in_buckets else "global"

@@ -4,7 +4,7 @@
         optimizer = {"factory": "lion:Lion", "lr": 1e-3, "scope": "elementwise"}
 
 A run gives an optimizer master weights instead of weights, parts instead of full parameters, a few parameters at a time, and a
-new process after a restart. First, two small parameters are stepped, as at the start of every run. Then a small model is
+new process after a restart. First, two small parameters are updated, as at the start of every run. Then a small model is
 trained and compared with a plain loop that uses the same optimizer and the same gradients.
 """
 
@@ -244,7 +244,7 @@ class OptimizerContract:
         try:
             optimizer.step()
         except Exception as error:
-            raise AssertionError(f"a parameter whose `grad` is None cannot be stepped: {error}") from error
+            raise AssertionError(f"a parameter whose `grad` is None cannot be updated: {error}") from error
         assert torch.equal(parameters[1].parameter, torch.ones(3, 4)), "a parameter without a gradient has changed"
 
     def _plan(self, **tables: Any) -> dict[str, Any]:

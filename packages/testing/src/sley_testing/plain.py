@@ -66,7 +66,7 @@ class PlainLoop:
     an object with `weight(batch)` and the sum `loss(output, batch)`, as in a plan. optimizer: a function that returns a torch
     optimizer for the list of all (name, parameter); see `decay_groups`. clip_norm, clip_kind: the arguments of
     torch.nn.utils.clip_grad_norm_. A trained parameter that no microbatch uses gets a zero gradient, as in a run: momentum
-    and decay continue. For a trained parameter of a narrow dtype (bf16), the optimizer steps an fp32 copy, in which its
+    and decay continue. For a trained parameter of a narrow dtype (bf16), the optimizer updates an fp32 copy, in which its
     gradients are also summed.
     """
 
@@ -158,7 +158,7 @@ class PlainLoop:
 
 
 def _stepped_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter that the optimizer steps: an fp32 copy of a narrow trained parameter, else `parameter`."""
+    """Returns the parameter that the optimizer updates: an fp32 copy of a narrow trained parameter, else `parameter`."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     if wide == parameter.dtype or not parameter.requires_grad:
         return parameter

@@ -104,7 +104,7 @@ class ElementRange(NamedTuple):
         return self.last - self.first
 
     def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape that the optimizer steps: `whole` for all elements, else flat with leading dims of size 1, since an
+        """Returns the shape for the optimizer: `whole` for all elements, else flat with leading dims of size 1, since an
         optimizer may treat matrices and vectors differently.
         """
         if self.numel == prod(whole):

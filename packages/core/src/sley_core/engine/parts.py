@@ -54,7 +54,7 @@ class Waits:
 
 
 Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
-"""Given all that is stepped, yields it in buckets. Each bucket is stepped after it is yielded and before the next one is
+"""Yields everything to update in buckets. Each bucket is updated after it is yielded and before the next one is
 requested; the iterator is closed if that fails.
 """
 

@@ -67,7 +67,7 @@ class WholeSequences:
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
         """Returns the output and the fields of whole sequences; blocks. All ranks of `sp` call it in the order of their list,
         the same on all. batch: the fields that the loss reads, on the device. micro: all fields of the microbatch. Raises
-        RunError "outputs-apart" for an output without the dim of positions.
+        RunError "outputs-apart" for an output without the position dim.
         """
         fields = {}
         for name, value in batch.items():
@@ -95,7 +95,7 @@ class PositionAdditivity:
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
         """Raises RunError "loss-not-additive" for a loss that relates one position to another. output: the model's, for
         `batch`, whose fields are this rank's slice. Losses that draw random numbers are not checked, nor those that cannot be
-        evaluated on a part: their output has no dim of positions.
+        evaluated on a part: their output has no position dim.
         """
         if self._is_checked or type(output) is not Tensor:
             return

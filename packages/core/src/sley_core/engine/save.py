@@ -81,7 +81,7 @@ def set_extra_state(module: nn.Module, value: Tensor) -> None:
 
 
 Precision = Literal["working", "full"]
-"""working: the weights in the dtype of the forward. full: as the optimizer steps them, at least fp32."""
+"""working: the weights in the dtype of the forward. full: as the optimizer updates them, at least fp32."""
 
 _BITS = {4: torch.int32, 8: torch.int64}
 """The integer dtype by bytes per element: adding zeros to its values keeps every bit."""
@@ -105,7 +105,7 @@ class WeightSaver:
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
         self._stepped = {stepped.param: stepped for stepped in masters.stepped}
-        # All ranks must take the same branch, so it depends on which buffers are sharded, not on what this rank steps.
+        # All ranks must take the same branch, so it depends on sharded buffers, not on the part that this rank updates.
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
     def check(self, folder: Path) -> None:

@@ -4,7 +4,7 @@
                                  ├─────────────────> │  whole   │ ───────────────────> │  micros  │ ──> n outputs
     a list of n microbatches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
 
-    a batch of n microbatches <── one output, its tensors joined along the dim of samples
+    a batch of n microbatches <── one output, its tensors joined along the batch dim
     a list of n microbatches  <── a list of n outputs; with `join` of whole sequences, gathered over `sp`
 
 The loss weight of the global batch is known from the data alone, before the first backward. Dividing once by it makes gradients
@@ -290,7 +290,7 @@ class _GatherFunction(torch.autograd.Function):
 
 
 def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], which: str) -> Spot:
-    """Returns the dim of samples or positions, and its size, from the first field of the batch that has it."""
+    """Returns the batch or position dim, and its size, from the first field of the batch that has it."""
     dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
     return dim, micro[name].shape[dim]

@@ -4,7 +4,7 @@ The norm counts every gradient once: one that `copies` ranks hold adds 1/copies 
 the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: the overflow vote of
 fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
 
-If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states stay as
+If the loss or the norm is not finite, or the batch has weight 0, no rank updates: weights, masters and optimizer states stay as
 they were, and the code that reads the totals raises, or counts a skipped step (`Skips`).
 """
 

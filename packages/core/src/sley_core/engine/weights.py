@@ -8,7 +8,7 @@ Weights lie in buffers only if a part of the run asks for it: `torch.save` of on
 it is cloned. Only this module sets a parameter's `.data`; tied modules keep one object.
 
 A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight changes once updates have added up.
-If a reducer leaves only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
+If a reducer leaves only a part of a gradient to this rank, only that part is updated, and only that part has a master.
 
 Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
 the master takes those values over before the next step. If nobody wrote a weight, its master keeps its digits. Writes through
@@ -175,8 +175,8 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """The tensor that the optimizer steps for one parameter; its gradient is the store's `part`. original: the working weight
-    of the modules, or the same object. elements: those that this rank steps, if other ranks step the rest; `parameter`
+    """The tensor that the optimizer updates for one parameter; its gradient is the store's `part`. original: the working weight
+    of the modules, or the same object. elements: those that this rank updates, if other ranks update the rest; `parameter`
     has their shape then.
     """
 
@@ -222,13 +222,13 @@ class _Master:
 
 @dataclass(eq=False)
 class Masters:
-    """Holds the tensors that the optimizer steps, in the order of `add` calls.
+    """Holds the tensors that the optimizer updates, in the order of `add` calls.
 
-    weights: the store of the working weights, with their dtype. store: knows which elements this rank steps. wide: the dtype of
-    stepped tensors. If it is that of the weights, the parameters or views of them are stepped. Else parameters are narrowed,
+    weights: the store of the working weights, with their dtype. store: knows this rank's elements. wide: the dtype
+    of updated tensors. If it is that of the weights, the parameters or views of them are updated. Else parameters are narrowed,
     and their former values kept as masters: in one flat buffer for each call of `add`, and one for this rank's part of each
     sharded buffer. home: the device of the masters; None for that of the parameters. With a home there are always masters, and
-    the code that steps them copies gradients there and weights back.
+    the code that updates them copies gradients there and weights back.
     """
 
     weights: WeightStore
@@ -243,7 +243,7 @@ class Masters:
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
-        """Adds `params`, narrowed to the working dtype if needed; returns the tensors that the optimizer steps on this rank."""
+        """Adds `params`, narrowed to the working dtype if needed; returns the tensors that the optimizer updates here."""
         narrow = [param for param in params if self.weights.dtype_of(param) != self.wide or self.home is not None]
         masters = self._wide_copies(narrow)
         added = []
@@ -264,11 +264,11 @@ class Masters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the masters; 0 if the parameters are stepped directly."""
+        """Returns the bytes of the masters; 0 if the parameters are updated directly."""
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of each master; none if the parameters are stepped directly."""
+        """Yields the name and value of each master, if there are masters."""
         for stepped in self.stepped:
             if self.has_master(stepped):
                 yield stepped.name, stepped.parameter

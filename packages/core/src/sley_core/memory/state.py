@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
 """A kind of memory that a run holds between steps.
 
-weights: parameters, shards where `wp` cuts them. buffers: of modules. masters: fp32 copies that are stepped. handlers: what
+weights: parameters, shards where `wp` cuts them. buffers: of modules. masters: fp32 copies that are updated. handlers: what
 gradient handlers keep, such as PowerSGD's errors. pools: their buffers, most of which nobody has between steps. messages:
 buffers of stage links and of handlers, for what is on its way.
 """
