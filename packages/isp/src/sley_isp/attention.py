@@ -77,10 +77,7 @@ def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwa
 def _exchange_and_attend(
     attention: Callable[..., Tensor], group: Group, tensors: Sequence[Tensor], options: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Scatters the heads of `tensors`, calls the attention on full sequences, and returns this rank's slice of the context.
-
-    tensors: q, k and v, or as in `SequenceAttention`. options, kwargs: the other arguments of the call.
-    """
+    """Exchanges `tensors` (q, k and v) for full sequences, calls the attention, and exchanges the context back for a slice."""
     contents = _checksum_call(attention, options, kwargs)
     if len({tensor.dtype for tensor in tensors}) == 1:
         full = scatter_heads(group, *tensors, contents=contents)

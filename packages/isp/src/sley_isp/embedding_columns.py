@@ -159,8 +159,8 @@ class ColumnEmbeddings:
     def start_gradient(self, embedding: ColumnEmbedding, gradient: Tensor, ids: Tensor) -> None:
         """Starts to exchange the gradient of the vectors of `ids`.
 
-        The store has the table's gradient after `finish_action`. In an action I, the store has the gradient after the
-        corresponding W. If the exchange may not overlap, this function waits for it.
+        The store has the table's gradient after `finish_action`, or for an action I after its W. Waits if exchanges may not
+        overlap.
         """
         self.store.check_open(embedding.param)  # before anything is sent
         exchange = _GradientExchange(embedding, gradient, ids)

@@ -31,7 +31,6 @@ def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Te
     """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h', d]. Blocks.
 
     tensors: tensors of one dtype. contents: a checksum of the attention, which must be equal on all ranks.
-
     h' is lcm(h, n) / n. If h is not a multiple of n, several ranks get the same head, and its gradient is the sum of theirs.
     For b = 1 the results are views of one buffer.
     """
