@@ -41,7 +41,7 @@ def trained(row: LeagueRow, folder: Path, *, alone: bool = False, faulty: bool =
                     run.load_checkpoint(folder / f"saved-{index}")
                 recorded.first = recorded.first or weights(run)
                 for _ in range(steps):
-                    if row.offloads and run.num_steps_done > 0:
+                    if row.offloads and not alone and run.num_steps_done > 0:
                         run.memory.offload()
                         run.memory.onload()
                     recorded.rows.append(run.step())
