@@ -153,7 +153,7 @@ def test_copies_cannot_have_other_options(small, own):
         tables = small("pp.gpipe", 2, model=model, optimizer__groups=groups)
         code, message = refusal(tables, own)
         assert code == "group-unmatched", option
-        assert "`head.weight`, which is tied to `embed.weight` and goes by that name" in message
+        assert "`head.weight`, which is tied to `embed.weight` and has that name in groups" in message
     assert code_of(small("pp.gpipe", 2, model=model, optimizer__groups=[{"match": "embed.weight", "lr": 0.5}]), own) is None
 
 

@@ -289,8 +289,8 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed, plan.adapters)
     counts_positions = plan.sequence is not None and plan.parallel.sp > 1 and plan.sequence.config.positions
     if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
-        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
-        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
+        message = f"no layer has the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would start at 0"
+        hint = f"add the parameter `{POSITIONS}` to a forward, or set `[sequence] positions = false` if none needs it"
         raise PlanError.from_diagnostics([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
     registry = ParameterRegistry([model.layers])
     optimizer: Any = plan.optimizer.config

@@ -191,7 +191,7 @@ def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, sin
         message = "there is no held-out data to evaluate on"
     has_share = isinstance(config, TextConfig) and not config.held_out_files
     share_hint = ", or increase `held_out`, a share of whole documents (see `separator`)"
-    hint = "name more `held_out_files` in `[data]`" + (share_hint if has_share else "")
+    hint = "add files to `held_out_files` in `[data]`" + (share_hint if has_share else "")
     yield Problem(("evaluation",), message, hint, "held-out")
 
 

@@ -271,7 +271,7 @@ def _read_rows(file: File, field: str) -> Iterator[tuple[str, bytes]]:
         if not isinstance(text, str):
             keys = ", ".join(f"`{key}`" for key in row)
             reason = f"has no text as `{field}`" if field in row else f"has no `{field}`"
-            raise row_error(file, number, reason, f"its keys are {keys}" if keys and field not in row else None)
+            raise row_error(file, number, reason, f"use one of the keys {keys}" if keys and field not in row else None)
         try:
             content = text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair

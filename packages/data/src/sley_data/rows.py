@@ -85,7 +85,7 @@ def _read_table(file: File, columns: Sequence[str] | None) -> Iterator[tuple[int
             if not selected:
                 names = ", ".join(f"`{name}`" for name in batch.schema.names)
                 missing = " or ".join(f"`{name}`" for name in columns or ())
-                raise row_error(file, 1, f"has no {missing}", f"its columns are {names}")
+                raise row_error(file, 1, f"has no {missing}", f"use one of the columns {names}")
             for start in range(0, batch.num_rows, _BATCH_ROWS):
                 for row in batch.select(selected).slice(start, _BATCH_ROWS).to_pylist():
                     number += 1

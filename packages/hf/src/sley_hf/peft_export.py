@@ -157,7 +157,7 @@ def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: T
         limit = 4 * torch.finfo(expected.dtype).eps * expected.abs().max()
         if (actual - expected.float()).abs().max() > limit:
             message = f"the adapters in `{folder}` are wrong: with them, {hf_name!r} differs from {name!r} of the run"
-            raise RunError("export-differs", message, hint=f"is `{base}` still the folder from which the run started?")
+            raise RunError("export-differs", message, hint=f"check that `{base}` is the folder from which the run started")
 
 
 def _shortest_names(targets: Sequence[str], weights: Any) -> list[str]:

@@ -16,7 +16,7 @@ from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL
 
-HINT = "another rank of the group stopped, or did not join the collective within [limits] collective_timeout_s"
+HINT = "check the other ranks: one of the group stopped, or did not join the collective within [limits] collective_timeout_s"
 
 _RACE_S = 0.1
 """Seconds to wait for a peer's write after a closed connection: a peer that times out closes its connections first."""

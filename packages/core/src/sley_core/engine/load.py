@@ -130,7 +130,7 @@ class _Loader:
         if wrong:
             suffix = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             message = f"these are not the weights of this model: {', '.join(wrong[:_SHOWN])}{suffix}"
-            raise RunError("weights-mismatch", message, hint="names are those of `run.registry`; strict=False loads a part")
+            raise RunError("weights-mismatch", message, hint="use the names of `run.registry`, or strict=False")
         sums: dict[str, tuple[int, int]] = {}
         for rank, (report, _) in zip(control.ranks, everyone, strict=True):
             for name, value in report.sums.items():

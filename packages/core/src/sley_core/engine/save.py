@@ -170,7 +170,7 @@ class WeightSaver:
         if wrong:
             if self._parts.world.rank == 0:
                 discard_folder(folder)
-            hint = "all ranks write into this folder, so that each of them must see it"
+            hint = "use a folder that every rank can write to"
             raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {wrong[0]}", hint=hint)
         plain = [
             (rank, [Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])

@@ -100,7 +100,7 @@ def _run_factory(recipe: Recipe, to_meta: MetaParameters, *, on_meta: bool) -> M
                 _move_to_meta(layer, to_meta)
             if not model.num_parameters()[1]:
                 message = "the adapters have no parameters, so there is nothing to train"
-                raise PlanError("model-adapters", message, path=("adapters",), hint="name modules as `train-cli show` does")
+                raise PlanError("model-adapters", message, path=("adapters",), hint="use names that `train-cli show` prints")
     return model
 
 

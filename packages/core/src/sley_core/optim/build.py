@@ -87,9 +87,9 @@ def _remove_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns `group` without `weight_decay`, for a class without that option; raises PlanError if it is not 0."""
     if group["weight_decay"]:
         raise _factory_error(
-            f"`{path}` takes no weight_decay, but the plan gives {group['weight_decay']}",
+            f"`{path}` has no option weight_decay, but the plan sets it to {group['weight_decay']}",
             "weight_decay",
-            hint="leave `weight_decay` out, of [optimizer] and of its groups",
+            hint="remove `weight_decay` from [optimizer] and its groups",
         )
     return {key: value for key, value in group.items() if key != "weight_decay"}
 
@@ -193,7 +193,7 @@ def _unmatched_diagnostic(
         return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
     for alias in aliases:
         if fnmatchcase(alias, pattern):
-            message = f"`{pattern}` matches `{alias}`, which is tied to `{aliases[alias]}` and goes by that name"
+            message = f"`{pattern}` matches `{alias}`, which is tied to `{aliases[alias]}` and has that name in groups"
             return Diagnostic("group-unmatched", message, path, hint=f"write `{aliases[alias]}`: copies have one rate")
     close = get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:3])
     hint = "names look like " + ", ".join(f"`{name}`" for name in close) if close else None

@@ -203,7 +203,7 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
         message = f"kernels round the powers of the {config.clip_kind:g}-norm differently"
         yield _canonical_problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
     if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
-        message = "a fused optimizer rounds the last elements of a tensor differently, so shards differ from whole tensors"
+        message = "a fused optimizer rounds the last elements of a tensor differently, so shards differ from full tensors"
         yield _canonical_problem(("optimizer", "options"), message, "remove `fused`")
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record

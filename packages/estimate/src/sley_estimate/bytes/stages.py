@@ -298,7 +298,7 @@ def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: fl
                     raise RunError(
                         "estimate-ended",
                         message,
-                        hint="if the code is -9, use a machine with more memory: the system has killed the process",
+                        hint="use a machine with more memory if the code is -9, since the system then killed the process",
                     ) from None
                 process.join()
                 if not is_done:
