@@ -14,9 +14,9 @@ from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_m
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
 from sley_core.metrics.throughput import model_flops
-from sley_hf.compare import compare_with_transformers, logits, share_parameters
+from sley_hf.compare import compare_with_transformers, logits, share_parameters, shrink
 from sley_hf.config import DecoderConfig
-from sley_hf.decoder import layers
+from sley_hf.decoder import build_from_config, layers
 from sley_hf.structure import find_structure
 
 BOUNDS = [[0, 5, 12, 12], [0, 3, 8, 12]]
@@ -86,6 +86,26 @@ def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
     small_config(family, num_hidden_layers=7 if family == "gemma3_text" else 3).save_pretrained(tmp_path)
     note = compare_with_transformers(decoder_config(tmp_path))
     assert f"with {6 if family == 'gemma3_text' else 2} layers" in note
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "num_layers"),
+    [
+        ("llama", {}, 2),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2], "num_experts": 4}, 4),  # the first three have no experts
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3}, 3),
+    ],
+)
+def test_the_copy_has_each_kind_of_layer(family: str, changes: Any, num_layers: int) -> None:
+    config = small_config(family, num_hidden_layers=6, **changes)
+    assert shrink(config, *build_from_config(config, kernel="sdpa", experts="eager")).num_hidden_layers == num_layers
+
+
+def test_a_forward_that_needs_its_layers_is_refused(tmp_path: Any) -> None:
+    small_config("bloom").save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="does not run without its layers") as refused:
+        compare_with_transformers(decoder_config(tmp_path))
+    assert refused.value.diagnostics[0].code == "hf-structure"
 
 
 def test_check_refuses_a_family_whose_layers_differ(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sley_core.api.model import Model
 from sley_core.errors import PlanError
 from sley_hf.decoder import build_from_config, layers_of, read_hf_config, routers_of
-from sley_hf.structure import layer_name
+from sley_hf.structure import Structure, layer_name
 
 if TYPE_CHECKING:
     from sley_hf.config import DecoderConfig
@@ -33,7 +33,8 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     Raises PlanError "hf-differs" if it exceeds 1e-4, for one document per row, for packed documents, or for the load-balancing
     loss if the plan has one, and the errors of `sley_hf.decoder.layers`.
     """
-    small = shrink(read_hf_config(config))
+    hf_config = read_hf_config(config)
+    small = shrink(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
     causal, structure = build_from_config(small, kernel="eager" if config.attention == "eager" else "sdpa", experts="eager")
     # transformers' other kernels ignore soft caps
     is_eager = config.attention == "eager" or getattr(small, "attn_logit_softcapping", None) or not causal._supports_sdpa
@@ -63,12 +64,19 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
 
 
-def shrink(hf_config: Any) -> Any:
-    """Returns a copy of a config with few token ids, and only as many layers as it takes to have each type of layer."""
+def shrink(hf_config: Any, causal: Any, structure: Structure) -> Any:
+    """Returns a copy of a config with few token ids, and only as many layers as it takes to have each kind of layer.
+
+    causal: the model of `hf_config`. Layers are of one kind if they have one type, and the same names and shapes of parameters.
+    """
     small = copy.deepcopy(hf_config)
-    types = list(getattr(small, "layer_types", None) or ())
-    num_layers = max([types.index(kind) + 1 for kind in set(types)], default=1)
-    num_layers = min(max(2, num_layers), small.num_hidden_layers)
+    blocks = list(structure.stack_of(getattr(causal, structure.base)).get_submodule(structure.blocks).children())
+    types = getattr(small, "layer_types", None) or [None] * len(blocks)
+    kinds = [
+        (kind, tuple((name, p.shape) for name, p in block.named_parameters()))
+        for kind, block in zip(types, blocks, strict=True)
+    ]
+    num_layers = min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), len(blocks))
     for name, value in list(vars(small).items()):
         if isinstance(value, list) and len(value) == small.num_hidden_layers:
             setattr(small, name, value[:num_layers])

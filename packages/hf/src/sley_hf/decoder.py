@@ -132,7 +132,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
 
 
 def _structure_error(message: str) -> PlanError:
-    return PlanError("hf-structure", message, path=("model",), hint="docs/how-to.md lists families that work")
+    return PlanError("hf-structure", message, path=("model",), hint="packages/hf/README.md lists families that work")
 
 
 @torch.no_grad()

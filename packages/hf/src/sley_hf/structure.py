@@ -17,7 +17,6 @@ code of its own.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.model import once_per_field
+from sley_core.errors import PlanError
 
 
 class UnsupportedModelError(ValueError):
@@ -131,11 +131,19 @@ class _Recorder(nn.Module):
 def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Runs the base model up to its last recorder; returns hidden states and further arguments of each recorder's call."""
+    """Runs the base model up to its last recorder; returns hidden states and further arguments of each recorder's call.
+
+    Raises PlanError "hf-structure" if the forward does not run with recorders.
+    """
     for recorder in recorders:
         recorder.calls.clear()  # a forward that failed may have left some
-    with contextlib.suppress(_LastLayerReached):
+    try:
         base(**inputs, use_cache=False)
+    except _LastLayerReached:
+        pass
+    except Exception as error:
+        message = f"the forward of `{type(base).__name__}` does not run without its layers: {type(error).__name__}: {error}"
+        raise PlanError("hf-structure", message, path=("model",), hint="this family is not supported") from error
     return [recorder.calls.pop() for recorder in recorders]
 
 
