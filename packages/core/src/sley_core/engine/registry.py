@@ -1,4 +1,4 @@
-"""The parameter registry: every parameter once, with its name, its shape, the modules that hold it and its reduce group.
+"""The parameter registry: lists every parameter once, with its name, its shape, its modules and its reduce group.
 
 Norm, clip, counts, checkpoints, offload and reports iterate over the registry, never over `module.parameters()`: so a tied
 weight counts once, names do not depend on the layout, and tensors carry no extra attributes.
@@ -118,7 +118,7 @@ class Param:
 
 class ParameterRegistry:
     """Lists the parameters of this rank's layers, in the order in which the model names them. chunks: these layers, per model
-    chunk. stages: all layers of the model, others on meta; if left out, this rank has all. shards: which parameters are
+    chunk. stages: all layers of the model, others on meta; by default, this rank has all layers. shards: which parameters are
     sharded, and how.
     """
 
@@ -204,8 +204,8 @@ def ties(stages: Stages) -> list[tuple[int, ...]]:
 
 
 def _index_parameters(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]], dict[int, list[str]]]:
-    """Returns, by id of a parameter, its (name, decays) at its first place in the model, the stages that hold it, and the
-    layers that do. They are computed from the whole model, the same on every stage, so that copies of a tie stay equal.
+    """Returns three dicts by parameter id: its first (name, decays) in the model, its stages, and its layers. They are
+    computed from the full model and equal on every stage, so that copies of a tie stay equal.
     """
     firsts: dict[int, tuple[str, bool]] = {}
     holders: dict[int, set[int]] = {}

@@ -1,6 +1,6 @@
-"""The end of a step, after every gradient is reduced: unscale and vote, norm, clip, learning rate, optimizer step.
+"""Ends a step after all gradients are reduced: unscales and votes, computes the norm, clips, and runs the optimizer.
 
-The norm counts every gradient once: one that `copies` ranks hold adds 1/copies on each of them, so one sum over all ranks is
+The norm counts every gradient once: a gradient on `copies` ranks adds 1/copies on each of them, so one sum over all ranks is
 the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: the overflow vote of
 fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
 
@@ -55,7 +55,7 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(eq=False)
 class Update:
-    """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
+    """Runs `optimizer`, which was built over `masters`, with the gradients of `store`.
 
     parameter_groups: makes torch.optim's groups, for parameters that are unfrozen later. factor: returns the learning rate's
     factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm. scale: the loss
@@ -94,11 +94,11 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """The last step's learning rate of parameters without their own rate in the plan; includes changes by the program."""
+        """The learning rate of the last step for parameters without a rate of their group; includes changes by the program."""
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks. All ranks call it: it
+        """Clips and runs the optimizer step, or changes no weights and states on any rank. All ranks call it, since it
         all-reduces the totals. The learning rate counts only the steps that were taken.
 
         loss: this rank's sum, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed. weight:
@@ -276,7 +276,7 @@ def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
 def step_buckets(
     optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
 ) -> None:
-    """Calls `step`, which steps `optimizer`, once for each bucket, with only the bucket's parameters in the groups: the same
+    """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the groups: the same
     update as in one call if each parameter's update depends on no other. Each call finds the optimizer's values for all
     parameters, such as a count of steps, as before the first. Raises RunError `optimizer-counts-steps` if two calls leave
     different values.

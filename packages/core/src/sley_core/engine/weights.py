@@ -1,19 +1,19 @@
 """The memory of working weights, and the tensors that the optimizer updates: weights, fp32 master weights, or shards of them.
 
-    lay_out ──> adopt: values move in, masters are made ──> updated: ranks have stepped their parts ──> settle ─┐
+    lay_out ──> adopt: values move in, masters are made ──> updated: ranks have updated their parts ──> settle ─┐
                                                                ^                                               │
                                                                └───────────────────────────────────────────────┘
 
-Weights lie in buffers only if a part of the run asks for it: `torch.save` of one such parameter saves its whole buffer, unless
-it is cloned. Only this module sets a parameter's `.data`; tied modules keep one object.
+Weights are in buffers only if a part of the run requests it, since `torch.save` of such a parameter saves its whole buffer
+unless it is cloned. Only this module sets a parameter's `.data`; tied modules keep one object.
 
-A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight changes once updates have added up.
+A bf16 weight of 1.0 cannot represent an update of 0.001, but its master can. The working weight changes after enough updates.
 If a reducer leaves only a part of a gradient to this rank, only that part is updated, and only that part has a master.
 
 Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
-the master takes those values over before the next step. If nobody wrote a weight, its master keeps its digits. Writes through
+the master copies those values before the next step. If a weight was not written, its master keeps its digits. Writes through
 `p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
-`Run.load_weights`. The optimizer may write what it steps in any way, `p.data = ` too.
+`Run.load_weights`. The optimizer may write its parameters in any way, including `p.data = `.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Fetches the parts of weights that other ranks step. start ──> wait (by layer, or for all) ──> finish"""
+    """Fetches the parts of weights that other ranks update. start ──> wait (by layer, or for all) ──> finish"""
 
     def start(self) -> None:
-        """Starts the exchange; called when this rank has stepped its own parts. All ranks call it."""
+        """Starts the exchange; called when this rank has updated its own parts. All ranks call it."""
 
     def wait(self) -> None:
         """Blocks until all weights are those of the last step. Depends on nothing that another rank does after its `start`."""
 
     def finish(self) -> None:
-        """Does as `wait`, and waits until no other rank reads this rank's weights, so that they may be written."""
+        """Calls `wait`, and waits until no other rank reads this rank's weights, so that they may be written."""
 
 
 class WeightStore:
@@ -98,7 +98,7 @@ class WeightStore:
         return buffers
 
     def __contains__(self, param: Param) -> bool:
-        """Whether the parameter's working weight lies in one of the buffers."""
+        """Returns whether the parameter's working weight is in one of the buffers."""
         return param in self._places
 
     def dtype_of(self, param: Param) -> torch.dtype:
@@ -138,16 +138,16 @@ class WeightStore:
                 yield parameter, place
 
     def add_completion(self, completion: Completion) -> None:
-        """Registers a completion, which fetches the parts that other ranks step; called before masters are created."""
+        """Registers a completion, which fetches the parts that other ranks update; called before masters are created."""
         self._completions.append(completion)
 
     @property
     def arrive_late(self) -> bool:
-        """Whether weights may be in flight after a step returns; the same on all ranks."""
+        """Returns whether weights may be in flight after a step returns; the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
-        """Starts the completions; called when this rank has stepped its parts. All ranks call it."""
+        """Starts the completions; called when this rank has updated its parts. All ranks call it."""
         for completion in self._completions:
             completion.start()
         if self.is_eager:
@@ -287,9 +287,8 @@ class Masters:
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Copies masters, rounded, into the working weights; drops references to gradients. Parts that other ranks step may be
-        incomplete until `weights.settle`. are_sent: whether the working weights have the values already; by default with a
-        `home`.
+        """Copies masters, rounded, into the working weights, and drops references to gradients. Parts of other ranks may be
+        incomplete until `weights.settle`. are_sent: whether working weights already have the values; default: with a `home`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):

@@ -1,4 +1,4 @@
-"""The fixed tree in which microbatches are summed, over their numbers in the global batch, and the sums of a gradient in it.
+"""Sums microbatches in a fixed tree over their numbers in the global batch.
 
     [0,7)                                       A node of two leaves or more is split at the largest power of two below its
      ├── [0,4)                                  length: for 2^n leaves the perfect tree, else perfect trees side by side,
@@ -8,11 +8,11 @@
           ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
           └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
 
-Any division of the leaves into runs gives nodes from which the same root is made. Each node is either inside a run, or disjoint
+Any division of the leaves into runs gives nodes that add up to the same root. Each node is either inside a run, or disjoint
 from it, or split by its border. Take the maximal nodes of a run: those inside it whose parent is not. They are disjoint, and
 they cover the run (a leaf is a node inside it). A parent whose two children lie in different runs finds these, or the nodes
-that they are made of, among the runs' nodes. So adding siblings until one node is left performs each addition of the tree once
-and no other, in whatever order nodes come: the operands of an addition are fixed, and a + b is b + a bit for bit.
+that they are made of, among the runs' nodes. So adding siblings until one node is left performs exactly the additions of the
+tree, in any order of nodes: the operands of each addition are fixed, and a + b equals b + a bit for bit.
 
 A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
 inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
@@ -57,7 +57,7 @@ class Node(NamedTuple):
 
     @property
     def children(self) -> tuple[Node, Node]:
-        """The two nodes whose sum this node is. It must not be a leaf."""
+        """Returns the two nodes whose sum is this node, which must not be a leaf."""
         length = self.last - self.first
         assert length > 1, f"{self} is a leaf"
         middle = self.first + (1 << ((length - 1).bit_length() - 1))
@@ -200,7 +200,7 @@ class CanonicalReduction(Reduction):
 
     @property
     def num_leaves(self) -> int:
-        """Number of microbatches of the global batch."""
+        """The number of microbatches of the global batch."""
         return self.groups["dp"].size * max(1, self.state.num_micros)
 
     @property
@@ -281,7 +281,7 @@ class CanonicalReduction(Reduction):
 class CanonicalAccumulator(Accumulator):
     """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree.
 
-    The view holds the sum of the rank's first microbatches; the others have memory of their own until they are added. rows:
+    The view holds the sum of the rank's first microbatches; the others have separate memory until they are added. rows:
     once settled, the sums for the reducer: of each use of the parameter, of each node of this rank's run; the first is the
     view. If this rank has the whole tree, the view is the complete sum. is_loose: whether nobody reduces the gradient, so that
     each step allocates the view.
@@ -303,7 +303,7 @@ class CanonicalAccumulator(Accumulator):
         super().__init__(param, view, expected_passes, has_products=has_products)
 
     def reset(self) -> None:
-        """Begins a step: discards all partial sums."""
+        """Starts a step, and discards all partial sums."""
         super().reset()
         self.view = self._empty
         self._leaf: TreeLeaf | None = None
