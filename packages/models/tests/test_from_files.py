@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def saved(folder: Path, kind: str, max_shard_size: str = "40KB") -> Any:
-    """Writes a model of transformers with random weights to several files, and returns it."""
+    """Writes a transformers model with random weights to several files, and returns it."""
     made, changes = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

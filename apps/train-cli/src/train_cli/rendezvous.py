@@ -73,7 +73,7 @@ class Rendezvous:
     @classmethod
     def join(cls, environ: Mapping[str, str], *, timeout_s: float) -> Rendezvous:
         """Returns this rank's rendezvous in the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless torchrun's
-        agent does. Blocks until the store exists. All ranks must call it equally often.
+        agent does. Blocks until the store exists. All ranks must call it the same number of times.
 
         Raises RunError "preflight" with this host and a hint: within about PATIENCE_S if the name cannot be resolved or the
         port is in use, within twice that if a program at the port does not answer, and after `timeout_s` if nothing listens.

@@ -361,7 +361,7 @@ def _list_candidates(state: TrainingState, path: str | None, reads: TimedReads, 
     except SleyError as error:
         diagnostic = error.diagnostics[0]
         return _candidate_message(problem=(diagnostic.code, diagnostic.message, diagnostic.hint))
-    except Exception as error:  # any error of a file system: the other ranks wait for the list
+    except Exception as error:  # any file system error: the other ranks wait for the list
         return _candidate_message(problem=("checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None))
 
 

@@ -322,7 +322,7 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         while (read := self._tasks.get()) is not None:
             try:
                 self._results.put((read(), None))
-            except BaseException as error:  # any error of a file system is raised in the main thread
+            except BaseException as error:  # any file system error is raised in the main thread
                 self._results.put((None, error))
 
 

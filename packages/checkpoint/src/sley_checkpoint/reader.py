@@ -171,7 +171,7 @@ def index_or_none(folder: ReadableFolder) -> CheckpointIndex | None:
         return read_index(folder)
     except StalledError:
         raise
-    except Exception:  # any error of a file system
+    except Exception:  # any file system error
         return None
 
 
@@ -269,7 +269,7 @@ def examine(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[
         raise
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
-    except Exception as error:  # any error of a file system
+    except Exception as error:  # any file system error
         return None, [Damage(INDEX, f"cannot be read: {format_cause(error)}")]
     damages = (_file_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [damage for damage in damages if damage is not None]
@@ -287,7 +287,7 @@ def _file_damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> D
         return Damage(name, "is missing")
     except StalledError:
         raise
-    except Exception as error:  # any error of a file system
+    except Exception as error:  # any file system error
         return Damage(name, f"cannot be read: {format_cause(error)}")
 
 

@@ -149,7 +149,7 @@ class SavePreparation:
             if names and (problem := self._foreign_run_problem(folder, attempt)):
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, token, ""]
-        except Exception as error:  # any error of a file system
+        except Exception as error:  # any file system error
             return ["", "", f"the folder {destination.path} cannot be read: {format_cause(error)}"]
 
     def _agree_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
@@ -173,7 +173,7 @@ def _writing_attempt(folder: Folder, name: str) -> str:
     """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED` if it is being deleted."""
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
-    with suppress(Exception):  # a store has no staging folders; any error of a file system
+    with suppress(Exception):  # a store has no staging folders; any file system error
         for file in folder.child(name).names():
             if file.endswith(".safetensors"):
                 return str(read_header(folder.child(name), file)[1]["token"]).partition(".")[0]

@@ -75,7 +75,7 @@ class RankWriter:
             self._write()
             if self.rank == 0:
                 self._publish()
-        except Exception as error:  # any error of a file system: no rank may wait for this one
+        except Exception as error:  # any file system error: no rank may wait for this one
             self._clean_up(error)
             message = f"the checkpoint {self.target.text} could not be written by rank {self.rank}: {format_cause(error)}"
             raise RunError("checkpoint-failed", message) from error

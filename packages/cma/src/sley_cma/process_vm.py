@@ -95,5 +95,5 @@ def _split_calls(
 
 
 def _vectors(spans: Sequence[MemorySpan]) -> ctypes.Array[_Vector]:
-    """Returns `spans` as an array of Linux's iovec."""
+    """Returns `spans` as an array of `iovec` structs."""
     return (_Vector * len(spans))(*(_Vector(*span) for span in spans))

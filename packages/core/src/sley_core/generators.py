@@ -96,7 +96,7 @@ def use_program_seed(seed: int) -> Iterator[None]:
     """Seeds the generators within the block as a program does by `torch.manual_seed(seed)`, `random.seed(seed)` and
     `numpy.random.seed(seed % 2**32)`, including that of the current CUDA device.
     """
-    cuda_generator = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+    cuda_generator = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     with use_seed(seed):
         state = None if cuda_generator is None else cuda_generator.get_state()
         if cuda_generator is not None:

@@ -29,7 +29,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """Describes the model of transformers that has a run's weights.
+    """Describes the transformers model that has a run's weights.
 
     config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run, without
     tied heads. files: reads the tensors of the weight files, if these have other names or layouts.

@@ -242,7 +242,7 @@ class MixtureConfig(DataConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> MixtureConfig:
-        """Raises ValueError if two sources have the same name, or if not all sources have a weight or all have epochs."""
+        """Raises ValueError if two sources have the same name, or unless all sources have a weight or all have epochs."""
         duplicates = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
         if duplicates:
             raise ValueError(f"two sources have the name `{duplicates[0]}`")

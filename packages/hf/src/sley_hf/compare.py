@@ -87,7 +87,7 @@ def shrink(hf_config: Any, causal: Any, structure: Structure) -> Any:
 
 
 def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
-    """Makes the layers use the parameters of `reference`, a model of transformers; returns `model`, in evaluation mode."""
+    """Makes the layers use the parameters of `reference`, a transformers model; returns `model`, in evaluation mode."""
     values = {layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
     for layer in model.build().layers:
         layer.module.eval()

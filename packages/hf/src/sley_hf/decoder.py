@@ -76,7 +76,7 @@ def layers_of(
     initialise: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
-    """Returns the layers of a model of transformers, whose parameters are on meta. routers: adds their loss in training."""
+    """Returns the layers of a transformers model, whose parameters are on meta. routers: adds their loss in training."""
     arguments = LayerArguments(causal, structure)
     builders: Any = [
         ("embed", partial(_copy_embed, causal, structure)),
@@ -90,7 +90,7 @@ def layers_of(
 
 
 def read_hf_config(config: DecoderConfig) -> Any:
-    """Returns the config of transformers that the plan names. Raises PlanError "hf-structure"."""
+    """Returns the transformers config that the plan names. Raises PlanError "hf-structure"."""
     try:
         return AutoConfig.from_pretrained(config.config_file)
     except ValueError as error:
@@ -98,7 +98,7 @@ def read_hf_config(config: DecoderConfig) -> Any:
 
 
 def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, Structure]:
-    """Returns the model of transformers with its parameters on meta and its buffers on the host, and its structure.
+    """Returns the transformers model with its parameters on meta and its buffers on the host, and its structure.
 
     Raises PlanError "hf-structure".
     """
@@ -279,7 +279,7 @@ class Head(nn.Module):
     """The last norm and the forward of the causal model after its base, [b, s, hidden] -> [b, s, v]."""
 
     def __init__(self, norm: nn.Module, causal: nn.Module, source: _Hidden, balance: LoadBalance | None = None) -> None:
-        """causal: the model of transformers with `source` in place of its decoder layers and embeddings. balance: computes the
+        """causal: the transformers model with `source` in place of its decoder layers and embeddings. balance: computes the
         load-balancing loss of the routers.
         """
         super().__init__()

@@ -1,4 +1,4 @@
-"""Describes a run of `hf.decoder` as a model of transformers, and checks an export against the run.
+"""Describes a run of `hf.decoder` as a transformers model, and checks an export against the run.
 
 The check runs the run's own layers, one after the other, and the exported model on the same prompt.
 """
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 
 def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the model of transformers with the weights in `source`: `ModelRecord.hugging_face`.
+    """Returns the transformers model with the weights in `source`: `ModelRecord.hugging_face`.
 
     Raises RunError "weights-mismatch" if the weights do not fit the plan.
     """

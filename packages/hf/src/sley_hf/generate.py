@@ -25,7 +25,7 @@ from sley_core.errors import UsageError
 
 
 class Generator:
-    """A model of transformers, which continues prompts.
+    """A transformers model, which continues prompts.
 
     folder: has `config.json` and a tokenizer, as `train-cli export` writes them. state: the weights by transformers' names; if
     None, they are read from the folder. stop: ids that end a text, beside those of the model and the tokenizer.

@@ -99,7 +99,7 @@ def _adapted_modules(plan: Plan) -> dict[str, Any]:
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`.
 
-    The adapters are then loaded with the model of transformers in `base`, if it is one, and compared with the run's weights.
+    The adapters are then loaded with the transformers model in `base`, if it is one, and compared with the run's weights.
     names: transformers' name of each weight of the model without adapters. Raises UsageError "export-format" for adapters and
     trained weights that peft cannot have, and RunError "export-differs".
     """

@@ -86,7 +86,7 @@ class Routers:
 
 
 def find_routers(causal: Any, structure: Structure, coefficient: float | None) -> Routers:
-    """Returns the routers of a model of transformers. coefficient: None takes that of its config.
+    """Returns the routers of a transformers model. coefficient: None takes that of its config.
 
     Raises UnsupportedModelError if it has no routers, or if its loss is not the one that this module computes.
     """

@@ -55,7 +55,7 @@ class Structure:
 
 
 def find_structure(causal: Any) -> Structure:
-    """Returns the names of the parts of a model of transformers. Raises UnsupportedModelError if it is no plain decoder."""
+    """Returns the names of the parts of a transformers model. Raises UnsupportedModelError if it is no plain decoder."""
     config = causal.config
     family = config.model_type
     if getattr(config, "is_encoder_decoder", False):

@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def small_config(family: str, **changes: Any) -> Any:
-    """Returns a config of transformers with two small layers and no dropout."""
+    """Returns a transformers config with two small layers and no dropout."""
     return AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **FAMILIES.get(family, {}), **changes})
 
 

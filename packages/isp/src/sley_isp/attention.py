@@ -67,7 +67,7 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
     return attention if group.size == 1 else partial(_attend, attention, group)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
     """Calls `attention` on slices, outside of any compiled graph, since exchanges cannot be compiled."""
     tensors = _select_tensors(args, group.size)

@@ -101,7 +101,7 @@ class ColumnEmbedding:
         self.owner.prepare_lookup(self.layer)
         if not torch.is_grad_enabled():
             return self.look_up(input)[0]
-        out: Tensor = _Lookup.apply(input, self.shard, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _Lookup.apply(input, self.shard, self)  # type: ignore[no-untyped-call]
         return out
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

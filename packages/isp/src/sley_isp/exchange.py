@@ -34,7 +34,7 @@ def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Te
     h' is lcm(h, n) / n. If h is not a multiple of n, several ranks get the same head, and its gradient is the sum of theirs.
     For b = 1 the results are views of one buffer.
     """
-    full: tuple[Tensor, ...] = _ScatterHeads.apply(group, contents, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    full: tuple[Tensor, ...] = _ScatterHeads.apply(group, contents, *tensors)  # type: ignore[no-untyped-call]
     return full
 
 
@@ -43,7 +43,7 @@ def gather_heads(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
 
     contents: as in `scatter_heads`. Blocks.
     """
-    sliced: Tensor = _GatherHeads.apply(group, contents, tensor)  # type: ignore[no-untyped-call]  # torch's
+    sliced: Tensor = _GatherHeads.apply(group, contents, tensor)  # type: ignore[no-untyped-call]
     return sliced
 
 

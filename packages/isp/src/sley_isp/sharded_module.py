@@ -99,9 +99,9 @@ class ShardedModule:
         if not torch.is_grad_enabled():
             return self.compute(x)
         if is_embedding:
-            out: Tensor = _Embedding.apply(x, self.shard("weight"), self)  # type: ignore[no-untyped-call]  # torch's
+            out: Tensor = _Embedding.apply(x, self.shard("weight"), self)  # type: ignore[no-untyped-call]
         else:
-            out = _Linear.apply(x, self.shard("weight"), self.shard("bias"), self)  # type: ignore[no-untyped-call]  # torch's
+            out = _Linear.apply(x, self.shard("weight"), self.shard("bias"), self)  # type: ignore[no-untyped-call]
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> Tensor:

@@ -184,7 +184,7 @@ class LazyLogits(SplitLogits):
         rows = self.x.reshape(-1, self.x.shape[-1])
         targets = labels.reshape(-1)
         targets = targets.masked_fill(targets == ignore_index, NO_TARGET)
-        total: Tensor = _LossSum.apply(rows, module.shard("weight"), module.shard("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
+        total: Tensor = _LossSum.apply(rows, module.shard("weight"), module.shard("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]
         return total
 
     def logits(self) -> Tensor:

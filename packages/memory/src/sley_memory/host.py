@@ -437,7 +437,7 @@ class HostActivations(ActivationPolicy):
         if call.moved:
             for tensor in tensors_in((output,)):
                 if tensor.requires_grad:
-                    tensor.register_hook(fetch)  # type: ignore[no-untyped-call]  # torch's
+                    tensor.register_hook(fetch)  # type: ignore[no-untyped-call]
 
     def _fetch(self, storage: MovedStorage) -> bool:
         """Starts to fetch a storage if it is away, and counts it; returns whether it was away."""

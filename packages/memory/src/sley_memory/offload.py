@@ -133,7 +133,7 @@ class Gate:
         for layer in () if self.hooks else self._modules:
             for module in layer.modules():
                 self.hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
-                self.hooks.append(module.register_state_dict_pre_hook(self._before))  # type: ignore[no-untyped-call]  # torch's
+                self.hooks.append(module.register_state_dict_pre_hook(self._before))  # type: ignore[no-untyped-call]
 
     def open(self) -> None:
         """Removes the hooks."""

@@ -155,13 +155,13 @@ VARLEN = "torch_attn::_varlen_attn"
 """The name of variable-length attention on CUDA, which torch registers at its first use."""
 
 
-class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts operators below autograd: keeps attention results in the first forward, and returns them in the
     recomputation.
     """
 
     def __init__(self, results: KeptAttention, *, is_first: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = results
         self._is_first = is_first
 
@@ -212,11 +212,11 @@ class _FirstForward(_AttentionMode):
 
         self._hooks = saved_tensors_hooks(save, unpack)
         self._hooks.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(*error)
         del self._hooks  # it references the kept results, which must be freed with the graph
 
@@ -230,12 +230,12 @@ class _Recomputation(_AttentionMode):
     def __enter__(self) -> _Recomputation:
         self._start_s = time.perf_counter()
         self.results.rewind()
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.results.stats.seconds += time.perf_counter() - self._start_s
-        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]  # torch's
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is None or kind is _StopRecomputationError:
             self.results.check_all_reused()
 

@@ -22,7 +22,7 @@ class TensorboardWriter(MetricsWriter):
         self._writer = self._open()
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues a point for each number of the row except `step`. A thread of TensorBoard writes the points."""
+        """Queues a point for each number of the row except `step`. TensorBoard's background thread writes the points."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])

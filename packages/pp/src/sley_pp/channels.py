@@ -116,7 +116,7 @@ class Channels:
         return self.group, direction_of(sender, receiver), peer
 
     def _host_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns the same as `_tensor_route` for host tensors."""
+        """Returns what `_tensor_route` returns, but for host tensors."""
         if not self.separate_header:
             return self.group, direction_of(sender, receiver), peer
         return self._control, "main", self._control.ranks.index(self.group.ranks[peer])

@@ -177,9 +177,9 @@ def collectives() -> Iterator[list[Collective]]:
         yield recorder.calls
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -51,7 +51,7 @@ class Fragile(nn.Module):
         if Fragile.breaks_in == "forward" and hidden.requires_grad:
             _break()
         if Fragile.breaks_in == "backward" and hidden.requires_grad:
-            hidden.register_hook(_break)  # type: ignore[no-untyped-call]  # torch's
+            hidden.register_hook(_break)  # type: ignore[no-untyped-call]
         return hidden
 
 

@@ -250,7 +250,7 @@ class DrawnEvent:
         merge(self._copies.ledger.device, self.clock)
 
 
-class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
+class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()
         self._copies = copies
@@ -280,7 +280,7 @@ class Span:
     """Refers weakly to a tensor. The memory of the tensor may be freed before a copy."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._dtype = tensor.dtype
         self._geometry = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         self._extent = extent(tensor)
@@ -356,7 +356,7 @@ def _needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
     return (0, 0) if storage is None else (extent(tensor)[1], storage.nbytes())
 
 
-class _Guard(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
+class _Guard(MemoryWatch):  # type: ignore[no-untyped-call]
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
         assert_allocated(name, accesses)
 

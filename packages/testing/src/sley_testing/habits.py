@@ -120,8 +120,8 @@ class Mapped(Block):
     def forward(self, hidden: Tensor) -> Any:
         mapped = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
         with forward_ad.dual_level():
-            dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))  # type: ignore[no-untyped-call]  # torch's
-            tangent = forward_ad.unpack_dual(self.one(dual)).tangent  # type: ignore[no-untyped-call]  # torch's
+            dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))  # type: ignore[no-untyped-call]
+            tangent = forward_ad.unpack_dual(self.one(dual)).tangent  # type: ignore[no-untyped-call]
         return hidden + mapped + tangent
 
 
@@ -139,7 +139,7 @@ class NoGradient(torch.autograd.Function):
 
 class Silent(Block):
     def forward(self, hidden: Tensor) -> Any:
-        return NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]  # torch's
+        return NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 
 
 class Hooked(Block):
@@ -189,12 +189,12 @@ class WrittenGradients(Block):
 
     def forward(self, hidden: Tensor) -> Any:
         residual = hidden * 1.0
-        residual.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        residual.register_hook(lambda gradient: gradient.mul_(0.5))  # type: ignore[no-untyped-call]
         hidden = self.one(hidden) + residual
         second_residual = hidden * 1.0
-        second_residual.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]  # torch's
+        second_residual.register_hook(lambda gradient: gradient.data.mul_(0.5))  # type: ignore[no-untyped-call]
         hidden = self.two(hidden).flatten(0, 1) + second_residual.flatten(0, 1)
-        clamped: Tensor = Clamping.apply(hidden)  # type: ignore[no-untyped-call]  # torch's
+        clamped: Tensor = Clamping.apply(hidden)  # type: ignore[no-untyped-call]
         return (self.two(hidden) + clamped).view_as(residual)
 
 
@@ -229,7 +229,7 @@ class Assigned(Block):
         self.three = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Any:
-        hidden = hidden + Fused.apply(hidden, self.two.weight, self.two, True).tanh()  # type: ignore[no-untyped-call]  # torch's
+        hidden = hidden + Fused.apply(hidden, self.two.weight, self.two, True).tanh()  # type: ignore[no-untyped-call]
         hidden = hidden + Fused.apply(hidden, self.three.weight.detach(), self.three, False).tanh()  # type: ignore[no-untyped-call]
         return hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 

@@ -187,7 +187,7 @@ class Ledger:
         return self._memory.get(storage._cdata) or self._remember(storage)
 
     def _remember(self, storage: torch.UntypedStorage) -> _Memory:
-        memory = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]  # torch's
+        memory = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._memory[storage._cdata] = memory
         return memory
 
@@ -231,14 +231,14 @@ def describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `before_operation` before each operation that reads or writes memory, `after_allocation` with its new tensors, and
     `before_resize` before a storage is resized. Subclasses override these methods. Their errors propagate to the caller of
     the operation.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:

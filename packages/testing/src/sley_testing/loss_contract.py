@@ -92,7 +92,7 @@ class LossContract:
         leaf = narrow_output.detach().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.dtype in (torch.float32, torch.float64), f"the loss of a {dtype} output is {loss.dtype}"
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()  # type: ignore[no-untyped-call]
         expected, gradient = self._loss_and_gradient(narrow_output.double(), batch)
         tolerance = self.half_tolerance if dtype != torch.float32 else 1e-4
         assert float(loss.detach()) == pytest.approx(expected, rel=tolerance, abs=tolerance), (
@@ -113,7 +113,7 @@ class LossContract:
         assert not changed, f"the loss writes to the batch: {changed}"
         live_output = output.detach().requires_grad_() * 1
         total = loss.loss(live_output, batch)
-        total.backward()  # type: ignore[no-untyped-call]  # torch's
+        total.backward()  # type: ignore[no-untyped-call]
         reference = weakref.ref(live_output)
         del live_output, total
         gc.collect()
@@ -166,7 +166,7 @@ class LossContract:
         loss = self._loss().loss(leaf, batch)
         assert loss.shape == (), f"the loss is {tuple(loss.shape)}, not a scalar"
         assert loss.requires_grad, "the loss does not depend on the model's output, or has been detached from it"
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None, "the model's output gets no gradient"
         return float(loss.detach()), leaf.grad
 

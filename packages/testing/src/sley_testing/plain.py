@@ -56,7 +56,7 @@ class NamedParameter(NamedTuple):
 
 
 class NothingToTrainError(Exception):
-    """Means that the loss of a microbatch depends on no trained parameter."""
+    """Means that the loss of a microbatch does not depend on any trained parameter."""
 
 
 class PlainLoop:
@@ -148,7 +148,7 @@ class PlainLoop:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradients of one microbatch."""
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
             master = self.stepped[name]
             if master is not parameter and parameter.grad is not None:

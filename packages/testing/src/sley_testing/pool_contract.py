@@ -126,10 +126,10 @@ class MemoryPoolContract:
         references = []
         for shape, dtype in SIZES:
             with pool.lease(shape, dtype, CPU) as buffer:
-                references.append(StorageWeakRef(buffer.untyped_storage()))  # type: ignore[no-untyped-call]  # torch's
+                references.append(StorageWeakRef(buffer.untyped_storage()))  # type: ignore[no-untyped-call]
         del buffer
         pool.trim()
-        num_alive = sum(not reference.expired() for reference in references)  # type: ignore[no-untyped-call]  # torch's
+        num_alive = sum(not reference.expired() for reference in references)  # type: ignore[no-untyped-call]
         assert not num_alive, f"after trim {num_alive} of {len(references)} buffers still have their memory"
 
     def test_held_includes_leased_buffers(self) -> None:

@@ -259,7 +259,7 @@ def fail_once(run: Run, backward: int = 0) -> None:
 
     assert run.feed is not None
     feed_state = run.feed.state()
-    hook = run.registry.trainable[0].parameter.register_hook(fail)  # type: ignore[no-untyped-call]  # torch's
+    hook = run.registry.trainable[0].parameter.register_hook(fail)  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="the contract's failing backward"):
         run.step()
     hook.remove()

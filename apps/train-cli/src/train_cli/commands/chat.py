@@ -120,7 +120,7 @@ def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
 
 
 def is_exported(run: str) -> bool:
-    """Returns whether `run` is a folder with a model of transformers."""
+    """Returns whether `run` is a folder with a transformers model."""
     return (Path(run) / CONFIG).is_file() and not (Path(run) / PLAN).is_file()
 
 
@@ -143,7 +143,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     model = hugging_face_model(plan, source)
     if model is None:
         hint = "use `hf.decoder` or `models.llama`"
-        raise UsageError("no-chat", f"{feature} needs a model of transformers, unlike `{plan.model.name}`", hint=hint)
+        raise UsageError("no-chat", f"{feature} needs a transformers model, unlike `{plan.model.name}`", hint=hint)
     with TemporaryDirectory() as folder:
         write_other_files(plan, model, Path(folder))
         state = {hf_name: source.tensor(name) for name, hf_name in model.names.items()}

@@ -169,7 +169,7 @@ def _count_samples(rows: DataRows) -> dict[str, Any]:
 
 
 class _DatasetRows:
-    """The samples of any dataset of token ids: `DataRows`. Raises UsageError "no-tokens" for other data and for streams."""
+    """Implements `DataRows` for any dataset of token ids. Raises UsageError "no-tokens" for other data and for streams."""
 
     counts = None
 

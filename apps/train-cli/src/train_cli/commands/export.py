@@ -118,7 +118,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
 
 
 def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> int:
-    """Writes the weights in `source` as a model of transformers into the new folder `out`; returns the number of weight files.
+    """Writes the weights in `source` as a transformers model into the new folder `out`; returns the number of weight files.
 
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs".
@@ -167,7 +167,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
 
 
 def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:
-    """Returns the model of transformers with the weights in `source`, or None if transformers has no such model."""
+    """Returns the transformers model with the weights in `source`, or None if transformers has no such model."""
     record = plan.model.record
     if not isinstance(record, ModelRecord) or record.hugging_face is None:
         return None

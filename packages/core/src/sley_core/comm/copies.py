@@ -101,7 +101,7 @@ class _CudaEvent:
 
     def is_done(self) -> bool:
         with torch.cuda.device(self._main.device):
-            return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch's
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         with torch.cuda.device(self._main.device):
@@ -116,7 +116,7 @@ class CudaStream:
 
     def __init__(self, main: torch.cuda.Stream) -> None:
         self._main = main
-        self._stream = torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]  # torch's
+        self._stream = torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
         self._stream.wait_stream(self._main)
@@ -181,7 +181,7 @@ class HostMemory:
 
     def _lock(self, address: int) -> bool:
         """Page-locks the pages at `address` for the life of this object; returns whether that worked, and warns if not."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
             # CUDA remembers the error, and torch would raise it from this thread's next operation. A kernel launch, after which
             # torch checks for errors, clears it.

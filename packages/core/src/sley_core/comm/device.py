@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sley_core.comm.copies import CopyStream, CudaStream, HostMemory, HostStream
 from sley_core.errors import RunError
@@ -143,7 +143,7 @@ class Device:
         """Returns the current point in the device's work queue; on CUDA, records an event without waiting."""
         if not self.is_async:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

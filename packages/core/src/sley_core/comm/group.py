@@ -113,7 +113,7 @@ class Group(Members):
 
     @property
     def has_peers(self) -> bool:
-        """Returns whether other ranks of this group exist, with which this one can exchange values."""
+        """Returns whether this group has other ranks to exchange values with."""
         return self.size > 1 and self.imitate is None
 
     def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:

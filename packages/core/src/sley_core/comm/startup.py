@@ -84,7 +84,7 @@ def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timede
 
 
 def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
-    """Returns an unused part of `store`, the same on all ranks if they call this equally often for `purpose`.
+    """Returns an unused part of `store`, the same on all ranks if they call this the same number of times for `purpose`.
 
     environ: the launcher's environment, which identifies the store.
     """

@@ -141,7 +141,7 @@ class Accumulator:
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Completes the sum, zeros if there was no contribution; called once per step, before the parameter is reported."""
+        """Completes the sum, zero without contributions. Called once per step, before the parameter's report."""
         if not self.contributions:
             self.view.zero_()
 

@@ -117,7 +117,7 @@ class Handover:
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
-        tensors: int = gradient._use_count()  # type: ignore[attr-defined]  # torch's, without a stub
+        tensors: int = gradient._use_count()  # type: ignore[attr-defined]
         return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN
 
     def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
@@ -215,7 +215,7 @@ def linear_forward(
         return F.linear(input, present, linear.bias)
     is_own_bias = linear.bias is bias and bias is not None and not bias._backward_hooks
     sink_of_bias = bias_sink if is_own_bias else None
-    result: Tensor = DirectLinear.apply(input, present, linear.bias, sink, sink_of_bias)  # type: ignore[no-untyped-call]  # torch's
+    result: Tensor = DirectLinear.apply(input, present, linear.bias, sink, sink_of_bias)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -315,7 +315,7 @@ def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, i
     is_own = table is weight and table.requires_grad and not table._backward_hooks
     if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return F.embedding(input, table, embedding.padding_idx)
-    rows: Tensor = DirectEmbedding.apply(input, table, embedding.padding_idx, sink)  # type: ignore[no-untyped-call]  # torch's
+    rows: Tensor = DirectEmbedding.apply(input, table, embedding.padding_idx, sink)  # type: ignore[no-untyped-call]
     return rows
 
 

@@ -319,7 +319,7 @@ class Input:
         """Returns the tensor and drops the reference; called once. The graph of a tensor with a gradient starts here."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
-            entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
+            entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
         else:
             entered = self.tensor.detach()
         self.tensor = None
@@ -397,19 +397,19 @@ class InFlight:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
-        zeros where autograd made none. Raises RunError `no-gradient` for a loss that depends on no trained parameter.
+        zeros where autograd made none. Raises RunError `no-gradient` for a loss that does not depend on any trained parameter.
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
                 raise RunError(
                     "no-gradient",
-                    "the loss of a microbatch depends on no trained parameter",
+                    "the loss of a microbatch does not depend on any trained parameter",
                     hint="check whether a layer or the loss detaches its input, or whether all parameters that the "
                     "microbatch uses are frozen",
                 )
             if self.loss.ndim:
-                torch.autograd.backward(self.loss, gradients[0])  # no scalar: raises torch's error
-            # `torch.autograd.backward` would check the shape, which imports sympy: a third of a second.
+                torch.autograd.backward(self.loss, gradients[0])  # not a scalar: torch raises its error
+            # `torch.autograd.backward` would check the shape, which imports sympy and takes a third of a second.
             _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))

@@ -282,7 +282,7 @@ class GradientStore:
                 continue
             parameter = accumulator.parameter
             hook_function = partial(self._accumulate_from_autograd, accumulator)
-            hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]  # torch's
+            hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
         self._loose = [self._accumulators[accumulator.param] for accumulator in self._loose]
 

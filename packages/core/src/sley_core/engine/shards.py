@@ -236,7 +236,7 @@ class StandIn(nn.Parameter):
         raise first._read_error(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuses all operations that `__torch_function__` did not handle."""
         raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 

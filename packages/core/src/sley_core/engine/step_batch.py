@@ -272,7 +272,7 @@ class ModelOutputs:
 
 def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
     """Returns the tensors of all ranks of `group`, concatenated along `dim`; blocks. The backward returns each rank's part."""
-    joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]  # torch's
+    joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]
     return joined
 
 

@@ -157,7 +157,7 @@ class MetaParameters:
 
     def replacement(self, tensor: Tensor) -> Tensor | None:
         """Returns the parameter on meta that replaces `tensor` in modules, or None."""
-        parameter: Tensor | None = self._replacements.get(tensor)  # type: ignore[no-untyped-call]  # torch's
+        parameter: Tensor | None = self._replacements.get(tensor)  # type: ignore[no-untyped-call]
         return parameter
 
     def __call__(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -96,7 +96,7 @@ def describe_no_cause(judgement: Judgement) -> str:
     steps = f"steps {judgement.blocks[0].first} to {judgement.blocks[-1].last}"
     message = f"none: in {steps} no rank worked {MIN_SHARE:.0%} of a step longer than its peers, and no exchange took as long"
     is_cuda = any(rank.start.device == "cuda" for rank in judgement.blocks[0].ranks.values())
-    caveat = "; these are times of the hosts, which show neither a slow GPU nor a host that falls behind within a step"
+    caveat = "; these are host times, which show neither a slow GPU nor a host that falls behind within a step"
     return message + (caveat if is_cuda else "")
 
 

@@ -31,7 +31,7 @@ _PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, to
 _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
 
 
-class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
+class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes new tensors fake within the mode and counts their memory in `ledger`. Operations on these tensors also count
     outside the mode.
 
@@ -71,7 +71,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         vars(fake).update(self._attributes[device])
         return fake
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # torch's
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation without values, or replays it from `result_cache`, and returns its result. Counts new memory and
         scratch in the ledger and calls the listener. Operations that torch calls within another operation belong to the outer

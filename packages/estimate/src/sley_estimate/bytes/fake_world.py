@@ -375,7 +375,7 @@ def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: tor
             if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in parameter_ids:
                 value = torch.empty_like(attribute.tensor, device=device)
                 replacement = parameter_like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
-                torch.utils.swap_tensors(attribute.tensor, replacement)  # type: ignore[no-untyped-call]  # torch's
+                torch.utils.swap_tensors(attribute.tensor, replacement)  # type: ignore[no-untyped-call]
     # Keyed by the id of the old tensor. The value keeps the old tensor, so that its id is not reused.
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for module in (module for layer in layers for module in layer.module.modules()):

@@ -91,7 +91,7 @@ class Ledger:
         for watched, reference in list(self._polled.items()):
             if torch.UntypedStorage._expired(reference):
                 del self._polled[watched]
-                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
+                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
                 self._record_free(watched, None)
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -118,7 +118,7 @@ class Ledger:
         if key not in self._watched:
             self._to_poll.add(key)
         elif key not in self._polled:
-            self._polled[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
+            self._polled[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]
 
     def update_size(self, storage: torch.UntypedStorage) -> None:
         """Records the current size of a counted storage. Does nothing for other storages."""

@@ -322,5 +322,5 @@ def _run_call(call: Callable[[], Any], sender: Connection) -> None:
 
 
 def _run_backward() -> bool:
-    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     return True

@@ -329,7 +329,7 @@ class GradientAccumulators:
 
 
 def _register_hook(hooks: ExitStack, parameter: Parameter, function: Callable[[Tensor], None]) -> None:
-    hook = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]  # torch's
+    hook = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     hooks.callback(hook.remove)
 
 

@@ -57,7 +57,7 @@ class Weights(nn.Module):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
     def forward(self, number: Tensor) -> Tensor:
-        zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]  # torch's
+        zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
 

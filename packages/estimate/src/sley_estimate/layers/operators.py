@@ -92,13 +92,13 @@ LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.n
 """Operators that read only as much of their first input as they write."""
 
 
-class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators within the mode under `phase`, and by `record_saved_tensor` the tensors that autograd saves. last:
     the latest operator.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase: PhaseName = "forward"
         self.last = ""
         self.shared: set[int] = set()  # storages shared by all layers, which are not counted
@@ -266,21 +266,21 @@ class FusedKernels(TorchFunctionMode):
         """Returns the context. Mask and dropout cost nothing. A mask is saved in the dtype of the scores."""
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-        context: Tensor = _Attention.apply(self.record, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]  # torch's
+        context: Tensor = _Attention.apply(self.record, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
         return context
 
     def norm(self, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
         """Returns the normalized input. Uses the formula if the weight has another dtype, as on CUDA."""
         if weight is not None and weight.dtype != input.dtype:
             return F.rms_norm(input, list(normalized_shape), weight, eps)
-        normed: Tensor = _RMSNorm.apply(self.record, input, weight)  # type: ignore[no-untyped-call]  # torch's
+        normed: Tensor = _RMSNorm.apply(self.record, input, weight)  # type: ignore[no-untyped-call]
         return normed
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Returns the input after dropout. It is not one kernel outside training, in place, or if p is 0 or 1."""
         if not training or inplace or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
-        dropped: Tensor = _Dropout.apply(self.record, input)  # type: ignore[no-untyped-call]  # torch's
+        dropped: Tensor = _Dropout.apply(self.record, input)  # type: ignore[no-untyped-call]
         return dropped
 
     def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:

@@ -99,7 +99,7 @@ def trace_layer(
 
 
 def input_of_next(output: Any, layer: Layer) -> Value:
-    """Returns the output of a layer as the input of the next one, without its graph; of `SplitLogits` the logits."""
+    """Returns a layer's output, detached, as input of the next layer. For `SplitLogits`, this is the logits."""
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         output = output.logits()
     description, tensors = describe(output, layer.name)
@@ -123,7 +123,7 @@ def _record_layer(
     recorder.shared.update(map(storage_id, shared))
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
 
     def call(*args: Any, **named: Any) -> Any:
         """Calls the layer; in a backward that is recomputation, which torch may stop early by an exception."""
@@ -216,7 +216,7 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
             accumulated.add_(rows.t() @ inputs)
 
     def forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
-        result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
+        result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]
         return result
 
     with ExitStack() as patches:

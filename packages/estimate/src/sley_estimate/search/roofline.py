@@ -263,8 +263,8 @@ class Roofline:
         return self._memoize(("stages", id(split), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
 
     def _update_costs(self, offload: Choice | None) -> tuple[float, float]:
-        """Returns, per stepped element, the seconds of norm, update and copies, and the bytes of master weights and states on
-        the device.
+        """Returns the cost of the optimizer step per parameter element: the seconds for the norm, the update and the copies,
+        and the bytes of master weights and states on the device.
         """
         device, states = self.machine.device, self._num_states * self._wide
         master = self._wide if self._wide != self._working else 0

@@ -278,7 +278,7 @@ def save_plain_steps(run: Run, num_steps: int, folder: Path) -> None:
             batch = run.samples.splitter.split_feed(run.samples.feed.next())
             step = loop.step([{name: device.move(value) for name, value in fields.items()} for fields in batch.micros])
         except NothingToTrainError:
-            raise RunError("plain-loop", "the loss of a microbatch depends on no trained parameter") from None
+            raise RunError("plain-loop", "the loss of a microbatch does not depend on any trained parameter") from None
         except Exception as error:
             message = f"{loop.location} also fails in step {number} of a plain loop: {type(error).__name__}: {error}"
             raise RunError("plain-loop", message) from error
