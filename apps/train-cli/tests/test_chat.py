@@ -21,7 +21,6 @@ from sley_testing.runs import Recorded, assert_parity_of_parts, record, weights
 from train_cli.main import main
 from train_cli.saved import copy_run_files, load_run_plan
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "chat"
 NUM_STEPS = 2
 
 
@@ -159,22 +158,6 @@ def test_data_show_counts_any_data_set_of_tokens(folder: Path, capsys: pytest.Ca
     shown = json.loads(capsys.readouterr().out)
     assert (shown["samples"], shown["trained"]) == (17, 259)
     assert bytes(shown["sample"]["tokens"]) == b"hello world, hel"
-
-
-@pytest.mark.timeout(120)
-def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As its first lines say, with two steps, from the making of its data to a sample."""
-    for name in ("make_chats.py", "plan.toml"):
-        (tmp_path / name).write_text((EXAMPLE / name).read_text("utf-8"), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, tmp_path / "make_chats.py"], check=True, timeout=100)
-    assert main(["run", "plan.toml", "--set", "run.steps=2", "--set", "parallel.dp=1"]) == 0
-    capsys.readouterr()
-    assert main(["sample", "runs/chat", "--prompt", "<|im_start|>user\n", "--tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("<|im_start|>user\n")
-    rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text("utf-8").splitlines()]
-    assert len(rows) > 100
-    assert {message["role"] for row in rows for message in row["messages"]} == {"user", "assistant"}
 
 
 DATA = (

@@ -247,6 +247,7 @@ def is_right(real: list[RealBytes], tables: Tables, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("tables", "mutants"), [(SHARDED, OF_SHARDS), (STAGED, OF_STAGES)], ids=["sharded", "staged"])
 def test_the_whole_estimate_is_right_and_without_one_thing_it_is_wrong(
     ranks: Any, texts: Path, tables: Tables, mutants: dict[str, Patch]
@@ -330,6 +331,7 @@ def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRe
     return found
 
 
+@pytest.mark.campaign
 def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
     ((num_bytes, steps),) = ranks(1, 100, init=False)(in_forks, MANY, texts)
     assert num_bytes == one_by_one(MANY, texts)

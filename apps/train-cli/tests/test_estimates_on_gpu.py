@@ -221,7 +221,7 @@ def compare(
     return Compared(name, num_bytes, peak[0], dict(estimated.states), states, seconds, real_seconds)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", KINDS)
 def test_a_small_one_takes_what_was_estimated_of_a_cpu(name: str) -> None:
     """Its bytes; its seconds say nothing, since calibration is short."""

@@ -79,6 +79,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     assert f"{format_bytes(fullest)}  pp" in rows_of(done.out)[0][1]
 
 
+@pytest.mark.campaign
 def test_a_layout_that_does_not_fit_by_its_own_steps_is_dropped(searched: Callable[..., Any]) -> None:
     """The formula's bytes are lower."""
     axes = ("pp", "sp", "wp", "micro_size", "activations", "reducer", "offload")
@@ -106,6 +107,7 @@ def test_without_a_machine_it_says_what_writes_one(cli: Callable[..., Any], give
     assert "`--machine machine.toml`" in done.err
 
 
+@pytest.mark.campaign
 def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(searched: Callable[..., Any], given: Path) -> None:
     kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
     options = ("--world", "1", "--top", "1", "--rough", *kept)

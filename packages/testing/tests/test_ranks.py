@@ -288,6 +288,7 @@ def test_a_process_left_behind_fails_the_test_that_asked(pytester):
     result.stdout.fnmatch_lines(["*1 processes are left after 1 s*"])
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_process_is_left_when_pytest_is_killed(pytester):
     mark, folder = uuid.uuid4().hex, pytester.mkdir("ranks")
