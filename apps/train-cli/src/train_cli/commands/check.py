@@ -26,7 +26,7 @@ def check(
         typer.Option(
             "--model",
             help="Also build the model and the optimizer, and call the layers, on meta. Imports torch and runs code that "
-            "the plan names.",
+            "the plan names. Compares a small copy of `hf.decoder` with transformers.",
         ),
     ] = False,
 ) -> None:
