@@ -101,7 +101,7 @@ def test_names_of_jobs_are_such_that_clusters_take_them(cli: Cli, plan: Path, na
     ("arguments", "code", "words"),
     [
         (("--on", "torchrun", "--nodes", "3"), "per-node", "2 ranks cannot be divided evenly among 3 hosts"),
-        (("--on", "torchrun", "--nodes", "2", "--per-node", "2"), "layout", "4 != 1 x 2 x 1"),
+        (("--on", "torchrun", "--nodes", "2", "--per-node", "2"), "layout", "must be pp x dp x sp = 1 x 2 x 1, but is 4"),
         (("--on", "slurm", "--nodes", "2", "--set", 'parallel.dp="auto"'), "per-node", "--per-node N"),
         (("--on", "slrm", "--nodes", "2"), "launch-engine", "did you mean `slurm`?"),
         (("--on", "kubeflow", "--nodes", "2"), "launch-engine", "examples/launch"),
@@ -120,6 +120,6 @@ def test_hosts_and_ranks_of_each_say_the_world(cli: Cli, plan: Path, command: st
     auto = ('parallel.dp="auto"', "batch.global_size=12", "batch.micro_size=1")
     assert cli(command, plan, "--nodes", 3, "--per-node", 2, changes=auto).code == 0
     odd = cli(command, plan, "--nodes", 3, "--per-node", 2)
-    assert (odd.code, "6 != 1 x 2 x 1" in odd.err) == (3, True)
+    assert (odd.code, "must be pp x dp x sp = 1 x 2 x 1, but is 6" in odd.err) == (3, True)
     assert "pass both" in cli(command, plan, "--nodes", 3).err
     assert "remove one of them" in cli(command, plan, "--nodes", 3, "--per-node", 2, "--world", 6).err

@@ -193,7 +193,7 @@ def test_eval_on_documents_that_were_trained_on_is_said(cli: Any, trained: Train
     assert found
     assert 40 < int(found[1]) < 60
     more = cli("eval", run, "--data", "held_out=0.5")
-    assert "this is no held-out loss" in more.err
+    assert "this is not a held-out loss" in more.err
     lines = cli("eval", run, "--data", copies, "--data", 'separator="\\n"')
     assert "it is not known whether it was trained on these" in lines.err
 

@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         LAYERS.format(more="nn.Linear(32, 64), nn.Linear(32, 256)"),
         (
             "error[own-code]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x64 and 32x256)",
-            "in layer `2` (Linear) of microbatch 0, given float32 [1, 16, 64]",
+            "in layer `2` (Linear) in microbatch 0, called with float32 [1, 16, 64]",
         ),
     ),
     "too few classes": (

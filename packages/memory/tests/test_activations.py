@@ -300,7 +300,7 @@ def test_a_backward_may_run_twice(own: Path) -> None:
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen below"])
-@pytest.mark.parametrize(("when", "how"), [(1, "fewer"), (2, "more")])
+@pytest.mark.parametrize(("when", "how"), [(1, "less often"), (2, "more often")])
 def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
     """The others would be given what it computed, in the same shape."""
     from attending import Trying
@@ -308,7 +308,7 @@ def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how
     layer = Trying(16, when)
     layer.project.requires_grad_(not is_frozen)
     output = selectively(layer, torch.randn(2, 8, 16, requires_grad=not is_frozen))
-    with pytest.raises(RunError, match=f"{2 + (when == 1)} attentions .* has {how}") as caught:
+    with pytest.raises(RunError, match=f"call its attention {2 + (when == 1)} times.* calls it {how}") as caught:
         output.sum().backward()
     assert caught.value.diagnostics[0].code == "attention-differs"
 

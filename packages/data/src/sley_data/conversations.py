@@ -201,7 +201,7 @@ def describe_overlap(training: ChatConfig, evaluation: ChatConfig) -> str:
     count = ContentSet(trained).count(held_out)
     if not count:
         return ""
-    return f"the run was trained on {count} of the {len(held_out)} held-out conversations: so this is not a held-out loss"
+    return f"the run was trained on {count} of the {len(held_out)} held-out conversations, so this is not a held-out loss"
 
 
 def _contents(config: ChatConfig, split: Split) -> list[Content]:

@@ -178,7 +178,7 @@ def describe_overlap(training: TextConfig, evaluation: TextConfig) -> str:
     count = ContentSet(trained).count(held_out)
     if not count:
         return ""
-    return f"the run was trained on {count} of the {len(held_out)} held-out documents: so this is not a held-out loss"
+    return f"the run was trained on {count} of the {len(held_out)} held-out documents, so this is not a held-out loss"
 
 
 def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
