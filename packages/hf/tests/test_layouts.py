@@ -14,7 +14,6 @@ import pytest
 import torch
 from hf_families import FAMILIES, computes_in_fp32, has_experts, small_config, transformers_model
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from sley_hf.attention import uses_interface
@@ -181,6 +180,8 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
 def test_compiled_layers_of_one_kind_share_a_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], num_graphs: int
 ) -> None:
+    from torch._dynamo.utils import counters  # loads the compiler
+
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     write_texts(tmp_path)
     config = small_config(family, **changes)

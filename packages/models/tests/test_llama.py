@@ -10,7 +10,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo, Field
@@ -132,6 +131,8 @@ def test_an_invalid_vocabulary_size_is_refused(wanted: int | None, present: int 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
 def test_compiled_layers_compute_the_same_values() -> None:
+    from torch._dynamo.utils import counters  # loads the compiler
+
     model, tokens = real(llama(SMALL.model_copy(update={"num_layers": 3}))), drawn(2, 24)
     plain = run(model, tokens, **packed(tokens))
     counters.clear()
