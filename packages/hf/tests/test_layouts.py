@@ -165,6 +165,7 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
         assert {name for run in runs for name in run.gradients[0]} == {layer_name(name, structure) for name in expected[1]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 @pytest.mark.parametrize(
     ("family", "changes", "num_graphs"),
