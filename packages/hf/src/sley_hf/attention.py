@@ -7,7 +7,7 @@ there, and which `[sequence]` finds and makes work on slices. No class of transf
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from sley_core.api.model import Attention, attention_mask, once_per_field
+from sley_core.api.model import Attention, attention_mask, flat_bounds, once_per_field
 from sley_core.errors import PlanError, RunError
 
 NAME = "sley"
@@ -102,9 +102,10 @@ def call_flash(
 ) -> Tensor:
     """Returns the context [b, s, h, d] of `module.flash_attn_varlen_func`, which gets the rows one after another."""
     batch, length = q.shape[:2]
-    ends = torch.arange(1, batch + 1, device=q.device)[:, None] * length
-    starts = ends - length if cu_seqlens is None else cu_seqlens[:, :-1] + ends - length
-    bounds = torch.cat([starts.flatten(), ends[-1]]).to(torch.int32)  # padding becomes empty documents
+    if cu_seqlens is None:
+        bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    else:
+        bounds = flat_bounds(cu_seqlens, length)
     options: dict[str, Any] = {"dropout_p": dropout} if dropout else {}
     context = module.flash_attn_varlen_func(
         q.flatten(0, 1),
@@ -129,18 +130,11 @@ def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
     """Returns the context [b, s, h, d] of torch's `flex_attention`, which is compiled on CUDA."""
-    flex = import_module("torch.nn.attention.flex_attention")  # loads torch's compiler
     batch, length = q.shape[:2]
-
-    def block_mask() -> Any:
-        bounds = torch.tensor([[0, length]], device=q.device).expand(batch, 2) if cu_seqlens is None else cu_seqlens
-        positions = torch.arange(length, device=q.device, dtype=bounds.dtype).repeat(batch, 1)
-        document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)
-
-        def may_attend(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (document[b, i] == document[b, j]) & (i >= j) & (i - j < (window or length))
-
-        return flex.create_block_mask(may_attend, batch, None, length, length, device=q.device.type)
+    if cu_seqlens is None:
+        mask = _causal_block_mask(batch, length, window, q.device)
+    else:
+        mask = once_per_field(cu_seqlens, ("flex", window, length), lambda: _block_mask(cu_seqlens, length, window))
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap  # type: ignore[operator]
@@ -148,11 +142,30 @@ def call_flex(
     context: Tensor = _flex_function(q.device.type == "cuda")(
         *(heads.transpose(1, 2) for heads in (q, k, v)),
         score_mod=None if softcap is None else cap,
-        block_mask=block_mask() if cu_seqlens is None else once_per_field(cu_seqlens, ("flex", window, length), block_mask),
+        block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return context.transpose(1, 2)
+
+
+@lru_cache(maxsize=2)
+@torch.no_grad()
+def _causal_block_mask(batch: int, length: int, window: int | None, device: torch.device) -> Any:
+    """Returns the block mask of rows that are one document each."""
+    return _block_mask(torch.tensor([[0, length]], device=device).expand(batch, 2), length, window)
+
+
+def _block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
+    """Returns flex_attention's mask of causal attention within documents. bounds: [b, n + 1]."""
+    positions = torch.arange(length, device=bounds.device, dtype=bounds.dtype).repeat(len(bounds), 1)
+    document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)  # [b, s]
+
+    def may_attend(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (document[b, i] == document[b, j]) & (i >= j) & (i - j < (window or length))
+
+    flex = import_module("torch.nn.attention.flex_attention")  # loads torch's compiler
+    return flex.create_block_mask(may_attend, len(bounds), None, length, length, device=bounds.device.type)
 
 
 @cache

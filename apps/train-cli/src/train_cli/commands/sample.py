@@ -246,7 +246,7 @@ def eval(
 def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: bool) -> None:
     """Prints the numbers of tasks of lm-eval, and writes them into the summary of the run, if it has one."""
     generator, _ = open_generator(run, best=best, feature="`train-cli eval --harness`")
-    numbers = import_module("sley_hf.harness").evaluate_tasks(generator, tasks, include)
+    numbers = import_module("sley_hf.generate").evaluate_tasks(generator, tasks, include)
     rows = {f"{task}/{name}": value for task, values in numbers.items() for name, value in values.items()}
     _print_numbers(rows)
     summary = Path(run) / SUMMARY

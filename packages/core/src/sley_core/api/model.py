@@ -8,6 +8,7 @@ from sley_core.losses.cross_entropy import cross_entropy_of_logits as cross_entr
 from sley_core.losses.cross_entropy import row_chunks as row_chunks
 from sley_core.model.attention import Attention as Attention
 from sley_core.model.attention import attention_mask as attention_mask
+from sley_core.model.attention import flat_bounds as flat_bounds
 from sley_core.model.attention import once_per_field as once_per_field
 from sley_core.model.layers import ForwardPatch as ForwardPatch
 from sley_core.model.layers import Layer as Layer

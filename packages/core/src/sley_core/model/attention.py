@@ -150,7 +150,7 @@ def _import_varlen() -> Any:
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
     """Computes the attention with torch's varlen kernel, which skips pairs of positions in different documents."""
     batch, num_positions = q.shape[:2]
-    bounds = once_per_field(cu_seqlens, ("varlen", num_positions), lambda: _flat_bounds(cu_seqlens, num_positions))
+    bounds = flat_bounds(cu_seqlens, num_positions)
     context: Tensor = varlen()(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -166,8 +166,15 @@ def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sca
     return context.reshape(batch, num_positions, *context.shape[1:])
 
 
-def _flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
-    """Returns the document bounds of the concatenated rows, [b n + 1] int32; padding becomes empty documents."""
-    rows = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * num_positions
-    end = rows.new_tensor([len(cu_seqlens) * num_positions])
-    return torch.cat([(cu_seqlens[:, :-1] + rows).flatten(), end]).to(torch.int32)
+def flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+    """Returns the document bounds of the concatenated rows, [b n + 1] int32; padding becomes empty documents.
+
+    cu_seqlens: [b, n + 1], as in `Attention`. It is computed once per microbatch.
+    """
+
+    def compute() -> Tensor:
+        rows = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * num_positions
+        end = rows.new_tensor([len(cu_seqlens) * num_positions])
+        return torch.cat([(cu_seqlens[:, :-1] + rows).flatten(), end]).to(torch.int32)
+
+    return once_per_field(cu_seqlens, ("varlen", num_positions), compute)
