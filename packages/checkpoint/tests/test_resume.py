@@ -49,8 +49,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_layout_goes_on_bit_for_bit(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
-    whole = stretch(tables, 4, folder=texts, prepare=partial(save_at, 2, tmp_path / "saved"))
-    assert_same_stretch([whole], [stretch(tables, 2, folder=texts, load=tmp_path / "saved")])
+    whole = stretch(tables, 6, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
+    assert_same_stretch([whole], [stretch(tables, 3, folder=texts, load=tmp_path / "saved")])
 
 
 def put(path: Path, change: Callable[[bytes], bytes]) -> None:

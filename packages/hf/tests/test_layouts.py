@@ -1,4 +1,4 @@
-"""Every family in every layout: losses, gradients and two AdamW steps equal a plain loop over transformers' own model."""
+"""Every family in every layout: losses, gradients and three AdamW steps equal a plain loop over transformers' own model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 from sley_testing.runs import Recorded, record
 
-STEPS, GLOBAL, MICRO, LENGTH = 2, 8, 2, 24
+STEPS, GLOBAL, MICRO, LENGTH = 3, 8, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
 LR = 1e-3
 ROUTER_LOSS = 0.1

@@ -165,12 +165,16 @@ def with_loss(name, sp, **changes):
     return split(plan) if sp > 1 else plan
 
 
-def test_sums_over_positions(ranks, own):
-    """Slices have 3 positions or one. With full sequences the loss and its weight count once, however many ranks
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("lengths", "losses"), [((6, 2), ("Contrastive", "Pooled")), ((48,), ("Smooth", "Shifted"))], ids=["short", "long"]
+)
+def test_sums_over_positions(ranks, own, lengths, losses):
+    """Slices have 24, 3 positions or one. With full sequences the loss and its weight count once, however many ranks
     compute them.
     """
-    cases = [("Sum", {"data__sequence": length}) for length in (6, 2)]
-    cases += [(name, WHOLE) for name in ("Contrastive", "Pooled")]
+    cases = [("Sum", {"data__sequence": length}) for length in lengths]
+    cases += [(name, WHOLE) for name in losses]
     references = recorded([with_loss(name, 1, **changes) for name, changes in cases], own)
     plans = [with_loss(name, 2, **changes) for name, changes in cases]
     plans.append(changed(plans[-1], parallel__wp=2, weights={"use": "isp.communicator"}))

@@ -68,7 +68,7 @@ def test_counts_of_one_micro_batch(ranks, sharded, texts, unit):
     """Each group is gathered twice, however much is recomputed. The table, and groups that are still unsharded when their
     backward starts, are gathered once. An evaluation gathers each group once.
     """
-    fractions = [0.5, 1.0]
+    fractions = [0.0, 0.5, 1.0]
     plans = [
         sharded(2, weights={"unit": unit}, activations={"use": "core.recompute", "fraction": fraction}, **DEEP)
         for fraction in fractions

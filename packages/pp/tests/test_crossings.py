@@ -20,7 +20,7 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
 from sley_testing.runs import record, running, weights
 
-SCHEDULES = ["one_f_one_b", "zero_bubble_h1"]
+SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
 
 
 def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
@@ -151,7 +151,7 @@ def record_freezes(plans, own):
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
     """The tensors that have a gradient may change, and no stage waits for a missing gradient."""
-    cases = [("chain", name) for name in (*SCHEDULES, "gpipe", "zero_bubble_v")] + [("in_place", "one_f_one_b")]
+    cases = [("chain", name) for name in (*SCHEDULES, "interleaved", "zero_bubble_v")] + [("in_place", "one_f_one_b")]
     expected = dict(zip(("chain", "in_place"), record_freezes([plan("chain"), plan("in_place")], own), strict=True))
     by_rank = ranks(stages, 120)(record_freezes, [plan(factory, stages, name) for factory, name in cases], own)
     for (factory, name), layouts in zip(cases, zip(*by_rank, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""Whatever form samples are given in, a step sees microbatches; what is no such thing is refused by name."""
+"""A step splits samples of any accepted form into microbatches, and rejects every other form by name."""
 
 from __future__ import annotations
 

@@ -253,6 +253,7 @@ def test_a_mistake_has_its_code_and_place(text: str, loader: Loader, old: str, n
         (STEPS, 'steps = 20\n[precision]\ncompute = "float32"', "did you mean `fp32`?"),
         (STEPS, 'steps = "20"', "write 20 without quotes"),
         ("dp = 2", "dp = 2\nhost_memory = false", "did you mean `cross_memory_attach`?"),
+        ("[model]", "[model]\ncompile = { dynamik = true }", "did you mean `dynamic`?"),
     ],
 )
 def test_a_hint_names_the_closest(text: str, loader: Loader, old: str, new: str, hint: str) -> None:

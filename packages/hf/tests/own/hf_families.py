@@ -1,4 +1,4 @@
-"""Small random configs of the families that docs/how-to.md lists, and their models."""
+"""Small random configs of the families that packages/hf/README.md lists, and their models."""
 
 from __future__ import annotations
 
