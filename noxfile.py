@@ -152,7 +152,7 @@ def isolated(session: nox.Session) -> None:
     A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With folders of packages, all tests
     of these; other arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
 
-    Wheels and what they require are installed once; each package has an environment of links to what it may see.
+    All wheels and their requirements are installed once. Each package gets an environment of links to the ones it requires.
     """
     chosen = named(session.posargs)
     folders = [package.folder for package in chosen]

@@ -74,7 +74,7 @@ class Device:
 
 
 class Rules(Protocol):
-    """What is told of a microbatch. demands, blocking: counted."""
+    """Rules by which a simulated rank gathers weights. demands, blocking: numbers of gathers."""
 
     device: Device
     blocking: int
