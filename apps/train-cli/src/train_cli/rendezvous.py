@@ -11,7 +11,6 @@ launcher ends the others long before.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import socket
 import threading
@@ -20,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from secrets import token_hex
 from typing import Any
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch exports them
@@ -58,7 +59,8 @@ class Rendezvous:
     """One rank at the rendezvous.
 
     timeout_s: how long to wait for ranks. ends_store: whether the store may end soon after this process. job: the launcher's
-    name for this run, which distinguishes runs at one port. num_rounds: how often all ranks have agreed.
+    name for this run, which distinguishes runs at one port. num_rounds: how often all ranks have agreed. process: a random
+    name, since an earlier process of the rank may have had the same pid.
     """
 
     rank: int
@@ -69,6 +71,7 @@ class Rendezvous:
     job: str = ""
     num_rounds: int = 0
     host: str = field(default_factory=platform.node)
+    process: str = field(default_factory=partial(token_hex, 8))
 
     @classmethod
     def join(cls, environ: Mapping[str, str], *, timeout_s: float) -> Rendezvous:
@@ -146,7 +149,7 @@ class Rendezvous:
     @property
     def _identity(self) -> dict[str, Any]:
         """The fields that identify this process to other ranks."""
-        return {"host": self.host, "job": self.job, "process": f"{os.getpid()} {id(self)}"}
+        return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
         """Waits for the info of rank 0. Raises RunError "preflight" if they belong to another run, or do not arrive."""
