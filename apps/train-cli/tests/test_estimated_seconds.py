@@ -192,15 +192,11 @@ SAMPLE = [
 
 
 @pytest.mark.sample(1)
+@pytest.mark.flaky(reruns=2)  # a busy machine makes steps longer, never shorter
 @pytest.mark.parametrize("layout", SAMPLE, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
-    taken_s = []
-    for _ in range(3):  # a busy machine makes steps longer, never shorter
-        estimated, real = both(ranks, FEW, layout, 2, told)
-        taken_s.append(real)
-        if estimated >= 0.9 * min(taken_s):
-            break
-    assert estimated == pytest.approx(min(taken_s), rel=0.10)
+    estimated, real = both(ranks, FEW, layout, 2, told)
+    assert estimated == pytest.approx(real, rel=0.10)
 
 
 @pytest.mark.campaign

@@ -42,18 +42,14 @@ def seen(plan):
     return record(plan, 3, prepare=prepare), *found
 
 
+@pytest.mark.flaky(reruns=2)  # a busy machine makes layers slower, never faster
 def test_slow_layers_count_for_what_they_take_and_timing_leaves_no_trace(ranks):
     """Weights, random states and modules are as in a plan that has the same costs, and measures nothing."""
-    every = []
-    for _ in range(3):  # a loaded machine only adds, so the least of three is what a layer takes
-        measured = ranks(2)(seen, PLAN)
-        (_, first, costs), (_, second, others) = measured
-        assert costs == others
-        every.append(costs)
-        shares = [round(min(each) / SLOW_S / 3) for each in zip(*every, strict=True)]  # F, I and W
-        if shares == [1, 1, 1, 3] and (len(first), len(second)) == (3, 1):
-            break
-    assert (shares, len(first), len(second)) == ([1, 1, 1, 3], 3, 1), every
+    measured = ranks(2)(seen, PLAN)
+    (_, first, costs), (_, second, others) = measured
+    assert costs == others
+    assert [round(cost / SLOW_S / 3) for cost in costs] == [1, 1, 1, 3]  # F, I and W
+    assert (len(first), len(second)) == (3, 1)
     written = changed(PLAN, partition={"use": "pp.measured", "layer_costs": (1.0, 1.0, 1.0, 3.0)})
     for (one, *_), (other, *_) in zip(measured, ranks(2)(seen, written), strict=True):
         assert [row["loss"] for row in one.rows] == [row["loss"] for row in other.rows]

@@ -125,10 +125,10 @@ def test_a_label_is_short(ranks: tuple[int, ...], label: str) -> None:
 
 
 def test_a_hundred_thousand_ranks_take_a_moment() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     topology = Topology.of(100_000, pp=10, sp=8, wp=16)
     table = list(topology.groups())
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     members = Counter(entry.axis for entry in table for _ in entry.ranks)
     assert members == {axis: 100_000 * len(CHANNELS.get(axis, ("main",))) for axis in AXES}
     assert seconds < 5, f"the group table took {seconds:.1f} s"

@@ -155,7 +155,7 @@ def test_a_wait_that_runs_out_of_time_is_told_with_what_came_before_it(ranks: An
     assert (report.finished, report.pending) == ("the beginning of the step", "B0.1")
     assert report.wait is not None
     assert report.wait.end == "late"
-    assert LIMIT_S * 0.9 < report.wait.seconds < LIMIT_S + 1
+    assert LIMIT_S * 0.9 < report.wait.seconds < LIMIT_S + 10, "the time limit ends it"
     assert str(report.wait.exchange) == "all-reduce of three over all[0, 1]"
     assert (report.wait.exchange.number, report.wait.exchange.num_bytes) == (3, 16)
     assert [one.label for one in report.exchanges["all main"]] == ["one", "two", "three"]

@@ -121,7 +121,7 @@ def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
     (sender,), (receiver,) = ranks(2, 30)(record_or_error, [tables], own, apart)
     for code, message, seconds in (sender, receiver):
         assert code == "boundary-mismatch"
-        assert seconds < 10
+        assert seconds < 20
         assert "microbatch 1" in message
         assert "expected float64[2, 4, 4] with gradient, but got float32[2, 4, 4] with gradient" in message
     assert "stage 0 sends to stage 1, forward" in sender[1]

@@ -110,7 +110,7 @@ def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tm
     seconds, _, message = path.read_text().partition(" ")
     assert message.startswith(says)
     assert "collective_timeout_s" in message or how == "groups"
-    assert float(seconds) < 7
+    assert float(seconds) < 20
 
 
 def messages_by_host():
