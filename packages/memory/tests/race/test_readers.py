@@ -52,7 +52,6 @@ READERS: dict[str, Callable[[Run, Path], Any]] = {
     "working weights": saved,
     "a call of a layer": called,
 }
-"""Beside those that sequences of drawn calls have (test_drawn_calls.py of train-cli)."""
 
 ORDERS = (0, 2, 19, 20)
 """Of copies: in the last three they happen as late as they may, or nearly so."""
