@@ -29,13 +29,13 @@ from pathlib import Path
 from sley_core.api.data import DataContext
 from sley_data import cache
 from sley_data.config import TextConfig
-from sley_data.datasets import TextDataset
+from sley_data.datasets import TokenDataset
 import sley_data.tokenizer
 folder, kept, cache.PART_BYTES, cache.MIN_CACHED_BYTES = *map(Path, sys.argv[1:3]), int(sys.argv[3]), 0
 before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 options = {"files": (folder / "text.jsonl",), "field": "text", "tokenizer": folder / "tokenizer.json", "cache": kept}
 config = TextConfig(**options, sequence=1024, held_out=1e-12)  # of which there is no document
-data = TextDataset(config, DataContext())
+data = TokenDataset(config, DataContext())
 data[len(data) - 1], data.data_digest
 print(time.perf_counter() - begun, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """

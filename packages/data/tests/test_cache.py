@@ -17,7 +17,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError, RunError
 from sley_data import cache
 from sley_data.config import TextConfig
-from sley_data.datasets import TextDataset
+from sley_data.datasets import TokenDataset
 from sley_data.tokenizer import Tokenizer
 from sley_data.workers import _Worker, map_batches
 
@@ -56,7 +56,7 @@ def table(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
 
 def samples(config: TextConfig, split: Any = "train") -> list[dict[str, list[int]]]:
-    dataset = TextDataset(config, DataContext(split=split))
+    dataset = TokenDataset(config, DataContext(split=split))
     return [{name: value.tolist() for name, value in dataset[at].items()} for at in range(len(dataset))]
 
 
@@ -65,11 +65,11 @@ def samples(config: TextConfig, split: Any = "train") -> list[dict[str, list[int
 def test_kept_tokens_give_the_same_samples(table: TextConfig, encoded: list[int], split: Any, documents: Any) -> None:
     table = table.model_copy(update={"documents": documents})
     wanted = samples(table.model_copy(update={"cache": "none"}), split)
-    digest = TextDataset(table.model_copy(update={"cache": "none"}), DataContext(split=split)).data_digest
+    digest = TokenDataset(table.model_copy(update={"cache": "none"}), DataContext(split=split)).data_digest
     assert samples(table, split) == wanted
     encoded.clear()
     assert samples(table, split) == wanted
-    assert TextDataset(table, DataContext(split=split)).data_digest == digest
+    assert TokenDataset(table, DataContext(split=split)).data_digest == digest
     assert not encoded, "the second time nothing is tokenized"
 
 
@@ -128,17 +128,17 @@ def test_a_death_within_a_reply_is_reported_too(monkeypatch: pytest.MonkeyPatch)
 
 def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
-    expected, digest = samples(table), TextDataset(table, DataContext()).data_digest
+    expected, digest = samples(table), TokenDataset(table, DataContext()).data_digest
     monkeypatch.setattr("sley_data.streams._MAX_BYTES_IN_MEMORY", 0)
     assert samples(table) == expected
-    assert TextDataset(table, DataContext()).data_digest == digest
+    assert TokenDataset(table, DataContext()).data_digest == digest
     assert list((table.files[0].parent / "home").glob("sley/data/*/complete.json"))
 
 
 def test_two_that_prepare_at_once_do_it_once(
     table: TextConfig, encoded: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = TextDataset(table.model_copy(update={"cache": "none"}), DataContext()).load()
+    wanted = TokenDataset(table.model_copy(update={"cache": "none"}), DataContext()).load().stream
     (whole,) = encoded
     encoded.clear()
     encode, say, waiting = Tokenizer.encode, cache.report, threading.Event()
@@ -150,9 +150,9 @@ def test_two_that_prepare_at_once_do_it_once(
     monkeypatch.setattr(Tokenizer, "encode", slowly)
     monkeypatch.setattr(cache, "report", lambda text: (say(text), waiting.set()))
     with ThreadPoolExecutor(2) as pool:
-        loaded = [pool.submit(TextDataset(table, DataContext()).load) for _ in range(2)]
-        tokens = [each.result(60) for each in loaded]
-    assert all(each.read(0, len(each)) == wanted.read(0, len(wanted)) for each in tokens)
+        loaded = [pool.submit(TokenDataset(table, DataContext()).load) for _ in range(2)]
+        tokens = [each.result(60).stream for each in loaded]
+    assert all(each.digest == wanted.digest for each in tokens)
     assert sum(encoded) == whole
     assert "waiting for another process on this host" in capfd.readouterr().err
 
@@ -201,7 +201,7 @@ def test_a_change_in_the_middle_of_a_file_is_seen(table: TextConfig, encoded: li
 
 def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    dataset = TextDataset(table.model_copy(update={"cache": tmp_path / "file"}), DataContext())
+    dataset = TokenDataset(table.model_copy(update={"cache": tmp_path / "file"}), DataContext())
     assert len(dataset) == len(samples(table.model_copy(update={"cache": "none"})))
     (note,) = dataset.data_notes
     assert "are not kept in" in note

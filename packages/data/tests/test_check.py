@@ -18,7 +18,7 @@ from sley_core.errors import KeyPath, PlanError
 from sley_core.table import Table
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TextDataset
+from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples
 from sley_data.files import text_files
 
@@ -157,7 +157,7 @@ def test_the_count_is_that_of_the_dataset(
     config = text(folder / "*.txt", separator=separator, **more)
     for split in ("train", "held_out"):
         files, _ = text_files(config, split)
-        assert count_samples(config, split, files) == len_or_0(TextDataset(config, DataContext(split=split)))
+        assert count_samples(config, split, files) == len_or_0(TokenDataset(config, DataContext(split=split)))
 
 
 def len_or_0(dataset: Any) -> int:

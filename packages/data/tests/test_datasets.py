@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -14,23 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
-from sley_core.errors import PlanError
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TextDataset, TokensDataset
-from sley_data.streams import TokenRows
+from sley_data.datasets import TokenDataset
+from sley_data.packing import TokenRows
 
 TEXTS = {"a.txt": b"abcdefghij", "b.txt": b"0123456", "empty.txt": b"", "sub/c.txt": b"\xff\x00\xfe\x80 not UTF-8"}
 
 
-def text(*files: Path, **more: Any) -> TextDataset:
-    return TextDataset(TextConfig(files=files, **{"sequence": 4, "held_out": 0.0, **more}), DataContext())
+def text(*files: Path, **more: Any) -> TokenDataset:
+    return TokenDataset(TextConfig(files=files, **{"sequence": 4, "held_out": 0.0, **more}), DataContext())
 
 
-def tokens(*files: Path, **more: Any) -> TokensDataset:
-    return TokensDataset(TokensConfig(files=files, **{"sequence": 4, "vocab_size": 60000, **more}), DataContext())
+def tokens(*files: Path, **more: Any) -> TokenDataset:
+    return TokenDataset(TokensConfig(files=files, **{"sequence": 4, "vocab_size": 60000, **more}), DataContext())
 
 
-def labels_of(dataset: TextDataset | TokensDataset) -> list[int]:
+def labels_of(dataset: TokenDataset) -> list[int]:
     labels = torch.cat([dataset[index]["labels"] for index in range(len(dataset))])
     return labels[labels != IGNORE_INDEX].tolist()
 
@@ -53,9 +51,9 @@ def test_a_separator_makes_documents_within_a_file(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_text_that_every_machine_has() -> None:
-    data = TextDataset(TextConfig(source="python-stdlib", sequence=256), DataContext())
+    data = TokenDataset(TextConfig(source="python-stdlib", sequence=256), DataContext())
     assert len(data) > 10_000
-    held_out = TextDataset(TextConfig(source="python-stdlib", sequence=256), DataContext(split="held_out"))
+    held_out = TokenDataset(TextConfig(source="python-stdlib", sequence=256), DataContext(split="held_out"))
     assert 50 < len(held_out) < len(data) / 10
 
 
@@ -99,32 +97,12 @@ def test_packed_documents_are_those_between_end_tokens(tmp_path_factory: Any, id
     assert labels_of(data) == [token for before, token in pairwise(ids) if before != 0]
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=4),
-    st.sampled_from(["pack", "cut", "pad"]),
-    st.integers(1, 5),
-)
-def test_rows_are_the_samples_without_torch(
-    tmp_path_factory: Any, parts: list[list[int]], documents: str, sequence: int
-) -> None:
-    folder = tmp_path_factory.mktemp("rows")
-    files = [write(folder / f"{number}.bin", [7, *ids]) for number, ids in enumerate(parts)]
-    for number, ids in enumerate(parts):
-        (folder / f"{number}.txt").write_bytes(bytes([7, *ids]))
-    options: dict[str, Any] = {"documents": documents, "sequence": sequence}
-    for data in (tokens(*files, **options, end_of_document=0), text(folder / "*.txt", **options, separator="\0")):
-        try:
-            count = len(data)
-        except PlanError as error:
-            with pytest.raises(PlanError, match=re.escape(error.diagnostics[0].message)):
-                TokenRows(data._config, DataContext())
-            continue
-        rows = TokenRows(data._config, DataContext())
-        samples = [{name: value.tolist() for name, value in data[index].items()} for index in range(count)]
-        assert [rows.row(index) for index in range(len(rows))] == samples
-        labels = [label for sample in samples for label in sample["labels"] if label != IGNORE_INDEX]
-        assert rows.counts["trained"] == len(labels)
-        assert rows.counts["padding"] == (rows.counts["positions"] - len(labels) if documents == "pad" else 0)
-        if isinstance(data, TextDataset):
-            longest = max(len(each) for ids in parts for each in bytes([7, *ids]).split(b"\0"))
-            assert rows.counts["longest"] == longest
+@pytest.mark.parametrize(("documents", "padding"), [("pack", 0), ("cut", 0), ("pad", 1)])
+def test_rows_count_labels_and_padding(tmp_path: Path, documents: Any, padding: int) -> None:
+    """Documents of 3, 1 and 4 tokens."""
+    (tmp_path / "a.txt").write_bytes(b"abc|d|efgh")
+    config = TextConfig(files=(tmp_path / "a.txt",), separator="|", documents=documents, sequence=2, held_out=0.0)
+    rows = TokenRows(config, DataContext())
+    labels = [label for index in range(len(rows)) for label in rows.row(index)["labels"] if label != IGNORE_INDEX]
+    assert rows.counts["trained"] == len(labels)
+    assert (rows.counts["documents"], rows.counts["longest"], rows.counts["padding"]) == (3, 4, padding)

@@ -23,7 +23,7 @@ from sley_core.errors import PlanError
 from sley_data import formats
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TextDataset
+from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples, read_documents
 from sley_data.files import find_files, text_files
 
@@ -126,7 +126,7 @@ def test_compressed_text_is_read(tmp_path: Path, kind: str) -> None:
         (tmp_path / name).write_bytes(PACKED[kind](f"some text {number}".encode()))
     table = config(tmp_path / "*")
     assert texts(table) == [b"some text 0", b"some text 1"]
-    assert count_samples(table, "train", text_files(table, "train")[0]) == len(TextDataset(table, DataContext())) == 6
+    assert count_samples(table, "train", text_files(table, "train")[0]) == len(TokenDataset(table, DataContext())) == 6
     lines = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(3)).encode()
     (tmp_path / f"c.jsonl.{kind}").write_bytes(PACKED[kind](lines))
     table = config(tmp_path / f"c.jsonl.{kind}", field="text", documents="pad")
@@ -146,7 +146,7 @@ def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, 
     (problem,) = check(table, evaluates=False)
     assert (problem.code, "damaged or incomplete" in problem.message) == ("data-format", True)
     with pytest.raises(PlanError, match="damaged or incomplete"):
-        len(TextDataset(table, DataContext()))
+        len(TokenDataset(table, DataContext()))
 
 
 def test_the_package_for_zstd_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     assert problem.code == "data-format"
     assert (kind if kind in REFUSED else "a tar archive") in problem.message
     with pytest.raises(PlanError, match=r"a\.txt"):
-        len(TextDataset(config(tmp_path / "a.txt"), DataContext()))
+        len(TokenDataset(config(tmp_path / "a.txt"), DataContext()))
     ids = TokensConfig(files=(tmp_path / "a.txt",), sequence=4, vocab_size=60000)
     assert "data-format" in [problem.code for problem in check(ids, evaluates=False)]
 
@@ -270,7 +270,7 @@ def test_each_line_is_a_document(path: Path) -> None:
     found = list(read_documents(files, table, "train"))
     assert found == [("corpus.jsonl#1", b'a "quoted"\nline'), ("corpus.jsonl#3", "schön".encode())]
     assert list(check(table, evaluates=False)) == []
-    assert bytes(TextDataset(table, DataContext())[0]["tokens"].tolist()) == b'a "q'
+    assert bytes(TokenDataset(table, DataContext())[0]["tokens"].tolist()) == b'a "q'
 
 
 def test_lines_are_held_out_one_by_one(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> No
     assert (problem.code, problem.path) == ("data-json", ("data", "files"))
     assert "`field = " in str(problem.hint)
     with pytest.raises(PlanError, match="JSON lines"):
-        len(TextDataset(lines(named), DataContext()))
+        len(TokenDataset(lines(named), DataContext()))
     assert list(check(lines(named, separator="\n"), evaluates=False)) == []
 
 
@@ -313,7 +313,7 @@ def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str
     (problem,) = check(lines(path, field="text"), evaluates=False)
     assert problem.code == "data-json"
     with pytest.raises(PlanError, match=message):
-        len(TextDataset(lines(path, field="text"), DataContext()))
+        len(TokenDataset(lines(path, field="text"), DataContext()))
 
 
 @pytest.mark.parametrize("more", [{"separator": "|"}, {"source": "python-stdlib", "files": ()}])

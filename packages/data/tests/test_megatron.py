@@ -16,7 +16,7 @@ from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TokensDataset
+from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples
 from sley_data.files import token_files
 
@@ -53,7 +53,7 @@ def config(*files: Path, **more: Any) -> TokensConfig:
 
 
 def labels_of(table: TokensConfig) -> list[int]:
-    dataset = TokensDataset(table, DataContext())
+    dataset = TokenDataset(table, DataContext())
     return [label for at in range(len(dataset)) for label in dataset[at]["labels"].tolist() if label != IGNORE_INDEX]
 
 
@@ -66,7 +66,7 @@ def test_documents_are_those_of_the_index(tmp_path: Path, documents: str, code: 
     assert list(check(table, evaluates=False)) == []
     whole = [token for text in TEXTS for token in text]
     assert labels_of(table) == (whole[1:] if documents == "cut" else [token for text in TEXTS for token in text[1:]])
-    assert count_samples(table, "train", token_files(table, "train")[0]) == len(TokensDataset(table, DataContext()))
+    assert count_samples(table, "train", token_files(table, "train")[0]) == len(TokenDataset(table, DataContext()))
 
 
 def test_files_with_and_without_an_index_are_one_stream(tmp_path: Path) -> None:
@@ -76,14 +76,14 @@ def test_files_with_and_without_an_index_are_one_stream(tmp_path: Path) -> None:
     (problem,) = check(table, evaluates=False)
     assert problem.code == "data-documents"
     options: dict[str, Any] = {"end_of_document": 0, "documents": "pack", "vocab_size": 80_000, "dtype": "uint32"}
-    dataset = TokensDataset(config(wide, write(tmp_path / "narrow"), **options), DataContext())
+    dataset = TokenDataset(config(wide, write(tmp_path / "narrow"), **options), DataContext())
     assert dataset[0]["tokens"].tolist() == [70_000, 70_001]
     assert dataset[2]["tokens"].tolist() == [70_004, 1], "a sample of both"
     raw = config(tmp_path / "raw.bin", write(tmp_path / "narrow"), tmp_path / "raw.bin", end_of_document=0, documents="pack")
     assert labels_of(raw) == [41, 0, 2, 3, 4, 6, 8, 9, 10, 11]
-    other = TokensDataset(config(write(tmp_path / "b", [[each] for each in TEXTS]), documents="pack"), DataContext())
-    assert TokensDataset(config(tmp_path / "narrow.bin", documents="pack"), DataContext()).data_digest == other.data_digest
-    one = TokensDataset(config(write(tmp_path / "c", [TEXTS]), documents="pack"), DataContext())
+    other = TokenDataset(config(write(tmp_path / "b", [[each] for each in TEXTS]), documents="pack"), DataContext())
+    assert TokenDataset(config(tmp_path / "narrow.bin", documents="pack"), DataContext()).data_digest == other.data_digest
+    one = TokenDataset(config(write(tmp_path / "c", [TEXTS]), documents="pack"), DataContext())
     assert one.data_digest != other.data_digest, "other boundaries"
 
 

@@ -21,7 +21,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.config import TextConfig
 from sley_data.conversations import Conversation, file_conversations
-from sley_data.datasets import TextDataset
+from sley_data.datasets import TokenDataset
 from sley_data.documents import read_documents
 from sley_data.files import merge_problems, row_files, text_files
 from sley_data.rows import read_rows
@@ -98,9 +98,9 @@ def test_every_format_has_the_same_conversations(tmp_path: Path, name: str) -> N
 def test_a_column_is_text_in_every_format(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / name, [{"id": 1, "text": "abc", "more": [1]}, {"id": 2, "text": "defg", "more": []}])
     config = TextConfig(files=(path,), field="text", sequence=4, held_out=0.0, documents="cut")
-    assert bytes(TextDataset(config, DataContext())[0]["tokens"].tolist()) == b"abcd"
+    assert bytes(TokenDataset(config, DataContext())[0]["tokens"].tolist()) == b"abcd"
     with pytest.raises(PlanError, match=r"row 1 of .* has no `body`"):
-        len(TextDataset(config.model_copy(update={"field": "body"}), DataContext()))
+        len(TokenDataset(config.model_copy(update={"field": "body"}), DataContext()))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sley_core.data.dataset import DataContext, Split
 from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TextDataset, TokensDataset
+from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples, is_in_share, read_documents, text_content
 from sley_data.files import text_files
 
@@ -76,7 +76,7 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     assert sorted(trained) == sorted(text.encode() for text in (*documents[:20], *documents[25:]))
     assert notes == ["5 of 30 documents in `files` are also in `held_out_files`: training excludes them"]
     assert sorted(texts(config, "held_out")) == sorted(text.encode() for text in (*documents[20:25], "another"))
-    data = TextDataset(config, DataContext())
+    data = TokenDataset(config, DataContext())
     assert count_samples(config, "train", text_files(config, "train")[0]) == len(data)
     assert data.data_notes == notes
     within = TextConfig(files=(tmp_path / "*/*.txt",), held_out_files=held_out_files, **options)
@@ -134,13 +134,13 @@ def test_token_files_of_which_one_has_the_others_tokens(
     )
     found = [problem.code for problem in check(config, evaluates=True)]
     assert found == (["held-out-trained"] if is_trained_on else [])
-    data = TokensDataset(config, DataContext(split="held_out"))
+    data = TokenDataset(config, DataContext(split="held_out"))
     if is_trained_on:
         with pytest.raises(PlanError, match=r"held\.bin.*train\.bin"):
             len(data)
     else:
         assert len(data) == 2250
-    assert len(TokensDataset(config, DataContext())) == 12500 + 2250
+    assert len(TokenDataset(config, DataContext())) == 12500 + 2250
 
 
 def test_tokens_that_say_nothing_are_no_copy(tmp_path: Path) -> None:

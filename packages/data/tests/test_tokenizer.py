@@ -14,7 +14,7 @@ from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError, PluginError
 from sley_core.weight_files.read import disable_settings
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.datasets import TextDataset
+from sley_data.datasets import TokenDataset
 from sley_data.tokenizer import Tokenizer as OurTokenizer
 from sley_data.tokenizer import text_ids
 
@@ -29,11 +29,11 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-def dataset(folder: Path, *texts: bytes, **more: Any) -> TextDataset:
+def dataset(folder: Path, *texts: bytes, **more: Any) -> TokenDataset:
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_bytes(text)
     options: dict[str, Any] = {"sequence": 3, "held_out": 0.0, "documents": "pad", **more}
-    return TextDataset(TextConfig(files=(folder / "*.txt",), **options), DataContext())
+    return TokenDataset(TextConfig(files=(folder / "*.txt",), **options), DataContext())
 
 
 def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:

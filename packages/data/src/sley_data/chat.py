@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
-from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from sley_core.api.data import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
@@ -19,7 +18,7 @@ from sley_data.chat_template import ChatTemplate, Encoded
 from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, chat_files, empty_split_error, read_conversations
 from sley_data.files import split_files
-from sley_data.streams import map_tokens
+from sley_data.streams import Integers, Stream, map_tokens
 
 
 @dataclass
@@ -78,7 +77,7 @@ NOT_TRAINED = "no token has a label"
 class ChatRows:
     """The rows of a split: whole conversations, packed by best fit into `sequence` positions per row.
 
-    A conversation of n tokens has n - 1 positions, since its last token is only a label. parts: the tokens of all
+    A conversation of n tokens has n - 1 positions, since its last token is only a label. stream: the tokens of all
     conversations, with `_LABEL_BIT` for labels. rows: the numbers of the samples in each row.
 
     The constructor renders and tokenizes all conversations, or maps cached tokens. It raises PlanError "data-short" if there is
@@ -93,14 +92,12 @@ class ChatRows:
         self._config, self._split = config, context.split
         self._first: Conversation | None = None
         pairs = self._cached_parts() or self._tokenize()
-        self.parts = [ids for ids, _ in pairs]
-        self._starts = [0, *accumulate(map(len, self.parts))]
         lengths = [length for _, part in pairs for length in part]
-        self.offsets = array("q", [0, *accumulate(lengths)])
+        self.stream = Stream([ids for ids, _ in pairs], np.cumsum([0, *lengths]))
         self.rows = pack_best_fit([length - 1 for length in lengths], config.sequence)
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
-    def _cached_parts(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+    def _cached_parts(self) -> list[tuple[Integers, Sequence[int]]] | None:
         """Returns the mapped tokens and the sample lengths of each part in the cache, or None if tokens are not cached."""
         config = self._config
         files, held_out = split_files(config, self._split, chat_files)
@@ -133,12 +130,12 @@ class ChatRows:
         self.stats = _load_stats(complete["stats"])
         return parts
 
-    def _tokenize(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+    def _tokenize(self) -> list[tuple[Integers, Sequence[int]]]:
         """Returns the tokens and sample lengths of all conversations as one part."""
         ids, lengths, stats = encode_conversations(self.template, self._config, self._read())
         self.stats.add(_load_stats(stats))
         self._check()
-        return [(ids, lengths)]
+        return [(np.array(ids), lengths)]
 
     def _read(self) -> Iterator[Conversation]:
         """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
@@ -175,41 +172,39 @@ class ChatRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def row(self, index: int) -> dict[str, list[int]]:
-        """Returns row `index`: tokens, labels and positions [sequence], and `cu_seqlens` [max_documents + 1].
+    def sample(self, index: int) -> dict[str, Integers]:
+        """Returns row `index`: tokens, labels and positions, int64 [sequence], and `cu_seqlens`, int32 [max_documents + 1].
 
         Token 0 with ignored labels pads the row. The padding is a separate document, so that no other token attends to it.
         """
-        tokens: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        starts = []
+        tokens, labels = np.zeros(self.sequence, np.int64), np.full(self.sequence, IGNORE_INDEX)
+        positions, starts, start = np.arange(self.sequence), [], 0
         for number in self.rows[index]:
-            start, stop = self.offsets[number], self.offsets[number + 1]
-            starts.append(len(tokens))
-            part = bisect_right(self._starts, start) - 1
-            part_start = self._starts[part]
-            ids = self.parts[part][start - part_start : stop - part_start]
-            tokens += [token % _LABEL_BIT for token in ids[:-1]]
-            labels += [token - _LABEL_BIT if token >= _LABEL_BIT else IGNORE_INDEX for token in ids[1:]]
-            positions += range(stop - start - 1)
-        num_padding = self.sequence - len(tokens)
-        starts.append(len(tokens))
-        starts += [self.sequence] * (self.max_documents + 1 - len(starts))
-        return {
-            "tokens": tokens + [0] * num_padding,
-            "labels": labels + [IGNORE_INDEX] * num_padding,
-            "positions": [*positions, *range(num_padding)],
-            "cu_seqlens": starts,
-        }
+            ids = self.stream.read(*self.stream.offsets[number : number + 2].tolist())
+            stop = start + len(ids) - 1
+            tokens[start:stop] = ids[:-1] % _LABEL_BIT
+            labels[start:stop] = np.where(ids[1:] < _LABEL_BIT, IGNORE_INDEX, ids[1:] % _LABEL_BIT)
+            positions[start:stop] -= start
+            starts.append(start)
+            start = stop
+        positions[start:] -= start
+        cu_seqlens = np.full(self.max_documents + 1, self.sequence, np.int32)
+        cu_seqlens[: len(starts) + 1] = [*starts, start]
+        return {"tokens": tokens, "labels": labels, "positions": positions, "cu_seqlens": cu_seqlens}
+
+    def row(self, index: int) -> dict[str, list[int]]:
+        """Returns row `index` as lists."""
+        return {name: values.tolist() for name, values in self.sample(index).items()}
 
     @property
     def digest(self) -> str:
         """A digest of all tokens, labels and sample lengths."""
-        digest = blake2b(digest_size=16)
-        for part in (*self.parts, self.offsets):
-            digest.update(memoryview(part))  # type: ignore[arg-type]  # an array, or a view of one
-        return digest.hexdigest()
+        return self.stream.digest
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user about the template and dropped conversations."""
+        return self.stats.notes()
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -273,10 +268,10 @@ def _load_stats(values: dict[str, Any]) -> ChatStats:
     return ChatStats(**{**values, "dropped": Counter(values["dropped"])})
 
 
-def _map_part(part: cache.Part) -> tuple[Sequence[int], Sequence[int]]:
+def _map_part(part: cache.Part) -> tuple[Integers, Sequence[int]]:
     if not part.tokens.stat().st_size:
-        return array("I"), array("q")
-    return map_tokens(part.tokens, "I"), array("q", part.lengths.read_bytes())
+        return np.empty(0, np.uint32), array("q")
+    return map_tokens(part.tokens, "uint32"), array("q", part.lengths.read_bytes())
 
 
 def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -11,9 +11,17 @@ from sley_core.errors import SleyError
 from sley_core.records import Problem
 from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
-from sley_data.config import NUM_BYTES, ChatConfig, TextConfig, TokensConfig
+from sley_data.config import ChatConfig, TextConfig, TokensConfig
 from sley_data.conversations import chat_files, empty_split_error, file_conversations
-from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, load_tokenizer, select_files
+from sley_data.documents import (
+    ALWAYS_READ,
+    count_samples,
+    document_reader,
+    find_copied_tokens,
+    load_tokenizer,
+    num_ids,
+    select_files,
+)
 from sley_data.files import File, FilesAndProblems, text_files, token_files
 
 
@@ -22,7 +30,7 @@ def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None)
     assert isinstance(config, TextConfig | TokensConfig), config
     yield from _check_table(config, evaluates=evaluates)
     try:
-        count = _num_ids(config)
+        count = num_ids(config, load_tokenizer(config))
     except SleyError:
         return  # already reported
     if vocab_size is not None and vocab_size < count:
@@ -80,16 +88,6 @@ def _unreadable_problem(error: OSError) -> Problem:
     return Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
 
 
-def _num_ids(config: TextConfig | TokensConfig) -> int:
-    if isinstance(config, TokensConfig):
-        return config.vocab_size
-    if config.tokenizer is None:
-        return NUM_BYTES
-    from sley_data.tokenizer import Tokenizer  # bytes need none
-
-    return Tokenizer(config.tokenizer, None).vocab_size
-
-
 def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
     """Yields all problems of a table except an unsuitable model vocabulary."""
     train, held_out = _split_files(config)
@@ -141,8 +139,7 @@ def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[File]
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
     """Yields the problems of loading the tokenizer of a `data.text` table."""
     try:
-        if isinstance(config, TextConfig):
-            load_tokenizer(config)
+        load_tokenizer(config)
     except SleyError as error:
         yield from _error_problems(error)
 

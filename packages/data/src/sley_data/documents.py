@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
-from sley_data.config import TOKEN_BYTES, TextConfig, TokensConfig
+from sley_data.config import NUM_BYTES, TOKEN_BYTES, TextConfig, TokensConfig
 from sley_data.files import ConfigT, File, merge_problems, text_files
 from sley_data.formats import open_decompressed
 from sley_data.rows import read_rows, row_error
@@ -346,10 +346,17 @@ def _text_lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Se
     return [len(text) for _, text in documents] if tokenizer is None else tokenizer.encode(documents)[1]
 
 
-def load_tokenizer(config: TextConfig) -> Tokenizer | None:
-    """Loads the tokenizer of a table, or returns None for bytes."""
-    if config.tokenizer is None:
+def load_tokenizer(config: TextConfig | TokensConfig) -> Tokenizer | None:
+    """Loads the tokenizer of a table, or returns None for bytes and token files."""
+    if isinstance(config, TokensConfig) or config.tokenizer is None:
         return None
     from sley_data.tokenizer import Tokenizer  # bytes need none
 
     return Tokenizer(config.tokenizer, config.end_of_document)
+
+
+def num_ids(config: TextConfig | TokensConfig, tokenizer: Tokenizer | None) -> int:
+    """Returns the number of token ids of a table. tokenizer: the result of `load_tokenizer`."""
+    if isinstance(config, TokensConfig):
+        return config.vocab_size
+    return NUM_BYTES if tokenizer is None else tokenizer.vocab_size

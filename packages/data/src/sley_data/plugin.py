@@ -14,11 +14,11 @@ def sley_records() -> list[DatasetRecord]:
         DatasetRecord(
             name="text",
             config=TextConfig,
-            build="sley_data.datasets:TextDataset",
+            build="sley_data.datasets:TokenDataset",
             check=check,
             text_ids="sley_data.tokenizer:text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
-            rows="sley_data.streams:TokenRows",
+            rows="sley_data.packing:TokenRows",
         ),
         DatasetRecord(
             name="chat",
@@ -32,9 +32,9 @@ def sley_records() -> list[DatasetRecord]:
         DatasetRecord(
             name="tokens",
             config=TokensConfig,
-            build="sley_data.datasets:TokensDataset",
+            build="sley_data.datasets:TokenDataset",
             check=check,
-            rows="sley_data.streams:TokenRows",
+            rows="sley_data.packing:TokenRows",
         ),
         DatasetRecord(
             name="mixture",

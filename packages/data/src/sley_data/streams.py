@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
-from sley_core.api.data import IGNORE_INDEX, DataContext, Split
+import numpy as np
+from numpy.typing import NDArray
+
+from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
-from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.config import TextConfig, TokensConfig
-from sley_data.documents import find_copied_tokens, load_tokenizer, locate_window, num_chunks, num_windows, read_documents
+from sley_data.documents import find_copied_tokens, read_documents
 from sley_data.files import File, merge_problems, split_files, text_files, token_files
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
-FORMATS: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
-"""The memoryview format of each token dtype. Bytes have the format "B"."""
+Integers = NDArray[np.integer[Any]]
 
-_SCAN_BYTES = 1 << 24
-"""The number of bytes of a token file that are in memory while it is searched for documents."""
+_SCAN_TOKENS = 1 << 22
+"""The number of tokens of a file that are in memory while it is searched for documents."""
 
 _MAX_BYTES_IN_MEMORY = 1 << 27
 """The minimum size of bytes that are cached as mapped files. Each rank holds smaller text in memory."""
@@ -39,29 +38,31 @@ _MAX_BYTES_IN_MEMORY = 1 << 27
 class Stream:
     """Holds the tokens of documents, one after another.
 
-    parts: views of memory or mapped files, of 8, 16 or 32 bits. A document may be in several parts. offsets: the start of each
-    document, and the number of tokens, 64 bits [num_documents + 1]. No document is empty. stored_digest: `digest`, if known.
+    parts: arrays of uint8, uint16 or uint32, in memory or mapped. A document may be in several parts. offsets: the start of
+    each document, and the number of tokens, int64 [num_documents + 1]. No document is empty. stored_digest: `digest`, if known.
     """
 
-    parts: Sequence[memoryview]
-    offsets: memoryview
+    parts: Sequence[Integers]
+    offsets: Integers
     stored_digest: str | None = None
 
     @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(map(len, self.parts)))
+    def _ends(self) -> Integers:
+        return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, start: int, stop: int) -> list[int]:
-        """Returns tokens [start, stop)."""
-        tokens: list[int] = []
-        number = bisect_right(self._ends, start)
-        while start < stop:
-            part_start, part_end = self._ends[number] - len(self.parts[number]), self._ends[number]
-            tokens += self.parts[number][start - part_start : min(stop, part_end) - part_start]
-            start, number = part_end, number + 1
+    def read(self, start: int, stop: int) -> Integers:
+        """Returns a copy of tokens [start, stop) as int64. The range must be inside the stream."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        tokens = np.empty(stop - start, np.int64)
+        number, position = int(np.searchsorted(self._ends, start, side="right")), start
+        while position < stop:
+            part, end = self.parts[number], int(self._ends[number])
+            offset = end - len(part)
+            tokens[position - start : end - start] = part[position - offset : stop - offset]
+            number, position = number + 1, end
         return tokens
 
     @property
@@ -72,28 +73,29 @@ class Stream:
     @property
     def sampled_digest(self) -> str:
         """A digest of the length of each part, of blocks of at most 128 KiB per part, and of the document lengths."""
-        blocks = ([memoryview(array("q", [len(part)])), *_sample_blocks(part)] for part in self.parts)
+        blocks = ([np.array([len(part)]), *_sample_blocks(part)] for part in self.parts)
         return _digest([*blocks, [self.offsets]])
 
 
-def _digest(values: Iterable[Sequence[memoryview]]) -> str:
+def _digest(values: Iterable[Sequence[Integers]]) -> str:
     """Returns a digest of values, each of which may have several parts."""
     digest = blake2b(digest_size=16)
     for parts in values:
-        digest.update(f"{parts[0].format if parts else None}{sum(map(len, parts))}".encode())
+        digest.update(f"{parts[0].dtype.char if parts else None}{sum(map(len, parts))}".encode())
         for part in parts:
-            digest.update(part)
+            digest.update(part.data)
             _release_pages(part)
     return digest.hexdigest()
 
 
-def _release_pages(part: memoryview) -> None:
-    """Removes the pages of a mapped file from this process's memory. The next access loads them again."""
-    if isinstance(part.obj, mmap):
-        part.obj.madvise(MADV_DONTNEED)
+def _release_pages(part: Integers, start: int = 0, stop: int | None = None) -> None:
+    """Removes pages of a mapped file from this process's memory. The next access loads them again."""
+    file = getattr(part.base, "obj", None)
+    if isinstance(file, mmap):
+        file.madvise(MADV_DONTNEED, start, (len(file) if stop is None else stop) - start)
 
 
-def _sample_blocks(part: memoryview) -> Iterator[memoryview]:
+def _sample_blocks(part: Integers) -> Iterator[Integers]:
     """Yields 16 blocks of at most 2,048 elements that are spread over a part, from its start to its end."""
     size = 1 << 11 if len(part) > 1 << 15 else max(1, -(-len(part) // 16))
     for number in range(16):
@@ -109,7 +111,7 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
     """
     files, held_out = split_files(config, split, text_files)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
-    settings = (4, tokenizer and tokenizer.digest, *options)
+    settings = (5, tokenizer and tokenizer.digest, *options)
     min_bytes = cache.MIN_CACHED_BYTES if tokenizer else _MAX_BYTES_IN_MEMORY
     folder = cache.cache_folder(config.cache, files, held_out, settings, min_bytes)
     if folder is not None:
@@ -119,7 +121,14 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
         except OSError as error:
             notes[:] = [f"the tokens are not kept in {folder}: {error}"]
     tokens, lengths, _ = _encode_documents(tokenizer, read_documents(files, config, split, notes))
-    return Stream([memoryview(tokens)], memoryview(array("q", accumulate(filter(None, lengths), initial=0))))
+    return Stream([np.frombuffer(tokens, tokens.typecode)] if tokens else [], _offsets(lengths))
+
+
+def _offsets(lengths: array[int], start: int = 0) -> Integers:
+    """Returns the offsets of the non-empty documents. start: the offset of the first document."""
+    sizes = np.array(lengths, np.int64)
+    offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)
+    return offsets
 
 
 def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> cache.Encoded:
@@ -136,20 +145,19 @@ def _cached_stream(
     folder: Path, tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
 ) -> Stream:
     """Returns the mapped tokens in the cache folder. Tokenizes the documents first unless the folder is complete."""
-    view_format = "B" if tokenizer is None else FORMATS["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    dtype = "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
     def map_parts(parts: Iterable[cache.Part], digest: str | None = None) -> Stream:
-        tokens = [map_tokens(part.tokens, view_format) for part in parts if part.tokens.stat().st_size]
-        return Stream(tokens, map_tokens(folder / "offsets", "q"), digest)
+        tokens = [map_tokens(part.tokens, dtype) for part in parts if part.tokens.stat().st_size]
+        return Stream(tokens, map_tokens(folder / "offsets", "int64"), digest)
 
     def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
         with replace_atomically(folder / "offsets") as file:
-            offsets = array("q", [0])
+            offsets = _offsets(array("q"))
             for part in parts:
-                file.write(offsets[:-1])
-                lengths = array("q", part.lengths.read_bytes())
-                offsets = array("q", accumulate(filter(None, lengths), initial=offsets[-1]))
-            file.write(offsets)
+                file.write(offsets[:-1].data)
+                offsets = _offsets(array("q", part.lengths.read_bytes()), int(offsets[-1]))
+            file.write(offsets.data)
         return {"digest": map_parts(parts).digest, "notes": notes}
 
     complete = cache.prepare_parts(
@@ -159,141 +167,43 @@ def _cached_stream(
     return map_parts(cache.part_files(folder, complete["parts"]), complete["digest"])
 
 
-def map_tokens(path: Path, view_format: Literal["B", "H", "I", "q"]) -> memoryview:
-    """Maps a file of integers as a read-only view.
-
-    The map is shared and read-only, so that a file can be larger than the memory. For a private, writable map, as from
-    PyTorch's `from_file`, Linux would reserve memory.
-    """
+def map_tokens(path: Path, dtype: str) -> Integers:
+    """Maps a file of integers as a read-only array. The map is shared, so that a file can be larger than the memory."""
     assert sys.byteorder == "little", "token files are little-endian"
     with path.open("rb") as file:
-        return memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)).cast(view_format)
+        return np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), dtype)
 
 
 def token_stream(config: TokensConfig, split: Split) -> Stream:
     """Returns the token files of a split as one mapped stream.
 
-    With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for `end_of_document`,
-    at about 3 s per GB. Raises PlanError with all files that are missing, empty or not a whole number of tokens long.
+    With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for `end_of_document`.
+    Raises PlanError with all files that are missing, empty or not a whole number of tokens long.
     """
     files, problems = token_files(config, split)
     if split == "held_out":
         problems += find_copied_tokens(token_files(config, "train")[0], files)
     if problems:
         raise merge_problems(problems)
-    parts = [map_tokens(file.path, FORMATS[file.dtype(config)]) for file in files]
+    parts = [map_tokens(file.path, file.dtype(config)) for file in files]
+    total = sum(map(len, parts))
     if config.documents == "cut":
-        return Stream(parts, memoryview(array("q", [0, sum(map(len, parts))])))
-    offsets, part_start = array("q", [0]), 0
+        return Stream(parts, np.array([0, total]))
+    ends, part_start = [np.array([0, total])], 0
     for file, part in zip(files, parts, strict=True):
-        for end in _document_ends(file, part, config):
-            if part_start + end > offsets[-1]:
-                offsets.append(part_start + end)
+        ends.append(part_start + _document_ends(file, part, config))
         part_start += len(part)
-    if part_start > offsets[-1]:
-        offsets.append(part_start)
-    return Stream(parts, memoryview(offsets))
+    return Stream(parts, np.unique(np.concatenate(ends)))
 
 
-def _document_ends(file: File, part: memoryview, config: TokensConfig) -> Iterator[int]:
-    """Yields the ends of the documents in a file, ascending. May also yield the start of the first document."""
+def _document_ends(file: File, part: Integers, config: TokensConfig) -> Integers:
+    """Returns the ends of the documents in a file, or also the start of the first document."""
     if file.index is not None:
-        yield from file.index.offsets
-        return
+        return np.array(file.index.offsets, np.int64)
     assert config.end_of_document is not None, file
-    content, width = cast(mmap, part.obj), part.itemsize
-    token = config.end_of_document.to_bytes(width, "little")
-    for start in range(0, len(content), _SCAN_BYTES):
-        stop = min(start + _SCAN_BYTES, len(content))
-        offset = content.find(token, start, stop)
-        while offset >= 0:
-            if offset % width == 0:
-                yield offset // width + 1
-            offset = content.find(token, offset + 1, stop)
-        content.madvise(MADV_DONTNEED, start, stop - start)
-
-
-class TokenRows:
-    """The samples of a split of `data.text` or `data.tokens` as lists of numbers, as `api.data.DataRows`."""
-
-    def __init__(self, config: TextConfig | TokensConfig, context: DataContext) -> None:
-        """Loads the data. Raises the same PlanError as the datasets."""
-        self._config = config
-        if isinstance(config, TokensConfig):
-            self._stream = token_stream(config, context.split)
-        else:
-            self._stream = text_stream(config, context.split, load_tokenizer(config), [])
-        self._lengths = array("q", (stop - start for start, stop in pairwise(self._stream.offsets)))
-        if not len(self):
-            raise short_data_error(len(self._stream), config.sequence)
-
-    def __len__(self) -> int:
-        if self._config.documents == "pad":
-            return num_chunks(self._lengths, self._config.sequence)
-        return num_windows(len(self._stream), self._config.sequence)
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """The counts, as in `DataRows`. Documents of token files with `documents = "cut"` are unknown."""
-        config, num_tokens = self._config, len(self._stream)
-        trained = num_tokens - (1 if config.documents == "cut" else len(self._lengths))
-        positions = len(self) * config.sequence
-        are_known = config.documents != "cut" or isinstance(config, TextConfig)
-        return {
-            "documents": len(self._lengths) if are_known else None,
-            "tokens": num_tokens,
-            "trained": trained,
-            "positions": positions,
-            "padding": positions - trained if config.documents == "pad" else 0,
-            "longest": max(self._lengths) if are_known else None,
-            "dropped": {},
-        }
-
-    def row(self, index: int) -> dict[str, list[int]]:
-        """Returns sample `index` of the dataset."""
-        sequence = self._config.sequence
-        if self._config.documents == "pad":
-            return self._padded_row(index)
-        start, num_covered = locate_window(index, len(self._stream), sequence)
-        values = self._stream.read(start, start + sequence + 1)
-        row = {"tokens": values[:-1], "labels": [IGNORE_INDEX] * num_covered + values[1 + num_covered :]}
-        if self._config.documents == "pack":
-            boundaries = self._boundaries(start)
-            for boundary in boundaries:
-                row["labels"][boundary - 1] = IGNORE_INDEX
-            starts = [0, *(boundary for boundary in boundaries if boundary < sequence)]
-            row["positions"] = [position for start, end in pairwise([*starts, sequence]) for position in range(end - start)]
-            row["cu_seqlens"] = starts + [sequence] * (self._max_documents + 1 - len(starts))
-        return row
-
-    def _padded_row(self, index: int) -> dict[str, list[int]]:
-        sequence, offsets = self._config.sequence, self._stream.offsets
-        document = bisect_right(self._chunk_ends, index)
-        first_sample = self._chunk_ends[document - 1] if document else 0
-        start = offsets[document] + (index - first_sample) * sequence
-        values = self._stream.read(start, min(start + sequence + 1, offsets[document + 1]))
-        num_padding = sequence + 1 - len(values)
-        return {"tokens": values[:-1] + [0] * num_padding, "labels": values[1:] + [IGNORE_INDEX] * num_padding}
-
-    @cached_property
-    def _chunk_ends(self) -> list[int]:
-        return list(accumulate(num_chunks([length], self._config.sequence) for length in self._lengths))
-
-    def _boundaries(self, start: int) -> list[int]:
-        """Returns the document starts, relative to `start`, in (start, start + sequence]."""
-        offsets = self._stream.offsets
-        first, last = bisect_right(offsets, start), bisect_right(offsets, start + self._config.sequence)
-        return [offset - start for offset in offsets[first:last]]
-
-    @cached_property
-    def _max_documents(self) -> int:
-        """The largest number of documents in a sample."""
-        sequence, num_tokens = self._config.sequence, len(self._stream)
-        starts = (locate_window(index, num_tokens, sequence)[0] for index in range(len(self)))
-        return max(1 + sum(boundary < sequence for boundary in self._boundaries(start)) for start in starts)
-
-
-def short_data_error(num_tokens: int, sequence: int) -> PlanError:
-    """Returns the PlanError "data-short" for data of `num_tokens`."""
-    message = f"the data has {num_tokens} tokens, but a sample needs {sequence} tokens and a label for the last token"
-    return PlanError("data-short", message, path=("data", "sequence"), hint="use more text or a smaller `sequence`")
+    ends = [np.empty(0, np.int64)]
+    for start in range(0, len(part), _SCAN_TOKENS):
+        stop = min(start + _SCAN_TOKENS, len(part))
+        ends.append(start + 1 + np.flatnonzero(part[start:stop] == config.end_of_document))
+        _release_pages(part, start * part.itemsize, stop * part.itemsize)
+    return np.concatenate(ends)

@@ -105,8 +105,6 @@ def export(
     overrides: SetOption = None,
 ) -> None:
     """Write the plan's tokens as nanoGPT does: raw little-endian uint16, or uint32 for a large vocabulary."""
-    import torch
-
     resolved = load_plan(plan, overrides or [])
     config = resolved.data.config
     has_held_out = getattr(config, "held_out", 0) or getattr(config, "held_out_files", ())
@@ -114,15 +112,14 @@ def export(
         dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, cast(Split, split)))
         if not hasattr(dataset, "token_parts"):
             raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="use `data.text`")
-        is_small = (dataset.info.vocab_size or 0) <= 1 << 16
+        dtype = "uint16" if (dataset.info.vocab_size or 0) <= 1 << 16 else "uint32"
         count = 0
         out.mkdir(parents=True, exist_ok=True)
         with replace_atomically(out / name) as file:
             for part in dataset.token_parts:
-                wide = part.to(torch.uint16 if is_small else torch.uint32)
-                file.write(wide.numpy().data)
-                count += len(wide)
-        say(f"{out / name}: {count} tokens, {'uint16' if is_small else 'uint32'}, vocab_size = {dataset.info.vocab_size}")
+                file.write(part.astype(dtype).data)
+                count += len(part)
+        say(f"{out / name}: {count} tokens, {dtype}, vocab_size = {dataset.info.vocab_size}")
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
