@@ -19,7 +19,7 @@ from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
-from sley_data.documents import count_samples, is_in_share, read_documents, text_content
+from sley_data.documents import content_key, count_samples, is_in_share, read_documents
 from sley_data.files import text_files
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
@@ -83,7 +83,7 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     assert sorted(texts(within, "train")) == sorted(trained)
     every = TextConfig(files=held_out_files, held_out_files=held_out_files, **options)
     (problem,) = check(every, evaluates=True)
-    assert (problem.code, "`held_out_files`" in problem.message) == ("data-short", True)
+    assert (problem.code, "held-out documents" in problem.message) == ("data-short", True)
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress])
@@ -104,7 +104,7 @@ def test_texts_that_differ_in_the_middle_are_no_copies(tmp_path: Path, way: str,
 
 @given(st.lists(st.binary(max_size=8)), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_share_holds_out_more_and_contents_alone_decide(found: list[bytes], one: float, other: float) -> None:
-    contents = [text_content(text) for text in found]
+    contents = [content_key(text) for text in found]
     small, large = sorted((one, other))
     assert all(is_in_share(content, large) for content in contents if is_in_share(content, small))
     assert not any(is_in_share(content, 0) for content in contents)

@@ -121,7 +121,7 @@ class ChatRows:
         try:
             num_bytes = sum(file.num_bytes for file in files)
             complete = cache.prepare_parts(
-                folder, self._read(), lambda conversation: conversation.content.size, encode, num_bytes, summarize
+                folder, self._read(), lambda conversation: conversation.size_and_key[0], encode, num_bytes, summarize
             )
             parts = [_map_part(part) for part in cache.part_files(folder, complete["parts"])]
         except OSError as error:

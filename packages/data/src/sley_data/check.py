@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from sley_core.api.data import DataContext, Split
@@ -13,15 +13,7 @@ from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import ChatConfig, TextConfig, TokensConfig
 from sley_data.conversations import chat_files, empty_split_error, file_conversations
-from sley_data.documents import (
-    ALWAYS_READ,
-    count_samples,
-    document_reader,
-    find_copied_tokens,
-    load_tokenizer,
-    num_ids,
-    select_files,
-)
+from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, load_tokenizer, num_ids
 from sley_data.files import File, FilesAndProblems, text_files, token_files
 
 
@@ -100,14 +92,9 @@ def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Itera
     if problems:
         return
     try:
-        single_file, count = _single_document(config, train[0]), count_samples(config, "train", train[0])
-        if count == 0 and isinstance(config, TextConfig) and config.held_out_files and _has_sample(config, train[0]):
-            message = f"without the documents in `held_out_files`, `files` is shorter than {_sample_text(config)}"
-            yield Problem(("data", "files"), message, "name more `files`, or other `held_out_files`", "data-short")
-        else:
-            yield from _train_problems(config, count, single_file)
-        if evaluates:
-            yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]), single_file)
+        yield from _train_problems(config, count_samples(config, "train", train[0]))
+        if evaluates and count_samples(config, "held_out", held_out[0]) == 0:
+            yield _held_out_problem(config)
     except SleyError as error:
         yield from _error_problems(error)
     except OSError as error:
@@ -148,23 +135,11 @@ def _error_problems(error: SleyError) -> Iterator[Problem]:
     return (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
 
 
-def _single_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> File | None:
-    """Returns the only document of a text with a held-out share if it is a whole file, and None otherwise."""
-    if not isinstance(config, TextConfig) or not config.held_out or document_reader(config) is not None:
-        return None
-    return files[0] if len(files) == 1 else None
-
-
-def _has_sample(config: TextConfig, files: Sequence[File]) -> bool:
-    """Returns whether `files` contain a sample if `held_out_files` are ignored."""
-    return count_samples(config.model_copy(update={"held_out_files": ()}), "train", files) != 0
-
-
-def _train_problems(config: TextConfig | TokensConfig, count: int | None, single_file: File | None) -> Iterator[Problem]:
+def _train_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
     """Yields a problem if the training split has no sample, or a number of samples that differs from the resolved plan."""
-    if single_file is not None and isinstance(config, TextConfig) and not select_files([single_file], config, "train"):
-        message = f"`{single_file.path}` is one document, and it is held out: nothing is left to train on"
-        hint = 'set `separator = "\\n\\n"` to make each paragraph a document, or set `held_out = 0.0`'
+    if count == 0 and isinstance(config, TextConfig) and (config.held_out or config.held_out_files):
+        message = f"without the held-out documents, `files` is shorter than {_sample_text(config)}"
+        hint = 'set `separator = "\\n\\n"` to make each paragraph a document, name more `files`, or use a smaller `sequence`'
         yield Problem(("data", "files"), message, hint, "data-short")
     elif count == 0:
         hint = "use more data or a smaller `sequence`"
@@ -173,23 +148,16 @@ def _train_problems(config: TextConfig | TokensConfig, count: int | None, single
         yield problem
 
 
-def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, single_file: File | None) -> Iterator[Problem]:
-    """Yields a problem if the held-out split has no sample. single_file: the result of `_single_document`."""
-    if count != 0:
-        return
-    if single_file is not None and isinstance(config, TextConfig) and not select_files([single_file], config, "held_out"):
-        message = f"`{single_file.path}` is one document, and it is trained on: nothing is left to evaluate on"
-        hint = 'set `separator = "\\n\\n"` to make each paragraph a document, or name another file in `held_out_files`'
-        yield Problem(("evaluation",), message, hint, "held-out")
-        return
+def _held_out_problem(config: TextConfig | TokensConfig) -> Problem:
+    """Returns the problem of a held-out split without a sample."""
+    hint = "add files to `held_out_files` in `[data]`"
+    if isinstance(config, TextConfig) and not config.held_out_files:
+        hint = 'set `separator = "\\n\\n"` to make each paragraph a document, increase `held_out`, or add `held_out_files`'
     if config.held_out_files or (isinstance(config, TextConfig) and config.held_out):
         message = f"the held-out data is shorter than {_sample_text(config)}"
     else:
         message = "there is no held-out data to evaluate on"
-    has_share = isinstance(config, TextConfig) and not config.held_out_files
-    share_hint = ", or increase `held_out`, a share of whole documents (see `separator`)"
-    hint = "add files to `held_out_files` in `[data]`" + (share_hint if has_share else "")
-    yield Problem(("evaluation",), message, hint, "held-out")
+    return Problem(("evaluation",), message, hint, "held-out")
 
 
 def _sample_text(config: TextConfig | TokensConfig) -> str:

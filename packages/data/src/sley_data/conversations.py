@@ -19,7 +19,7 @@ from typing import Any
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
-from sley_data.documents import Content, ContentSet, split_filter, text_content
+from sley_data.documents import content_key, overlap_sentence, split_filter
 from sley_data.files import File, FilesAndProblems, merge_problems, row_files
 from sley_data.rows import read_rows, row_error
 
@@ -65,10 +65,10 @@ class Conversation:
         return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property
-    def content(self) -> Content:
-        """The identity of all messages and tools."""
+    def size_and_key(self) -> tuple[int, bytes]:
+        """The number of bytes of all messages and tools, and the key of this content."""
         text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
-        return text_content(text)
+        return len(text), content_key(text)
 
 
 def chat_files(config: ChatConfig, split: Split) -> FilesAndProblems:
@@ -82,11 +82,9 @@ def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conve
 
     Raises PlanError with all problems of the files, or with the first row that is not a conversation.
     """
-    is_selected = split_filter(
-        config, split, lambda table: (conversation.content for conversation in _read_files(table, "held_out"))
-    )
+    is_selected = split_filter(config, split, lambda table: _keys(table, "held_out"))
     for conversation in _read_files(config, split):
-        yield conversation, is_selected is None or is_selected(conversation.content)
+        yield conversation, is_selected(conversation.size_and_key[1])
 
 
 def _read_files(config: ChatConfig, split: Split) -> Iterator[Conversation]:
@@ -197,15 +195,11 @@ def describe_overlap(training: ChatConfig, evaluation: ChatConfig) -> str:
         return ""  # the evaluation reports it
     if problems := chat_files(training, "train")[1]:
         return f"it is not known whether the run was trained on the held-out conversations: {problems[0].message}"
-    held_out, trained = _contents(evaluation, "held_out"), _contents(training, "train")
-    count = ContentSet(trained).count(held_out)
-    if not count:
-        return ""
-    return f"the run was trained on {count} of the {len(held_out)} held-out conversations, so this is not a held-out loss"
+    return overlap_sentence(_keys(training, "train"), _keys(evaluation, "held_out"), "conversations")
 
 
-def _contents(config: ChatConfig, split: Split) -> list[Content]:
-    return [conversation.content for conversation, is_selected in read_conversations(config, split) if is_selected]
+def _keys(config: ChatConfig, split: Split) -> list[bytes]:
+    return [conversation.size_and_key[1] for conversation, is_selected in read_conversations(config, split) if is_selected]
 
 
 def empty_split_error(config: ChatConfig, split: Split) -> PlanError:

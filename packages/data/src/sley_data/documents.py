@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import file_digest, sha256
-from itertools import chain, compress, pairwise
+from itertools import chain, pairwise
 from mmap import ACCESS_READ, mmap
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.api.data import Split
@@ -32,56 +30,20 @@ _MAX_SEARCH_BYTES = 1 << 30
 """The maximum number of bytes to search for copies of held-out tokens, in about a second."""
 
 
-@dataclass(frozen=True)
-class Content:
-    """Identifies the content of a document. size: its number of bytes. source: its digest, or the file that contains it."""
-
-    size: int
-    source: bytes | Path
-
-    def key(self) -> bytes:
-        """Returns the digest of the content. May read a file."""
-        if isinstance(self.source, bytes):
-            return self.source
-        with self.source.open("rb") as file:
-            return file_digest(file, "sha256").digest()
+def content_key(text: bytes) -> bytes:
+    """Returns the digest that identifies the content of a document."""
+    return sha256(text).digest()
 
 
-def text_content(text: bytes) -> Content:
-    """Returns the identity of a text's content."""
-    return Content(len(text), sha256(text).digest())
+def _file_key(file: File) -> bytes:
+    """Returns the key of a file's decompressed content. Raises the same errors as `open_decompressed`."""
+    with open_decompressed(file.path) as content:
+        return file_digest(content, "sha256").digest()
 
 
-def file_content(file: File) -> Content:
-    """Returns the identity of a file's content. Reads compressed files. Raises the same errors as `open_decompressed`."""
-    return text_content(read_file(file.path)) if file.is_compressed else Content(file.num_bytes, file.path)
-
-
-def is_in_share(content: Content, share: float) -> bool:
-    """Returns whether the key of a document, as a number in [0, 1), is below `share`. Computes no key if the share is 0."""
-    return share > 0 and int.from_bytes(content.key()[:8], "big") < share * 2**64
-
-
-class ContentSet:
-    """A set of documents by content. Computes keys only for documents of equal sizes."""
-
-    def __init__(self, contents: Iterable[Content]) -> None:
-        self._contents: dict[int, list[Content]] = {}
-        self._keys: dict[int, set[bytes]] = {}
-        for content in contents:
-            self._contents.setdefault(content.size, []).append(content)
-
-    def __contains__(self, content: Content) -> bool:
-        size = content.size
-        if size not in self._contents:
-            return False
-        if size not in self._keys:
-            self._keys[size] = {element.key() for element in self._contents[size]}
-        return content.key() in self._keys[size]
-
-    def count(self, contents: Iterable[Content]) -> int:
-        """Returns the number of `contents` that are in the set."""
-        return sum(content in self for content in contents)
+def is_in_share(key: bytes, share: float) -> bool:
+    """Returns whether the key of a document, as a number in [0, 1), is below `share`."""
+    return share > 0 and int.from_bytes(key[:8], "big") < share * 2**64
 
 
 def find_copied_tokens(training_files: Sequence[File], held_out_files: Sequence[File]) -> list[Problem]:
@@ -136,11 +98,11 @@ def read_documents(
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
     read_file = document_reader(config) or _read_whole_file
-    is_selected = split_filter(config, split, _held_out_contents)
+    is_selected = split_filter(config, split, _held_out_keys)
     count = num_excluded = 0
     for name, text in chain.from_iterable(map(read_file, files)):
         count += 1
-        if is_selected is None or is_selected(text_content(text)):
+        if is_selected(content_key(text)):
             yield name, text
         else:
             num_excluded += 1
@@ -148,12 +110,13 @@ def read_documents(
         notes.append(f"{num_excluded} of {count} documents in `files` are also in `held_out_files`: training excludes them")
 
 
-def document_contents(files: Sequence[File], config: TextConfig) -> list[Content]:
-    """Returns the identities of all documents in `files`. Reads files with several documents."""
+def document_keys(config: TextConfig, split: Split, files: Sequence[File]) -> list[bytes]:
+    """Returns the keys of the documents of a split. files: the result of `text_files` for the split."""
     read_file = document_reader(config)
+    is_selected = split_filter(config, split, _held_out_keys)
     if read_file is None:
-        return [file_content(file) for file in files]
-    return [text_content(text) for file in files for _, text in read_file(file)]
+        return list(filter(is_selected, map(_file_key, files)))
+    return [key for file in files for _, text in read_file(file) if is_selected(key := content_key(text))]
 
 
 def describe_overlap(training: TextConfig, evaluation: TextConfig) -> str:
@@ -167,18 +130,22 @@ def describe_overlap(training: TextConfig, evaluation: TextConfig) -> str:
     if problems:
         return ""  # the evaluation reports them
     training_files, problems = text_files(training, "train")
-    if problems:
-        return f"it is not known whether the run was trained on the held-out documents: {problems[0].message}"
-    if _is_large(training_files):
+    reason = problems[0].message if problems else ""
+    if not problems and _is_large(training_files):
         reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this"
+    if reason:
         return f"it is not known whether the run was trained on the held-out documents: {reason}"
-    trained, held_out = document_contents(training_files, training), document_contents(held_out_files, evaluation)
-    trained = list(compress(trained, _split_membership(trained, training, "train")))
-    held_out = list(compress(held_out, _split_membership(held_out, evaluation, "held_out")))
-    count = ContentSet(trained).count(held_out)
+    trained = document_keys(training, "train", training_files)
+    return overlap_sentence(trained, document_keys(evaluation, "held_out", held_out_files), "documents")
+
+
+def overlap_sentence(trained: Iterable[bytes], held_out: Sequence[bytes], noun: str) -> str:
+    """Returns a sentence with the number of held-out keys that were trained on, or "" if there are none."""
+    trained_keys = set(trained)
+    count = sum(key in trained_keys for key in held_out)
     if not count:
         return ""
-    return f"the run was trained on {count} of the {len(held_out)} held-out documents, so this is not a held-out loss"
+    return f"the run was trained on {count} of the {len(held_out)} held-out {noun}, so this is not a held-out loss"
 
 
 def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
@@ -192,11 +159,17 @@ def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, 
     return None if separator is None else lambda file: _split_file(file, separator.encode())
 
 
-def select_files(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
+def _select_files(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
     """Returns the files that belong to a split. Each file must be one document."""
-    if not config.largest_share and not any(table.held_out_files for table in config.all_sources):
+    if not _is_filtered(config):
         return list(files) if split == "train" else []
-    return list(compress(files, _split_membership([file_content(file) for file in files], config, split)))
+    is_selected = split_filter(config, split, _held_out_keys)
+    return [file for file in files if is_selected(_file_key(file))]
+
+
+def _is_filtered(config: TextConfig) -> bool:
+    """Returns whether documents must be read to find those of a split."""
+    return bool(config.largest_share or any(table.held_out_files for table in config.all_sources))
 
 
 def _is_large(files: Sequence[File]) -> bool:
@@ -204,46 +177,30 @@ def _is_large(files: Sequence[File]) -> bool:
     return sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES
 
 
-def _split_membership(contents: Sequence[Content], config: TextConfig, split: Split) -> list[bool]:
-    """Returns whether each document belongs to the split. Computes only the keys that decide this."""
-    is_selected = split_filter(config, split, _held_out_contents)
-    return [is_selected is None or is_selected(content) for content in contents]
+def split_filter(config: ConfigT, split: Split, held_out_keys: Callable[[ConfigT], Iterable[bytes]]) -> Callable[[bytes], bool]:
+    """Returns a function that tells by the key of a document whether the document belongs to the split.
 
-
-def split_filter(
-    config: ConfigT, split: Split, held_out_contents: Callable[[ConfigT], Iterable[Content]]
-) -> Callable[[Content], bool] | None:
-    """Returns a function that tells whether a document belongs to the split, or None if all documents do.
-
-    held_out_contents: returns the contents in the `held_out_files` of a table. The training split also excludes the held-out
-    documents of a mixture's other sources.
+    held_out_keys: returns the keys of the documents in the `held_out_files` of a table. The training split also excludes the
+    held-out documents of a mixture's other sources.
     """
     if split == "held_out":
-        return None if config.held_out_files else lambda content: is_in_share(content, config.held_out)
+        return lambda key: bool(config.held_out_files) or is_in_share(key, config.held_out)
     share = config.largest_share
-    tables = [table for table in config.all_sources if table.held_out_files]
-    if not share and not tables:
-        return None
-    held_out = ContentSet(chain.from_iterable(map(held_out_contents, tables)))
-    return lambda content: not is_in_share(content, share) and content not in held_out
+    held_out = set(chain.from_iterable(held_out_keys(table) for table in config.all_sources if table.held_out_files))
+    return lambda key: not is_in_share(key, share) and key not in held_out
 
 
-def _held_out_contents(config: TextConfig) -> list[Content]:
-    """Returns the contents of the documents in `held_out_files`. Raises PlanError with all problems of the files."""
+def _held_out_keys(config: TextConfig) -> list[bytes]:
+    """Returns the keys of the documents in `held_out_files`. Raises PlanError with all problems of the files."""
     files, problems = text_files(config, "held_out")
     if problems:
         raise merge_problems(problems)
-    return document_contents(files, config)
-
-
-def read_file(path: Path) -> bytes:
-    """Returns the decompressed content of a file. Raises the same errors as `open_decompressed`."""
-    with open_decompressed(path) as file:
-        return file.read()
+    return document_keys(config, "held_out", files)
 
 
 def _read_whole_file(file: File) -> Iterator[tuple[str, bytes]]:
-    yield file.name, read_file(file.path)
+    with open_decompressed(file.path) as content:
+        yield file.name, content.read()
 
 
 def _split_file(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
@@ -337,8 +294,8 @@ def _token_lengths(config: TokensConfig, files: Sequence[File]) -> list[int] | N
 def _text_lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Sequence[int] | None:
     """Returns the number of tokens of each document, or None if a large corpus must be read for it."""
     has_file_sizes = document_reader(config) is None and config.tokenizer is None
-    if has_file_sizes and not any(file.is_compressed for file in files) and not (config.largest_share and _is_large(files)):
-        return [file.num_bytes for file in select_files(files, config, split)]
+    if has_file_sizes and not any(file.is_compressed for file in files) and not (_is_filtered(config) and _is_large(files)):
+        return [file.num_bytes for file in _select_files(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None
     documents = read_documents(files, config, split)
